@@ -287,6 +287,7 @@ def test_tables_and_json_of_everything(headrace, coordinator, scripted_run):
         "GET /v1/instances": (200, {"instances": [instance]}),
         "POST /v1/services/rollout:scale": (200, {"kind": "rollout", "count": 2}),
         "POST /v1/instances/rollout-0:drain": (200, {"instance": "rollout-0", "incarnation": "i1"}),
+        "POST /v1/devices:release": (200, {"device": "GPU-8f2a/gpu:0"}),
         "GET /v1/spec-schema": (200, {"type": "object"}),
     }
     shown = {
@@ -299,6 +300,7 @@ def test_tables_and_json_of_everything(headrace, coordinator, scripted_run):
         ("status",): "rollout-0",
         ("scale", "rollout=2"): "2 wanted",
         ("drain", "rollout-0"): "told to drain",
+        ("leases", "release", "gpu:0"): "GPU-8f2a/gpu:0: released",
         ("spec-schema",): "object",
     }
     for arguments, words in shown.items():

@@ -64,6 +64,11 @@ def test_containers_are_made_like_the_first_one_and_compose_knows_them(compose):
         assert "HEADRACE_COORDINATOR=coordinator:8471" in each.attrs["Config"]["Env"]
         assert list(each.attrs["NetworkSettings"]["Networks"]) == ["headrace-scaled_fleet"]
         assert each.status == "running"
+    hosts = {each.short_id for each in made}
+    assert docker.hosts() == hosts
+    made[0].stop(timeout=1)
+    assert docker.hosts() == hosts - {made[0].short_id}, "one that has ended runs no process"
+    made[0].start()
     assert docker.scale("rollout", 1) == ""
     # `docker compose ps` itself fails where a container goes while it looks.
     wait_for(lambda: len(docker._containers("rollout")) == 1, "two containers to be removed")

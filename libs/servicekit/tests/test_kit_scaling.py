@@ -19,6 +19,18 @@ def api():
     """An API server with two objects; `refuse` (a status and its message) has it say no."""
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if server.refuse:
+                self.answer(server.refuse[0], {"kind": "Status", "message": server.refuse[1]})
+            elif self.path != "/api/v1/namespaces/training/pods?labelSelector=fleet%3Da":
+                self.answer(404, {"kind": "Status", "message": f"{self.path} not found"})
+            else:
+                pods = [
+                    {"metadata": {"name": name}, "status": {"phase": phase}}
+                    for name, phase in server.pods.items()
+                ]
+                self.answer(200, {"kind": "PodList", "items": pods})
+
         def do_PATCH(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if self.headers["Authorization"] != "Bearer secret":
@@ -45,6 +57,7 @@ def api():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.replicas = {PATH.format(target): 1 for target in TARGETS.values()}
     server.refuse = None
+    server.pods = {}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -55,7 +68,38 @@ def api():
 def kubernetes(api, tmp_path):
     (tmp_path / "token").write_text("secret\n")
     (tmp_path / "namespace").write_text("training")
-    return Kubernetes(f"http://127.0.0.1:{api.server_port}", TARGETS, tmp_path)
+    return Kubernetes(f"http://127.0.0.1:{api.server_port}", TARGETS, tmp_path, "fleet=a")
+
+
+async def test_pods_that_were_seen_and_are_gone_are_told_until_they_are_back(
+    api, kubernetes, servers, new_fleet, until
+):
+    scaler = Scaler(kubernetes, {})
+    api.pods = {"post-rollout-a": "Running", "post-rollout-b": "Pending"}
+    assert await scaler.look() == []
+    api.pods = {"post-rollout-a": "Failed", "post-rollout-c": "Running"}
+    assert await scaler.look() == ["post-rollout-a", "post-rollout-b"]
+    api.refuse = 403, "pods is forbidden"
+    assert await scaler.look() == [], "who cannot see says nothing"
+    api.refuse, api.pods = None, {"post-rollout-a": "Running"}
+    gone = await scaler.look()
+    assert gone == ["post-rollout-b", "post-rollout-c"]
+    fleet = new_fleet()
+    _, address = await servers(fleet)
+    link = SupervisorLink("kubernetes", address, None, scaler)
+    link.start()
+    await until(lambda: not link.away, "the stream")
+    link.report_gone(gone)
+
+    def told():
+        return [
+            list(each.hosts_gone.hosts)
+            for each in fleet.supervised
+            if each.WhichOneof("event") == "hosts_gone"
+        ]
+
+    assert await until(told, "the report") == [gone]
+    await link.stop()
 
 
 async def test_the_coordinators_number_of_instances_becomes_a_number_of_pods(

@@ -44,6 +44,11 @@ def test_gpus_are_those_that_it_holds_and_nobody_waits_for_their_tool():
     usage.gpus()
     usage._asking.join()
     assert usage.gpus() == {"GPU-aa/gpu:3": GpuUse(0.5, 7)} and asked == [1], "asked again only after a while"
+    usage.measured = ("GPU-bb/gpu:4", "boot/cpu:1")
+    assert usage.gpus()["GPU-bb/gpu:4"] == GpuUse(1.0, 9), "one that the coordinator asks for"
+    usage._seen_at -= 60
+    assert usage.gpus() == {}, "what was seen long ago is not told"
+    usage.measured = ()
     held.clear()
     assert usage.gpus() == {}
 

@@ -288,6 +288,11 @@ class FakeCoordinator:
                 return instance.incarnation
         raise Refused("NOT_FOUND", f"there is no instance {name!r}")
 
+    async def release_device(self, device: str, idempotency_key: str) -> str:
+        if device == "gpu:0":
+            return "GPU-8f2a/gpu:0"
+        raise Refused("NOT_FOUND", f"no device in quarantine is called {device!r}")
+
     async def scale(self, kind: str, count: int, idempotency_key: str, host: str = "") -> int:
         if kind == "simulator":
             raise Refused("UNAVAILABLE", "no supervisor can change the number of simulator processes")

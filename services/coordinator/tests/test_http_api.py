@@ -182,6 +182,13 @@ async def test_leases_come_with_devices_and_a_service_is_scaled(api):
     assert (unable.status_code, unable.headers["retry-after"]) == (503, "1")
 
 
+async def test_a_device_is_released_by_a_persons_word(api):
+    answer = await api.post("/v1/devices:release", json={"device": "gpu:0"}, headers={"Idempotency-Key": "k"})
+    assert (answer.status_code, answer.json()) == (200, {"device": "GPU-8f2a/gpu:0"})
+    assert (await api.post("/v1/devices:release", json={"device": "gpu:7"})).status_code == 404
+    assert (await api.post("/v1/devices:release", json={"name": "gpu:0"})).status_code == 422
+
+
 async def test_an_instance_is_drained(api):
     answer = await api.post("/v1/instances/rollout-1:drain", headers={"Idempotency-Key": "k"})
     assert answer.json() == {"instance": "rollout-1", "incarnation": "i1"}

@@ -11,11 +11,14 @@ from headrace_cli.connection import connect, find_target, process_ids
 from headrace_cli.launcher.plan import kind_and_count
 from headrace_cli.output import console, print_json
 
+leases_app = typer.Typer()
+
 
 def add_to(app: typer.Typer) -> None:
     """Registers the commands."""
-    for command in (instances, leases, drain, scale, spec_schema):
+    for command in (instances, drain, scale, spec_schema):
         app.command()(command)
+    app.add_typer(leases_app, name="leases")
 
 
 def instances(
@@ -41,8 +44,16 @@ def instances(
     console().print(instances_table(found, width=console().width))
 
 
-def leases(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+@leases_app.callback(invoke_without_command=True)
+def leases(
+    context: typer.Context,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
     """List devices and who holds them."""
+    if context.invoked_subcommand:
+        return
     with connect(find_target(url, data_dir)) as client:
         found = client.leases()
     if as_json:
@@ -52,6 +63,26 @@ def leases(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json:
 
     console().print(devices_table(found, console().width))
     console().print(leases_table(found.leases) if found.leases else "no leases")
+
+
+@leases_app.command()
+def release(
+    device: Annotated[
+        str, typer.Argument(metavar="DEVICE", help="A device in quarantine, or the end of its name: gpu:0.")
+    ],
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say that a device in quarantine is free, because you know that its last holder is gone. Nothing checks it: a
+    holder that lives on would share the device with the next one.
+    """
+    with connect(find_target(url, data_dir)) as client:
+        name = client.release_device(device)
+    if as_json:
+        print_json({"device": name})
+    else:
+        console().print(f"{name}: released; see who gets it with: headrace leases")
 
 
 def drain(

@@ -17,6 +17,7 @@ from headrace.coordinator.v1 import fleet_pb2
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
 from headrace_servicekit.kinds import KINDS
 from headrace_servicekit.lease.clock import boottime
+from headrace_servicekit.lease.devices import boot_id
 from headrace_servicekit.lease.fence import Fence, opening_refusals
 from headrace_servicekit.lease.gpus import GPU_MEMORY, gpu_memory
 from headrace_servicekit.lease.holder import LeaseCallbacks, LeaseHolder
@@ -251,6 +252,7 @@ class Instance:
             open_run_reports=self.open_runs.reports(),
             max_open_runs=self.open_runs.limit,
             store_id=self.fence.store_id,
+            boot_id=boot_id(),
         )
 
     def _beat_now(self) -> None:

@@ -116,6 +116,12 @@ class DrainView(Resource):
     incarnation: str = Field(description="the process that ends; one that replaces it has another")
 
 
+class DeviceReleaseView(Resource):
+    """A device that left quarantine by a person's word."""
+
+    device: str
+
+
 class ScaleView(Resource):
     """The wanted number of processes of a kind."""
 

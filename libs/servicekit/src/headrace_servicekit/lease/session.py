@@ -174,6 +174,7 @@ class Session:
                 ack, self._acked_at = response.heartbeat_ack, self._now()
                 self.connected.set()
                 self._holder.arrived(ack.sequence)
+                self._hooks.usage.measured = tuple(ack.measured_devices)
                 renewed, stale = tuple(ack.renewed_epochs), tuple(ack.stale_epochs)
                 self._holder.handle(leases.HeartbeatAcked(ack.sequence, self._acked_at, renewed, stale))
             case "grant":

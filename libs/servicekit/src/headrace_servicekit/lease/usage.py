@@ -16,20 +16,24 @@ from headrace_servicekit.lease.gpus import MAKERS, GpuUse
 
 GPU_EVERY_S = 5.0
 """Between two looks at GPUs: nvidia-smi takes up to a tenth of a second of a core."""
+GPU_OLD_S = 3 * GPU_EVERY_S
+"""After so long a look tells nothing: the maker's tool hangs, or nobody has looked since."""
 _PROC = Path("/proc")
 
 
 @dataclass
 class Usage:
-    """Of one process. `devices` says which devices it holds, by their full names."""
+    """Of one process. `devices` says which devices it holds, by their full names; `measured`: others to look at."""
 
     devices: Callable[[], Sequence[str]]
     ask: Callable[[], dict[str, GpuUse]]
+    measured: Sequence[str] = ()
     _process: psutil.Process = field(default_factory=psutil.Process)
     _seconds: dict[int, float] = field(default_factory=dict)
     _looked_at: float = field(default_factory=time.monotonic)
     _gpus: dict[str, GpuUse] = field(default_factory=dict)
     _asked_at: float = -GPU_EVERY_S
+    _seen_at: float = -GPU_OLD_S
     _asking: threading.Thread | None = None
 
     def resident_bytes(self) -> int:
@@ -49,18 +53,20 @@ class Usage:
         return busy / elapsed if elapsed > 0 else 0.0
 
     def gpus(self) -> dict[str, GpuUse]:
-        """Use of the GPUs that it holds, by their names, as the last look found it; never waits."""
-        held = [name for name in self.devices() if gpu_uuids([name])]
+        """Use of the GPUs that it holds or is to measure, by their names, as the last look found it; never waits."""
+        held = [name for name in dict.fromkeys((*self.devices(), *self.measured)) if gpu_uuids([name])]
         now = time.monotonic()
         if held and now - self._asked_at >= GPU_EVERY_S and not (self._asking and self._asking.is_alive()):
             self._asked_at = now
             self._asking = threading.Thread(target=self._look, name="gpu use", daemon=True)
             self._asking.start()
-        found = {name: self._gpus.get(gpu_uuids([name])[0]) for name in held}
+        seen = self._gpus if now - self._seen_at < GPU_OLD_S else {}
+        found = {name: seen.get(gpu_uuids([name])[0]) for name in held}
         return {name: use for name, use in found.items() if use is not None}
 
     def _look(self) -> None:
-        self._gpus = self.ask()
+        asked_at = time.monotonic()
+        self._gpus, self._seen_at = self.ask(), asked_at
 
 
 def gpu_use() -> dict[str, GpuUse]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import grpc
@@ -100,6 +101,11 @@ class SupervisorLink:
             )
             self._exits.append(told)
             self._send(fleet_pb2.SuperviseRequest(exit=told))
+
+    def report_gone(self, hosts: Sequence[str]) -> None:
+        """Reports hosts whose containers are gone, again at each call: the coordinator may have been away."""
+        if hosts and not self.away:
+            self._send(fleet_pb2.SuperviseRequest(hosts_gone=fleet_pb2.HostsGone(hosts=hosts)))
 
     def _send(self, message: fleet_pb2.SuperviseRequest) -> None:
         if self._address:

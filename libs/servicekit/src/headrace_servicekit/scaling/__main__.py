@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,9 @@ from headrace_servicekit.process.supervisor_link import SupervisorLink
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.scaling.orchestrators import Docker, Kubernetes
 
+LOOK_S = 5.0
+"""Between two looks at which containers there are."""
+REMEMBERED = 256
 _logger = get_logger(__name__)
 
 
@@ -31,6 +35,9 @@ class Orchestrator(Protocol):
     def scale(self, kind: str, containers: int) -> str:
         """Wants so many containers of a kind; returns why that cannot be, or "". Waits for no process."""
 
+    def hosts(self) -> set[str]:
+        """Host names of the fleet's containers that have not ended. Raises OSError where nobody can tell."""
+
 
 class Scaler:
     """Passes the coordinator's numbers of instances on, as numbers of containers."""
@@ -39,6 +46,9 @@ class Scaler:
         """`instances`: how many a container of a kind has; 1 where it is not named."""
         self._orchestrator = orchestrator
         self._instances = instances
+        self._seen: set[str] = set()
+        self._gone: dict[str, None] = {}
+        self._blind = ""
 
     @property
     def scalable_kinds(self) -> tuple[str, ...]:
@@ -53,6 +63,23 @@ class Scaler:
         refusal = await asyncio.to_thread(self._orchestrator.scale, kind, n // each)
         _logger.info("scaled", extra={"kind": kind, "containers": n // each, "refusal": refusal})
         return refusal
+
+    async def look(self) -> list[str]:
+        """Hosts that were there at an earlier look and are gone, all that are remembered; the newest last."""
+        try:
+            hosts = await asyncio.to_thread(self._orchestrator.hosts)
+        except OSError as error:
+            if str(error) != self._blind:
+                _logger.warning("cannot see which containers are gone", extra={"why": str(error)})
+            self._blind = str(error)
+            return []
+        self._blind = ""
+        for host in sorted(self._seen - hosts):
+            self._gone[host] = None
+        for host in [*(self._gone.keys() & hosts), *[*self._gone][:-REMEMBERED]]:
+            del self._gone[host]
+        self._seen = hosts
+        return [*self._gone]
 
     def processes(self) -> list[ProcessInfo]:
         """None: each container has a supervisor of its own."""
@@ -84,16 +111,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ServiceError, ValueError) as error:
         print(f"headrace-scaler: {getattr(error, 'message', error)}", file=sys.stderr)
         return 2
-    asyncio.run(_serve(SupervisorLink(arguments.engine, arguments.coordinator, token, scaler)))
+    asyncio.run(_serve(SupervisorLink(arguments.engine, arguments.coordinator, token, scaler), scaler))
     return 0
 
 
-async def _serve(link: SupervisorLink) -> None:
+async def _serve(link: SupervisorLink, scaler: Scaler) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     link.start()
-    await stop.wait()
+    while not stop.is_set():
+        link.report_gone(await scaler.look())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await stop.wait()
     await link.stop()
 
 
@@ -101,7 +132,7 @@ def _orchestrator(arguments: argparse.Namespace) -> Orchestrator:
     targets = dict(item.partition("=")[::2] for item in arguments.targets.split(",") if item)
     if arguments.engine == "docker":
         return Docker(arguments.project, tuple(targets))
-    return Kubernetes(arguments.api, targets)
+    return Kubernetes(arguments.api, targets, selector=arguments.selector)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -126,6 +157,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--api", default=f"https://{host}:{port}", help="Kubernetes' API; default: the cluster's own"
+    )
+    parser.add_argument(
+        "--selector",
+        default=environment("HEADRACE_SCALER_SELECTOR", ""),
+        help="of the fleet's pods, by labels (HEADRACE_SCALER_SELECTOR)",
     )
     parser.add_argument(
         "--project", default=environment("HEADRACE_SCALER_PROJECT", "headrace"), help="of compose"

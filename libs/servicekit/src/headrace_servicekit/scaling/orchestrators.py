@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import quote
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
@@ -66,6 +67,15 @@ class Docker:
             threading.Thread(target=self._remove, args=(container,), daemon=True).start()
         return ""
 
+    def hosts(self) -> set[str]:
+        """Host names of the services' living containers. Raises OSError where the engine does not answer."""
+        try:
+            there = [each for kind in self._kinds for each in self._containers(kind)]
+            ended = ("exited", "dead", "removing", "created")
+            return {each.attrs["Config"]["Hostname"] for each in there if each.status not in ended}
+        except self._errors as error:
+            raise OSError(f"the container engine does not answer: {error}") from error
+
     def _containers(self, kind: str) -> list[Any]:
         """Containers of a service, by their numbers."""
         labels = [f"{PROJECT}={self._project}", f"{SERVICE}={kind}", f"{ONE_OFF}=False"]
@@ -102,8 +112,13 @@ CONTROLLERS = ("deployments", "statefulsets")
 class Kubernetes:
     """Scales what `targets` names by kind, such as {"rollout": "deployments/post-rollout"}."""
 
-    def __init__(self, api: str, targets: Mapping[str, str], account: Path = ACCOUNT) -> None:
-        """`account` has the files token, namespace and, for https, ca.crt. Raises ValueError for a wrong target."""
+    def __init__(
+        self, api: str, targets: Mapping[str, str], account: Path = ACCOUNT, selector: str = ""
+    ) -> None:
+        """`account` has the files token, namespace and, for https, ca.crt; `selector` is of the fleet's pods by labels.
+
+        Raises ValueError for a wrong target.
+        """
         for kind, target in targets.items():
             controller, slash, name = target.partition("/")
             if controller not in CONTROLLERS or not slash or not name:
@@ -111,6 +126,7 @@ class Kubernetes:
                     f"{kind}={target}: write {' or '.join(f'{one}/NAME' for one in CONTROLLERS)}"
                 )
         self._api, self._targets, self._account = api.rstrip("/"), dict(targets), account
+        self._selector = selector
         context = (
             ssl.create_default_context(cafile=str(account / "ca.crt")) if api.startswith("https") else None
         )
@@ -126,23 +142,39 @@ class Kubernetes:
     def scale(self, kind: str, containers: int) -> str:
         """Sets spec.replicas; returns why that cannot be, or ""."""
         target = self._targets[kind]
-        namespace = (self._account / "namespace").read_text(encoding="ascii").strip()
-        # Read each time: a bound token is renewed while this process lives.
-        token = (self._account / "token").read_text(encoding="ascii").strip()
-        request = Request(
-            f"{self._api}/apis/apps/v1/namespaces/{namespace}/{target}/scale",
-            data=json.dumps({"spec": {"replicas": containers}}).encode(),
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/merge-patch+json"},
-            method="PATCH",
-        )
         try:
-            with self._open(request, timeout=TIMEOUT_S) as answer:
-                wanted = json.load(answer)["spec"].get("replicas", 0)
+            answer = self._ask("apis/apps/v1", f"{target}/scale", {"spec": {"replicas": containers}})
+            wanted = answer["spec"].get("replicas", 0)
         except HTTPError as error:
             return f"{target}: {_reason(error)}"
         except (URLError, OSError, ValueError) as error:
             return f"Kubernetes' API at {self._api} cannot be asked: {error}"
         return "" if wanted == containers else f"{target}: Kubernetes wants {wanted} pods, not {containers}"
+
+    def hosts(self) -> set[str]:
+        """Names of the fleet's pods that have not ended. Raises OSError where the API server does not say."""
+        try:
+            pods = self._ask("api/v1", f"pods?labelSelector={quote(self._selector)}")["items"]
+            ended = ("Succeeded", "Failed")
+            return {pod["metadata"]["name"] for pod in pods if pod["status"].get("phase") not in ended}
+        except HTTPError as error:
+            raise OSError(f"Kubernetes' API does not list pods: {_reason(error)}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise OSError(f"Kubernetes' API at {self._api} answers with no list of pods: {error}") from error
+
+    def _ask(self, group: str, resource: str, patch: Any = None) -> Any:
+        """GETs a resource of the namespace, or PATCHes it. Raises HTTPError, OSError, ValueError."""
+        namespace = (self._account / "namespace").read_text(encoding="ascii").strip()
+        # Read each time: a bound token is renewed while this process lives.
+        token = (self._account / "token").read_text(encoding="ascii").strip()
+        request = Request(
+            f"{self._api}/{group}/namespaces/{namespace}/{resource}",
+            data=None if patch is None else json.dumps(patch).encode(),
+            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/merge-patch+json"},
+            method="GET" if patch is None else "PATCH",
+        )
+        with self._open(request, timeout=TIMEOUT_S) as answer:
+            return json.load(answer)
 
 
 def _reason(error: HTTPError) -> str:

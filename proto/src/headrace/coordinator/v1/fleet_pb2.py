@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from headrace.common.v1 import common_pb2 as headrace_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#headrace/coordinator/v1/fleet.proto\x12\x17headrace.coordinator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fheadrace/common/v1/common.proto\"!\n\x0e\x43\x65rtifyRequest\x12\x0f\n\x07request\x18\x01 \x01(\x0c\"&\n\x0f\x43\x65rtifyResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"\x1c\n\nStringList\x12\x0e\n\x06values\x18\x01 \x03(\t\"\xbf\x04\n\x0fRegisterRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x32\n\x04kind\x18\x03 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\t\x12P\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0b\x32:.headrace.coordinator.v1.RegisterRequest.CapabilitiesEntry\x12\x31\n\x07profile\x18\x08 \x03(\x0b\x32 .headrace.common.v1.StageMetrics\x12.\n\x0bheld_leases\x18\t \x03(\x0b\x32\x19.headrace.common.v1.Lease\x12\x19\n\x11\x63oordinator_epoch\x18\n \x01(\x03\x12\x11\n\topen_runs\x18\x0b \x03(\t\x12\x10\n\x08store_id\x18\x0c \x01(\t\x12;\n\x10open_run_reports\x18\r \x03(\x0b\x32!.headrace.common.v1.OpenRunReport\x12\x15\n\rmax_open_runs\x18\x0e \x01(\x05\x1aX\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x32\n\x05value\x18\x02 \x01(\x0b\x32#.headrace.coordinator.v1.StringList:\x02\x38\x01\"\xc0\x01\n\x10RegisterResponse\x12\x19\n\x11\x63oordinator_epoch\x18\x01 \x01(\x03\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tlease_ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12stale_lease_epochs\x18\x04 \x03(\x03\x12\x10\n\x08store_id\x18\x05 \x01(\t\"\x9a\x02\n\x0eSessionRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x37\n\theartbeat\x18\x02 \x01(\x0b\x32\".headrace.coordinator.v1.HeartbeatH\x00\x12\x38\n\nlease_held\x18\x03 \x01(\x0b\x32\".headrace.coordinator.v1.LeaseHeldH\x00\x12@\n\x0elease_released\x18\x04 \x01(\x0b\x32&.headrace.coordinator.v1.LeaseReleasedH\x00\x12\x35\n\x08\x64raining\x18\x05 \x01(\x0b\x32!.headrace.coordinator.v1.DrainingH\x00\x42\x07\n\x05\x65vent\"\x92\x02\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x14\n\x0clease_epochs\x18\x02 \x03(\x03\x12\x1d\n\x15resident_memory_bytes\x18\x03 \x01(\x04\x12\x31\n\x07metrics\x18\x04 \x03(\x0b\x32 .headrace.common.v1.StageMetrics\x12\x34\n\topen_runs\x18\x05 \x03(\x0b\x32!.headrace.common.v1.OpenRunReport\x12\x12\n\nlost_peers\x18\x06 \x03(\t\x12\x12\n\nbusy_cores\x18\x07 \x01(\x01\x12-\n\x04gpus\x18\x08 \x03(\x0b\x32\x1f.headrace.coordinator.v1.GpuUse\"A\n\x06GpuUse\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0c\n\x04\x62usy\x18\x02 \x01(\x01\x12\x19\n\x11used_memory_bytes\x18\x03 \x01(\x04\"4\n\x08\x44raining\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"+\n\tLeaseHeld\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"T\n\rLeaseReleased\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x19\n\x11\x66ree_memory_bytes\x18\x02 \x01(\x04\x12\x19\n\x11used_memory_bytes\x18\x03 \x01(\x04\"\xf1\x01\n\x0fSessionResponse\x12>\n\rheartbeat_ack\x18\x01 \x01(\x0b\x32%.headrace.coordinator.v1.HeartbeatAckH\x00\x12/\n\x05grant\x18\x02 \x01(\x0b\x32\x1e.headrace.coordinator.v1.GrantH\x00\x12\x31\n\x06revoke\x18\x03 \x01(\x0b\x32\x1f.headrace.coordinator.v1.RevokeH\x00\x12/\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x1e.headrace.coordinator.v1.DrainH\x00\x42\t\n\x07\x63ommand\"N\n\x0cHeartbeatAck\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x16\n\x0erenewed_epochs\x18\x02 \x03(\x03\x12\x14\n\x0cstale_epochs\x18\x03 \x03(\x03\"1\n\x05Grant\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.headrace.common.v1.Lease\"W\n\x06Revoke\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12)\n\x06notice\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bkeep_memory\x18\x03 \x01(\x08\"1\n\x05\x44rain\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd9\x01\n\x10SuperviseRequest\x12\x0c\n\x04host\x18\x01 \x01(\t\x12:\n\tprocesses\x18\x02 \x01(\x0b\x32%.headrace.coordinator.v1.ProcessTableH\x00\x12\x34\n\x04\x65xit\x18\x03 \x01(\x0b\x32$.headrace.coordinator.v1.ProcessExitH\x00\x12<\n\x0cscale_result\x18\x04 \x01(\x0b\x32$.headrace.coordinator.v1.ScaleResultH\x00\x42\x07\n\x05\x65vent\"\x8b\x01\n\x0cProcessTable\x12=\n\tprocesses\x18\x01 \x03(\x0b\x32*.headrace.coordinator.v1.SupervisedProcess\x12<\n\x0escalable_kinds\x18\x02 \x03(\x0e\x32$.headrace.coordinator.v1.ServiceKind\"{\n\x11SupervisedProcess\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x32\n\x04kind\x18\x03 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\x0b\n\x03pid\x18\x04 \x01(\x03\"]\n\x0bProcessExit\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x65xit_status\x18\x03 \x01(\x05\x12\x12\n\nlast_words\x18\x04 \x01(\t\"s\n\x0bScaleResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x32\n\x04kind\x18\x02 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"~\n\x11SuperviseResponse\x12/\n\x05scale\x18\x01 \x01(\x0b\x32\x1e.headrace.coordinator.v1.ScaleH\x00\x12-\n\x04kill\x18\x02 \x01(\x0b\x32\x1d.headrace.coordinator.v1.KillH\x00\x42\t\n\x07\x63ommand\"^\n\x05Scale\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x32\n\x04kind\x18\x02 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\"=\n\x04Kill\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t*\x94\x01\n\x0bServiceKind\x12\x1c\n\x18SERVICE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVICE_KIND_ROLLOUT\x10\x01\x12\x18\n\x14SERVICE_KIND_TRAINER\x10\x02\x12\x1a\n\x16SERVICE_KIND_SIMULATOR\x10\x03\x12\x17\n\x13SERVICE_KIND_REWARD\x10\x04\x32\x97\x03\n\x0c\x46leetService\x12_\n\x08Register\x12(.headrace.coordinator.v1.RegisterRequest\x1a).headrace.coordinator.v1.RegisterResponse\x12`\n\x07Session\x12\'.headrace.coordinator.v1.SessionRequest\x1a(.headrace.coordinator.v1.SessionResponse(\x01\x30\x01\x12\x66\n\tSupervise\x12).headrace.coordinator.v1.SuperviseRequest\x1a*.headrace.coordinator.v1.SuperviseResponse(\x01\x30\x01\x12\\\n\x07\x43\x65rtify\x12\'.headrace.coordinator.v1.CertifyRequest\x1a(.headrace.coordinator.v1.CertifyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#headrace/coordinator/v1/fleet.proto\x12\x17headrace.coordinator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fheadrace/common/v1/common.proto\"!\n\x0e\x43\x65rtifyRequest\x12\x0f\n\x07request\x18\x01 \x01(\x0c\"&\n\x0f\x43\x65rtifyResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"\x1c\n\nStringList\x12\x0e\n\x06values\x18\x01 \x03(\t\"\xd0\x04\n\x0fRegisterRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x32\n\x04kind\x18\x03 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\t\x12P\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0b\x32:.headrace.coordinator.v1.RegisterRequest.CapabilitiesEntry\x12\x31\n\x07profile\x18\x08 \x03(\x0b\x32 .headrace.common.v1.StageMetrics\x12.\n\x0bheld_leases\x18\t \x03(\x0b\x32\x19.headrace.common.v1.Lease\x12\x19\n\x11\x63oordinator_epoch\x18\n \x01(\x03\x12\x11\n\topen_runs\x18\x0b \x03(\t\x12\x10\n\x08store_id\x18\x0c \x01(\t\x12;\n\x10open_run_reports\x18\r \x03(\x0b\x32!.headrace.common.v1.OpenRunReport\x12\x15\n\rmax_open_runs\x18\x0e \x01(\x05\x12\x0f\n\x07\x62oot_id\x18\x0f \x01(\t\x1aX\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x32\n\x05value\x18\x02 \x01(\x0b\x32#.headrace.coordinator.v1.StringList:\x02\x38\x01\"\xc0\x01\n\x10RegisterResponse\x12\x19\n\x11\x63oordinator_epoch\x18\x01 \x01(\x03\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tlease_ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12stale_lease_epochs\x18\x04 \x03(\x03\x12\x10\n\x08store_id\x18\x05 \x01(\t\"\x9a\x02\n\x0eSessionRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x37\n\theartbeat\x18\x02 \x01(\x0b\x32\".headrace.coordinator.v1.HeartbeatH\x00\x12\x38\n\nlease_held\x18\x03 \x01(\x0b\x32\".headrace.coordinator.v1.LeaseHeldH\x00\x12@\n\x0elease_released\x18\x04 \x01(\x0b\x32&.headrace.coordinator.v1.LeaseReleasedH\x00\x12\x35\n\x08\x64raining\x18\x05 \x01(\x0b\x32!.headrace.coordinator.v1.DrainingH\x00\x42\x07\n\x05\x65vent\"\x92\x02\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x14\n\x0clease_epochs\x18\x02 \x03(\x03\x12\x1d\n\x15resident_memory_bytes\x18\x03 \x01(\x04\x12\x31\n\x07metrics\x18\x04 \x03(\x0b\x32 .headrace.common.v1.StageMetrics\x12\x34\n\topen_runs\x18\x05 \x03(\x0b\x32!.headrace.common.v1.OpenRunReport\x12\x12\n\nlost_peers\x18\x06 \x03(\t\x12\x12\n\nbusy_cores\x18\x07 \x01(\x01\x12-\n\x04gpus\x18\x08 \x03(\x0b\x32\x1f.headrace.coordinator.v1.GpuUse\"A\n\x06GpuUse\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0c\n\x04\x62usy\x18\x02 \x01(\x01\x12\x19\n\x11used_memory_bytes\x18\x03 \x01(\x04\"4\n\x08\x44raining\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"+\n\tLeaseHeld\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"T\n\rLeaseReleased\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x19\n\x11\x66ree_memory_bytes\x18\x02 \x01(\x04\x12\x19\n\x11used_memory_bytes\x18\x03 \x01(\x04\"\xf1\x01\n\x0fSessionResponse\x12>\n\rheartbeat_ack\x18\x01 \x01(\x0b\x32%.headrace.coordinator.v1.HeartbeatAckH\x00\x12/\n\x05grant\x18\x02 \x01(\x0b\x32\x1e.headrace.coordinator.v1.GrantH\x00\x12\x31\n\x06revoke\x18\x03 \x01(\x0b\x32\x1f.headrace.coordinator.v1.RevokeH\x00\x12/\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x1e.headrace.coordinator.v1.DrainH\x00\x42\t\n\x07\x63ommand\"h\n\x0cHeartbeatAck\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x16\n\x0erenewed_epochs\x18\x02 \x03(\x03\x12\x14\n\x0cstale_epochs\x18\x03 \x03(\x03\x12\x18\n\x10measured_devices\x18\x04 \x03(\t\"1\n\x05Grant\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.headrace.common.v1.Lease\"W\n\x06Revoke\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12)\n\x06notice\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bkeep_memory\x18\x03 \x01(\x08\"1\n\x05\x44rain\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x93\x02\n\x10SuperviseRequest\x12\x0c\n\x04host\x18\x01 \x01(\t\x12:\n\tprocesses\x18\x02 \x01(\x0b\x32%.headrace.coordinator.v1.ProcessTableH\x00\x12\x34\n\x04\x65xit\x18\x03 \x01(\x0b\x32$.headrace.coordinator.v1.ProcessExitH\x00\x12<\n\x0cscale_result\x18\x04 \x01(\x0b\x32$.headrace.coordinator.v1.ScaleResultH\x00\x12\x38\n\nhosts_gone\x18\x05 \x01(\x0b\x32\".headrace.coordinator.v1.HostsGoneH\x00\x42\x07\n\x05\x65vent\"\x8b\x01\n\x0cProcessTable\x12=\n\tprocesses\x18\x01 \x03(\x0b\x32*.headrace.coordinator.v1.SupervisedProcess\x12<\n\x0escalable_kinds\x18\x02 \x03(\x0e\x32$.headrace.coordinator.v1.ServiceKind\"\x1a\n\tHostsGone\x12\r\n\x05hosts\x18\x01 \x03(\t\"{\n\x11SupervisedProcess\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x32\n\x04kind\x18\x03 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\x0b\n\x03pid\x18\x04 \x01(\x03\"]\n\x0bProcessExit\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x65xit_status\x18\x03 \x01(\x05\x12\x12\n\nlast_words\x18\x04 \x01(\t\"s\n\x0bScaleResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x32\n\x04kind\x18\x02 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"~\n\x11SuperviseResponse\x12/\n\x05scale\x18\x01 \x01(\x0b\x32\x1e.headrace.coordinator.v1.ScaleH\x00\x12-\n\x04kill\x18\x02 \x01(\x0b\x32\x1d.headrace.coordinator.v1.KillH\x00\x42\t\n\x07\x63ommand\"^\n\x05Scale\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x32\n\x04kind\x18\x02 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\"=\n\x04Kill\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t*\x94\x01\n\x0bServiceKind\x12\x1c\n\x18SERVICE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVICE_KIND_ROLLOUT\x10\x01\x12\x18\n\x14SERVICE_KIND_TRAINER\x10\x02\x12\x1a\n\x16SERVICE_KIND_SIMULATOR\x10\x03\x12\x17\n\x13SERVICE_KIND_REWARD\x10\x04\x32\x97\x03\n\x0c\x46leetService\x12_\n\x08Register\x12(.headrace.coordinator.v1.RegisterRequest\x1a).headrace.coordinator.v1.RegisterResponse\x12`\n\x07Session\x12\'.headrace.coordinator.v1.SessionRequest\x1a(.headrace.coordinator.v1.SessionResponse(\x01\x30\x01\x12\x66\n\tSupervise\x12).headrace.coordinator.v1.SuperviseRequest\x1a*.headrace.coordinator.v1.SuperviseResponse(\x01\x30\x01\x12\\\n\x07\x43\x65rtify\x12\'.headrace.coordinator.v1.CertifyRequest\x1a(.headrace.coordinator.v1.CertifyResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REGISTERREQUEST_CAPABILITIESENTRY']._loaded_options = None
   _globals['_REGISTERREQUEST_CAPABILITIESENTRY']._serialized_options = b'8\001'
-  _globals['_SERVICEKIND']._serialized_start=3323
-  _globals['_SERVICEKIND']._serialized_end=3471
+  _globals['_SERVICEKIND']._serialized_start=3452
+  _globals['_SERVICEKIND']._serialized_end=3600
   _globals['_CERTIFYREQUEST']._serialized_start=129
   _globals['_CERTIFYREQUEST']._serialized_end=162
   _globals['_CERTIFYRESPONSE']._serialized_start=164
@@ -44,49 +44,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STRINGLIST']._serialized_start=204
   _globals['_STRINGLIST']._serialized_end=232
   _globals['_REGISTERREQUEST']._serialized_start=235
-  _globals['_REGISTERREQUEST']._serialized_end=810
-  _globals['_REGISTERREQUEST_CAPABILITIESENTRY']._serialized_start=722
-  _globals['_REGISTERREQUEST_CAPABILITIESENTRY']._serialized_end=810
-  _globals['_REGISTERRESPONSE']._serialized_start=813
-  _globals['_REGISTERRESPONSE']._serialized_end=1005
-  _globals['_SESSIONREQUEST']._serialized_start=1008
-  _globals['_SESSIONREQUEST']._serialized_end=1290
-  _globals['_HEARTBEAT']._serialized_start=1293
-  _globals['_HEARTBEAT']._serialized_end=1567
-  _globals['_GPUUSE']._serialized_start=1569
-  _globals['_GPUUSE']._serialized_end=1634
-  _globals['_DRAINING']._serialized_start=1636
-  _globals['_DRAINING']._serialized_end=1688
-  _globals['_LEASEHELD']._serialized_start=1690
-  _globals['_LEASEHELD']._serialized_end=1733
-  _globals['_LEASERELEASED']._serialized_start=1735
-  _globals['_LEASERELEASED']._serialized_end=1819
-  _globals['_SESSIONRESPONSE']._serialized_start=1822
-  _globals['_SESSIONRESPONSE']._serialized_end=2063
-  _globals['_HEARTBEATACK']._serialized_start=2065
-  _globals['_HEARTBEATACK']._serialized_end=2143
-  _globals['_GRANT']._serialized_start=2145
-  _globals['_GRANT']._serialized_end=2194
-  _globals['_REVOKE']._serialized_start=2196
-  _globals['_REVOKE']._serialized_end=2283
-  _globals['_DRAIN']._serialized_start=2285
-  _globals['_DRAIN']._serialized_end=2334
-  _globals['_SUPERVISEREQUEST']._serialized_start=2337
-  _globals['_SUPERVISEREQUEST']._serialized_end=2554
-  _globals['_PROCESSTABLE']._serialized_start=2557
-  _globals['_PROCESSTABLE']._serialized_end=2696
-  _globals['_SUPERVISEDPROCESS']._serialized_start=2698
-  _globals['_SUPERVISEDPROCESS']._serialized_end=2821
-  _globals['_PROCESSEXIT']._serialized_start=2823
-  _globals['_PROCESSEXIT']._serialized_end=2916
-  _globals['_SCALERESULT']._serialized_start=2918
-  _globals['_SCALERESULT']._serialized_end=3033
-  _globals['_SUPERVISERESPONSE']._serialized_start=3035
-  _globals['_SUPERVISERESPONSE']._serialized_end=3161
-  _globals['_SCALE']._serialized_start=3163
-  _globals['_SCALE']._serialized_end=3257
-  _globals['_KILL']._serialized_start=3259
-  _globals['_KILL']._serialized_end=3320
-  _globals['_FLEETSERVICE']._serialized_start=3474
-  _globals['_FLEETSERVICE']._serialized_end=3881
+  _globals['_REGISTERREQUEST']._serialized_end=827
+  _globals['_REGISTERREQUEST_CAPABILITIESENTRY']._serialized_start=739
+  _globals['_REGISTERREQUEST_CAPABILITIESENTRY']._serialized_end=827
+  _globals['_REGISTERRESPONSE']._serialized_start=830
+  _globals['_REGISTERRESPONSE']._serialized_end=1022
+  _globals['_SESSIONREQUEST']._serialized_start=1025
+  _globals['_SESSIONREQUEST']._serialized_end=1307
+  _globals['_HEARTBEAT']._serialized_start=1310
+  _globals['_HEARTBEAT']._serialized_end=1584
+  _globals['_GPUUSE']._serialized_start=1586
+  _globals['_GPUUSE']._serialized_end=1651
+  _globals['_DRAINING']._serialized_start=1653
+  _globals['_DRAINING']._serialized_end=1705
+  _globals['_LEASEHELD']._serialized_start=1707
+  _globals['_LEASEHELD']._serialized_end=1750
+  _globals['_LEASERELEASED']._serialized_start=1752
+  _globals['_LEASERELEASED']._serialized_end=1836
+  _globals['_SESSIONRESPONSE']._serialized_start=1839
+  _globals['_SESSIONRESPONSE']._serialized_end=2080
+  _globals['_HEARTBEATACK']._serialized_start=2082
+  _globals['_HEARTBEATACK']._serialized_end=2186
+  _globals['_GRANT']._serialized_start=2188
+  _globals['_GRANT']._serialized_end=2237
+  _globals['_REVOKE']._serialized_start=2239
+  _globals['_REVOKE']._serialized_end=2326
+  _globals['_DRAIN']._serialized_start=2328
+  _globals['_DRAIN']._serialized_end=2377
+  _globals['_SUPERVISEREQUEST']._serialized_start=2380
+  _globals['_SUPERVISEREQUEST']._serialized_end=2655
+  _globals['_PROCESSTABLE']._serialized_start=2658
+  _globals['_PROCESSTABLE']._serialized_end=2797
+  _globals['_HOSTSGONE']._serialized_start=2799
+  _globals['_HOSTSGONE']._serialized_end=2825
+  _globals['_SUPERVISEDPROCESS']._serialized_start=2827
+  _globals['_SUPERVISEDPROCESS']._serialized_end=2950
+  _globals['_PROCESSEXIT']._serialized_start=2952
+  _globals['_PROCESSEXIT']._serialized_end=3045
+  _globals['_SCALERESULT']._serialized_start=3047
+  _globals['_SCALERESULT']._serialized_end=3162
+  _globals['_SUPERVISERESPONSE']._serialized_start=3164
+  _globals['_SUPERVISERESPONSE']._serialized_end=3290
+  _globals['_SCALE']._serialized_start=3292
+  _globals['_SCALE']._serialized_end=3386
+  _globals['_KILL']._serialized_start=3388
+  _globals['_KILL']._serialized_end=3449
+  _globals['_FLEETSERVICE']._serialized_start=3603
+  _globals['_FLEETSERVICE']._serialized_end=4010
 # @@protoc_insertion_point(module_scope)

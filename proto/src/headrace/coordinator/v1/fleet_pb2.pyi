@@ -43,7 +43,7 @@ class StringList(_message.Message):
     def __init__(self, values: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("instance", "incarnation", "kind", "address", "host", "devices", "capabilities", "profile", "held_leases", "coordinator_epoch", "open_runs", "store_id", "open_run_reports", "max_open_runs")
+    __slots__ = ("instance", "incarnation", "kind", "address", "host", "devices", "capabilities", "profile", "held_leases", "coordinator_epoch", "open_runs", "store_id", "open_run_reports", "max_open_runs", "boot_id")
     class CapabilitiesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class RegisterRequest(_message.Message):
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     OPEN_RUN_REPORTS_FIELD_NUMBER: _ClassVar[int]
     MAX_OPEN_RUNS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     instance: str
     incarnation: str
     kind: ServiceKind
@@ -79,7 +80,8 @@ class RegisterRequest(_message.Message):
     store_id: str
     open_run_reports: _containers.RepeatedCompositeFieldContainer[_common_pb2.OpenRunReport]
     max_open_runs: int
-    def __init__(self, instance: _Optional[str] = ..., incarnation: _Optional[str] = ..., kind: _Optional[_Union[ServiceKind, str]] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Mapping[str, StringList]] = ..., profile: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., held_leases: _Optional[_Iterable[_Union[_common_pb2.Lease, _Mapping]]] = ..., coordinator_epoch: _Optional[int] = ..., open_runs: _Optional[_Iterable[str]] = ..., store_id: _Optional[str] = ..., open_run_reports: _Optional[_Iterable[_Union[_common_pb2.OpenRunReport, _Mapping]]] = ..., max_open_runs: _Optional[int] = ...) -> None: ...
+    boot_id: str
+    def __init__(self, instance: _Optional[str] = ..., incarnation: _Optional[str] = ..., kind: _Optional[_Union[ServiceKind, str]] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Mapping[str, StringList]] = ..., profile: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., held_leases: _Optional[_Iterable[_Union[_common_pb2.Lease, _Mapping]]] = ..., coordinator_epoch: _Optional[int] = ..., open_runs: _Optional[_Iterable[str]] = ..., store_id: _Optional[str] = ..., open_run_reports: _Optional[_Iterable[_Union[_common_pb2.OpenRunReport, _Mapping]]] = ..., max_open_runs: _Optional[int] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("coordinator_epoch", "heartbeat_interval", "lease_ttl", "stale_lease_epochs", "store_id")
@@ -176,14 +178,16 @@ class SessionResponse(_message.Message):
     def __init__(self, heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[_Union[Revoke, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
 
 class HeartbeatAck(_message.Message):
-    __slots__ = ("sequence", "renewed_epochs", "stale_epochs")
+    __slots__ = ("sequence", "renewed_epochs", "stale_epochs", "measured_devices")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RENEWED_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     STALE_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_DEVICES_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     renewed_epochs: _containers.RepeatedScalarFieldContainer[int]
     stale_epochs: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence: _Optional[int] = ..., renewed_epochs: _Optional[_Iterable[int]] = ..., stale_epochs: _Optional[_Iterable[int]] = ...) -> None: ...
+    measured_devices: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, sequence: _Optional[int] = ..., renewed_epochs: _Optional[_Iterable[int]] = ..., stale_epochs: _Optional[_Iterable[int]] = ..., measured_devices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("lease",)
@@ -208,16 +212,18 @@ class Drain(_message.Message):
     def __init__(self, grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SuperviseRequest(_message.Message):
-    __slots__ = ("host", "processes", "exit", "scale_result")
+    __slots__ = ("host", "processes", "exit", "scale_result", "hosts_gone")
     HOST_FIELD_NUMBER: _ClassVar[int]
     PROCESSES_FIELD_NUMBER: _ClassVar[int]
     EXIT_FIELD_NUMBER: _ClassVar[int]
     SCALE_RESULT_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_GONE_FIELD_NUMBER: _ClassVar[int]
     host: str
     processes: ProcessTable
     exit: ProcessExit
     scale_result: ScaleResult
-    def __init__(self, host: _Optional[str] = ..., processes: _Optional[_Union[ProcessTable, _Mapping]] = ..., exit: _Optional[_Union[ProcessExit, _Mapping]] = ..., scale_result: _Optional[_Union[ScaleResult, _Mapping]] = ...) -> None: ...
+    hosts_gone: HostsGone
+    def __init__(self, host: _Optional[str] = ..., processes: _Optional[_Union[ProcessTable, _Mapping]] = ..., exit: _Optional[_Union[ProcessExit, _Mapping]] = ..., scale_result: _Optional[_Union[ScaleResult, _Mapping]] = ..., hosts_gone: _Optional[_Union[HostsGone, _Mapping]] = ...) -> None: ...
 
 class ProcessTable(_message.Message):
     __slots__ = ("processes", "scalable_kinds")
@@ -226,6 +232,12 @@ class ProcessTable(_message.Message):
     processes: _containers.RepeatedCompositeFieldContainer[SupervisedProcess]
     scalable_kinds: _containers.RepeatedScalarFieldContainer[ServiceKind]
     def __init__(self, processes: _Optional[_Iterable[_Union[SupervisedProcess, _Mapping]]] = ..., scalable_kinds: _Optional[_Iterable[_Union[ServiceKind, str]]] = ...) -> None: ...
+
+class HostsGone(_message.Message):
+    __slots__ = ("hosts",)
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    hosts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, hosts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SupervisedProcess(_message.Message):
     __slots__ = ("instance", "incarnation", "kind", "pid")

@@ -263,6 +263,30 @@ class InstanceChanges:
             raise Refused("UNAVAILABLE", f"{name} is not connected: it cannot be told to drain; try again")
         return alive[-1]
 
+    async def release_device(self, device: str, idempotency_key: str) -> str:
+        """Ends a device's quarantine by a person's word, durably. Returns its full name.
+
+        Raises:
+            Refused: NOT_FOUND for what names no device in quarantine, INVALID for what names several.
+        """
+        body = digest(["release", device])
+        async with self._keys.held(idempotency_key):
+            name = self._keys.made(idempotency_key, body)
+            if not name:
+                name = self._quarantined(device)
+                await self._fleet.free(name, self._keys.used(idempotency_key, body, name))
+        return name
+
+    def _quarantined(self, device: str) -> str:
+        known = self._fleet.event_log.state.table.quarantined.keys()
+        found = sorted(name for name in known if name == device or name.endswith(f"/{device}"))
+        if len(found) == 1:
+            return found[0]
+        fix = choose(device, found or known, extra="`headrace leases` shows every device")
+        if found:
+            raise Refused("INVALID", f"{device[:60]!r} is the end of several devices' names: {fix}")
+        raise Refused("NOT_FOUND", f"no device in quarantine is called {device[:60]!r}: {fix}")
+
     async def scale(self, kind: str, count: int, key: str, host: str = "") -> int:
         """Returns `count` once the supervisor of a host has accepted it and the key is durable.
 

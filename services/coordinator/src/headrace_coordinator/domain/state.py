@@ -19,6 +19,7 @@ SCHEDULING_EVENTS = (
     ev.InstanceDraining,
     ev.InstanceLost,
     ev.LeaseEnded,
+    ev.DeviceFreed,
     ev.RunSubmitted,
     ev.RunIntentChanged,
     ev.RunStateChanged,
@@ -41,6 +42,7 @@ class InstanceState(msgspec.Struct):
     devices: list[str]
     capabilities: dict[str, list[str]]
     draining: bool = False
+    boot_id: str = ""
 
 
 class KeyRecord(msgspec.Struct):
@@ -109,6 +111,7 @@ class State(msgspec.Struct):
                     list(event.devices),
                     event.capabilities,
                     known is not None and known.draining,
+                    event.boot_id,
                 )
             case ev.InstanceDraining(incarnation=incarnation):
                 if instance := self.instances.get(incarnation):

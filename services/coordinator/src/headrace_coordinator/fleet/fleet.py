@@ -16,6 +16,7 @@ from typing import Any
 from headrace_servicekit.recording.recorder import Recorder
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.domain.devices.places import machines
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.deaths import Deaths
@@ -132,6 +133,19 @@ class Fleet:
         renewed = self.lease_manager.renew(incarnation, epochs)
         return renewed, [epoch for epoch in epochs if epoch not in renewed]
 
+    def doubted_gpus(self, incarnation: str) -> list[str]:
+        """GPUs in quarantine that an instance sees, and of which its heartbeats should tell the use."""
+        instance = self.event_log.state.instances.get(incarnation)
+        doubted = self.event_log.state.table.quarantined
+        return [name for name in (instance.devices if instance else ()) if name in doubted and is_gpu(name)]
+
+    def used_bytes(self, device: str) -> int | None:
+        """Of a GPU, by anybody, as an instance that sees it said in its last heartbeat; None: nobody told."""
+        told = [
+            used for session in self.sessions.values() for gpu, _, used in session.usage.gpus if gpu == device
+        ]
+        return max(told, default=None)
+
     def reported(self, incarnation: str, reports: Iterable[OpenReport]) -> None:
         """A process reported what it has open, at its registration or with a heartbeat."""
         if incarnation in self.event_log.state.instances:
@@ -239,6 +253,25 @@ class Fleet:
             for incarnation in sorted(self._known_on(supervisor.host) - supervisor.incarnations):
                 self.exited(incarnation, "its supervisor no longer runs it")
         self.event_log.wake()
+
+    def hosts_gone(self, hosts: Iterable[str]) -> None:
+        """A scaler's orchestrator no longer runs containers of these names: all processes in them have ended."""
+        for host in sorted(set(hosts) - self.supervisors.keys()):
+            for incarnation in sorted(self._known_on(host)):
+                self.exited(incarnation, f"the container or pod {host} is gone")
+
+    async def free(self, device: str, *events: ev.Event) -> None:
+        """Ends the quarantine of a device by a person's word; durable, with `events`, on return."""
+        quarantine = self.event_log.state.table.quarantined[device]
+        log.warning("%s left quarantine by a person's word: %s", device, quarantine.reason)
+        freed = ev.DeviceFreed(
+            at=self.event_log.now(),
+            device=device,
+            holder=quarantine.incarnation,
+            cause="a person says that it is free",
+            author="user",
+        )
+        await self.event_log.commit(freed, *events)
 
     def _known_on(self, host: str) -> set[str]:
         """Processes of a host that are registered, hold a lease or have a device in quarantine."""

@@ -16,6 +16,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices import leases
 from headrace_coordinator.domain.devices.leases import DECODE, HELP, Blocked, Lease, LeaseRequest
+from headrace_coordinator.domain.devices.proofs import proof_of_free
 from headrace_coordinator.domain.devices.sharing import Waiter, ahead_of, next_for
 from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.store.event_log import EventLog
@@ -36,6 +37,9 @@ class Holders(Protocol):
     def send(self, incarnation: str, command: str, body: Any) -> None:
         """A command to a process; lost where it has no session."""
 
+    def used_bytes(self, device: str) -> int | None:
+        """Of a GPU in quarantine, as the last heartbeat of an instance that sees it said; None: nobody told."""
+
 
 class LeaseManager:
     """All leases of the fleet, and when each was renewed."""
@@ -50,6 +54,7 @@ class LeaseManager:
         self._notice = notice
         self._renewed_at: dict[int, float] = {}
         self._release_by: dict[int, float] = {}
+        self._quarantined_at: dict[str, float] = {}
         self._keeping: set[int] = set()
         self._expiry_from = event_log.monotonic() + ttl
         self._ended: dict[str, deque[EndedLease]] = {}
@@ -344,7 +349,30 @@ class LeaseManager:
             return {}
         at = self._event_log.now()
         self._post_ends(leases.plan_expire(table, self._renewed_at, self._release_by, self._ttl, now, at))
+        self._free_proven(now)
         return {quarantine.incarnation: quarantine.reason for quarantine in table.quarantined.values()}
+
+    def _free_proven(self, now: float) -> None:
+        """Ends the quarantine of devices that are proven free without their holder's supervisor."""
+        quarantined = self._event_log.state.table.quarantined
+        known = {device: self._quarantined_at.get(device, now) for device in quarantined}
+        self._quarantined_at = known
+        for device, quarantine in list(quarantined.items()):
+            seers = [i for i in self._event_log.state.instances.values() if device in i.devices]
+            living = [i for i in seers if self._holders.alive(i.incarnation)]
+            cause = proof_of_free(
+                device,
+                quarantine,
+                {instance.boot_id for instance in living},
+                self._holders.used_bytes(device),
+                holder_stopped=now - known[device] > self._ttl,
+            )
+            if cause:
+                self._event_log.post(
+                    ev.DeviceFreed(
+                        at=self._event_log.now(), device=device, holder=quarantine.incarnation, cause=cause
+                    )
+                )
 
     @property
     def lenient(self) -> bool:

@@ -62,6 +62,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             address=request.address,
             devices=list(request.devices),
             capabilities={facet: list(names.values) for facet, names in request.capabilities.items()},
+            boot_id=request.boot_id,
         )
         held = [lease.epoch for lease in request.held_leases]
         try:
@@ -121,7 +122,12 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 renewed, stale = self._fleet.heartbeat(message.incarnation, beat.lease_epochs, _usage(beat))
                 self._fleet.reported(message.incarnation, open_reports(beat.open_runs))
                 self._fleet.suspected(message.incarnation, beat.lost_peers[:MAX_NAMES])
-                ack = pb.HeartbeatAck(sequence=beat.sequence, renewed_epochs=renewed, stale_epochs=stale)
+                ack = pb.HeartbeatAck(
+                    sequence=beat.sequence,
+                    renewed_epochs=renewed,
+                    stale_epochs=stale,
+                    measured_devices=self._fleet.doubted_gpus(message.incarnation),
+                )
                 outbox.put_nowait(pb.SessionResponse(heartbeat_ack=ack))
             case "lease_held":
                 self._fleet.lease_manager.held(
@@ -208,6 +214,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             case "scale_result":
                 result = message.scale_result
                 self._on_scaled(result.request_id, result.error)
+            case "hosts_gone":
+                for host in message.hosts_gone.hosts:
+                    check_name("hosts_gone.hosts", host)
+                self._fleet.hosts_gone(message.hosts_gone.hosts[:MAX_NAMES])
 
 
 def _check_registration(request: pb.RegisterRequest) -> None:
@@ -232,6 +242,7 @@ def _check_registration(request: pb.RegisterRequest) -> None:
         if len(value) > MAX_CAPABILITY:  # A value may be a plug-in's JSON Schema of its options.
             raise invalid("capabilities", f"{len(value)} characters in a value; at most {MAX_CAPABILITY}")
     check_name("store_id", request.store_id, optional=True)
+    check_name("boot_id", request.boot_id, optional=True)
     for lease in request.held_leases:
         check_at_least("held_leases.epoch", lease.epoch, 1)
     check_at_least("max_open_runs", request.max_open_runs, 0)

@@ -31,7 +31,7 @@ from headrace_coordinator.api.http.relay import is_relayed, relay_route
 from headrace_coordinator.api.http.routes.dashboard import DOWNLOAD, Links, is_page, link_routes, page_routes
 from headrace_coordinator.api.http.routes.evaluations import evaluation_routes
 from headrace_coordinator.api.http.routes.events import event_routes
-from headrace_coordinator.api.http.routes.fleet import ScaleRequest, fleet_routes
+from headrace_coordinator.api.http.routes.fleet import DeviceRelease, ScaleRequest, fleet_routes
 from headrace_coordinator.api.http.routes.overviews import overview_routes
 from headrace_coordinator.api.http.routes.recordings import recording_routes, video_routes
 from headrace_coordinator.api.http.routes.runs import run_routes
@@ -101,7 +101,15 @@ def describe(app: FastAPI) -> dict[str, Any]:
         _, bodies = models_json_schema(
             [
                 (model, "validation")
-                for model in (RunSpec, RunChange, RunLabels, EvaluationSpec, ScaleRequest, PlanRequest)
+                for model in (
+                    RunSpec,
+                    RunChange,
+                    RunLabels,
+                    EvaluationSpec,
+                    ScaleRequest,
+                    DeviceRelease,
+                    PlanRequest,
+                )
             ],
             ref_template=REFERENCE,
         )

@@ -37,6 +37,7 @@ class Lease(msgspec.Struct):
     devices: list[str]
     state: str = GRANTED
     host: str = ""
+    boot_id: str = ""
     since: float = 0.0
     memory_part: float = 1.0
     """Of each device's memory; below 1, others of the run may hold the rest."""
@@ -48,6 +49,8 @@ class Quarantine(msgspec.Struct):
     incarnation: str
     reason: str
     host: str = ""
+    boot_id: str = ""
+    """Names the holder's machine since it was started; empty where it did not say."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True):
@@ -59,6 +62,7 @@ class LeaseRequest(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]
     host: str = ""
     """Where the instance runs: whose supervisor can prove its end."""
+    boot_id: str = ""
     memory_part: float = 1.0
     """Of each device's memory; requests of one run share a device whose parts they are."""
 
@@ -101,6 +105,7 @@ class LeaseTable(msgspec.Struct):
                     event.stage,
                     list(event.devices),
                     host=event.host,
+                    boot_id=event.boot_id,
                     since=event.at,
                     memory_part=event.memory_part,
                 )
@@ -112,6 +117,8 @@ class LeaseTable(msgspec.Struct):
                     lease.state = REVOKING
             case ev.LeaseEnded():
                 self._end(event)
+            case ev.DeviceFreed(device=device):
+                self.quarantined.pop(device, None)
             case ev.InstanceLost(proven=True):
                 self.quarantined = {
                     device: q for device, q in self.quarantined.items() if q.incarnation != event.incarnation
@@ -122,7 +129,7 @@ class LeaseTable(msgspec.Struct):
         if lease is None:
             return
         for device in lease.devices if not event.proven else ():
-            self.quarantined[device] = Quarantine(lease.incarnation, event.cause, lease.host)
+            self.quarantined[device] = Quarantine(lease.incarnation, event.cause, lease.host, lease.boot_id)
 
 
 def plan_grant(table: LeaseTable, requests: Iterable[LeaseRequest], now: float) -> list[ev.LeaseGranted]:
@@ -141,6 +148,7 @@ def plan_grant(table: LeaseTable, requests: Iterable[LeaseRequest], now: float) 
             stage=request.stage,
             devices=list(request.devices),
             host=request.host,
+            boot_id=request.boot_id,
             memory_part=request.memory_part,
         )
         for index, request in enumerate(requests)

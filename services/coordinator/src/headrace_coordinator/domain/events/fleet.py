@@ -29,6 +29,7 @@ class InstanceRegistered(Event, frozen=True, kw_only=True):
     address: str
     devices: list[str]
     capabilities: dict[str, list[str]]
+    boot_id: str = ""
 
 
 class InstanceDraining(Event, frozen=True, kw_only=True):
@@ -54,6 +55,7 @@ class LeaseGranted(Event, frozen=True, kw_only=True):
     stage: str
     devices: list[str]
     host: str = ""
+    boot_id: str = ""
     memory_part: float = 1.0
 
 
@@ -75,6 +77,15 @@ class LeaseEnded(Event, frozen=True, kw_only=True):
     epoch: int
     cause: str
     proven: bool
+
+
+class DeviceFreed(Event, frozen=True, kw_only=True):
+    """A device left quarantine; `author` is "system", or "user" for a person's word."""
+
+    device: str
+    holder: str
+    cause: str
+    author: str = "system"
 
 
 class KeyUsed(Event, frozen=True, kw_only=True):

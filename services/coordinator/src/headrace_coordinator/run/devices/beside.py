@@ -69,7 +69,15 @@ class BesideLeases:
         )
         fleet, run = self._workers.fleet, self._workers.run
         requests = [
-            LeaseRequest(c.incarnation, run, self.stage, c.devices, c.instance.host, self.memory_part)
+            LeaseRequest(
+                c.incarnation,
+                run,
+                self.stage,
+                c.devices,
+                c.instance.host,
+                c.instance.boot_id,
+                self.memory_part,
+            )
             for c in lacking
         ]
         try:

@@ -70,7 +70,8 @@ class WorkerLeases:
         joint = self.workers.section.joint
         part = joint.rollout if joint and stage == GENERATE else 1.0
         requests = [
-            LeaseRequest(w.incarnation, run, stage, w.devices, w.instance.host, part) for w in workers
+            LeaseRequest(w.incarnation, run, stage, w.devices, w.instance.host, w.instance.boot_id, part)
+            for w in workers
         ]
         epochs = await self._manager.acquire(requests, timeout, patience, waited)
         for worker, epoch in zip(workers, epochs, strict=True):

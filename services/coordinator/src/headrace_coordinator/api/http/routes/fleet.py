@@ -17,6 +17,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi import Path as PathParameter
 from headrace_schema.problems import choose, problem
 from headrace_schema.resources.fleet import (
+    DeviceReleaseView,
     DrainView,
     InstanceListView,
     LeaseListView,
@@ -73,6 +74,16 @@ class ScaleRequest(BaseModel):
     count: Annotated[int, Field(strict=True, ge=0, le=1024, description="wanted number of processes")]
     host: str = Field(
         "", max_length=253, description="on which host; may be left out where only one can change it"
+    )
+
+
+class DeviceRelease(BaseModel):
+    """A device that a person knows to be free."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    device: str = Field(
+        max_length=256, description="full name of a device in quarantine, or the end of it, such as gpu:0"
     )
 
 
@@ -142,6 +153,17 @@ def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
         )
         view = LeaseListView(leases=shown, devices=coordinator.reads.devices(), next_page_token=token)
         return view_response(view)
+
+    @routes.post("/devices:release", response_model=DeviceReleaseView, openapi_extra=body_of("DeviceRelease"))
+    async def release_device(request: Request, idempotency_key: GivenKey = None) -> Response:
+        """Ends a device's quarantine by a person's word that its last holder is gone.
+
+        Nothing checks it: a holder that lives on would share the device with the next one.
+        """
+        asked = await read_model(request, DeviceRelease, "the request to release a device")
+        key = key_or_new(idempotency_key)
+        device = await coordinator.instance_changes.release_device(asked.device, key)
+        return keyed_response(DeviceReleaseView(device=device), key)
 
     @routes.get("/services", response_model=ServiceListView)
     async def list_services() -> Response:
