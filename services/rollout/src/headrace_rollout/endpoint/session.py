@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -63,9 +63,9 @@ class Terms:
     asked: bool = True
     """Requests say how their tokens are drawn; else the stream does, whatever they say."""
 
-    def calls_of(self, text: str) -> tuple[str, list[Call]]:
-        """The text of a turn beside its calls, and these."""
-        return beside_calls(self.tool_calls, text)
+    def calls_of(self, text: str, names: Container[str]) -> tuple[str, list[Call]]:
+        """The text of a turn beside its calls of tools of these names, and these."""
+        return beside_calls(self.tool_calls, text, names)
 
     def drawn_from(self, request: ChatRequest) -> Distribution | None:
         """What its tokens are drawn from; None: as the stream says. Raises Refusal."""
@@ -353,12 +353,12 @@ class Session:
         """The text of a turn, and its calls where the agent has tools. What is no whole call stays text."""
         if not request.tools or request.tool_choice == "none":
             return text, ()
-        content, calls = self._terms.calls_of(text)
-        if any(call.problem for call in calls):
-            return text, ()
         schemas = {
             tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in request.tools
         }
+        content, calls = self._terms.calls_of(text, schemas)
+        if any(call.problem for call in calls):
+            return text, ()
         read = [typed(call, schemas.get(call.name, {})) for call in calls]
         return content, tuple((call.name, canonical(json.dumps(call.arguments))) for call in read)
 
