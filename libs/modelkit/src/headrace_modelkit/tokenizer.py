@@ -153,18 +153,16 @@ class TextCodec:
     def decode_with_lengths(self, ids: Sequence[int]) -> tuple[str, list[int]]:
         """Text without special tokens, and how many of its bytes (UTF-8) each id is; none where that is unknown."""
         text = self.decode(ids)
-        return text, self._lengths.of(ids, text)
+        return text, self.lengths(ids, text)
 
-    def render(
-        self,
-        chat: Sequence[Mapping[str, Any]],
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        answered: bool = True,
-    ) -> str:
+    def lengths(self, ids: Sequence[int], text: str) -> list[int]:
+        """How many bytes of their text ids are; empty where the pieces do not add up to it."""
+        return self._lengths.of(ids, text)
+
+    def render(self, chat: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None = None) -> str:
         """The text that the chat template makes of messages; raises ValueError with the template's reason.
 
-        `answered`: the beginning of the answer follows them.
+        The beginning of the answer follows them, unless `arguments` say otherwise.
         """
         if not self.tokenizer.chat_template:
             raise ValueError(
@@ -174,7 +172,7 @@ class TextCodec:
         for messages in _written(chat):
             try:
                 rendered: str = self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=answered, **(arguments or {})
+                    messages, tokenize=False, **{"add_generation_prompt": True, **(arguments or {})}
                 )
             except (TemplateError, TypeError, KeyError) as error:
                 refused = refused or error

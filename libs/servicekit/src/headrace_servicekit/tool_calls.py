@@ -264,9 +264,7 @@ def beside_calls(form: str, text: str, names: Container[str]) -> tuple[str, list
 
 def _meant(call: Call, names: Container[str]) -> bool:
     """Whether JSON that no mark stands before is a call."""
-    return call.name in names and (
-        bool(call.problem) or (call.given and isinstance(call.arguments, Mapping))
-    )
+    return call.name in names and (bool(call.problem) or (call.given and isinstance(call.arguments, Mapping)))
 
 
 def _after(pattern: re.Pattern[str], text: str, place: int) -> int:

@@ -180,7 +180,7 @@ class TurnTemplate:
         for said in (STAND_IN, ""):  # some put what is said behind the answers
             turn: Turn = {"role": "assistant", "content": said, "tool_calls": calls}
             try:
-                before = self._codec.render([_ASKED, turn], arguments, answered=False)
+                before = self._codec.render([_ASKED, turn], {**arguments, "add_generation_prompt": False})
                 whole = self._codec.render([_ASKED, turn, *_rendered(messages)], arguments)
             except ValueError:
                 continue

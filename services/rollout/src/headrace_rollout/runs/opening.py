@@ -163,8 +163,8 @@ def _text_run(
 def _online_run(
     name: str, config: RolloutConfig, agent: AgentSection, engine: Engine, codec: TextCodec
 ) -> OnlineRun:
+    from headrace_rollout.endpoint.answers import Terms
     from headrace_rollout.endpoint.desk import Desk
-    from headrace_rollout.endpoint.session import Terms
 
     assert agent.online is not None
     blind = _blind(engine, codec, config)

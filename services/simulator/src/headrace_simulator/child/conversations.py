@@ -34,7 +34,7 @@ from headrace_simulator.values import awaited
 
 MOST_CHARACTERS = 1 << 20
 """Of the messages, and of the tools, that one call returns."""
-ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
+ROLES = ("system", "user", "assistant", "tool", "developer", "ipython", "function")
 OWN = {"to", "by"}
 """Keys of messages of several roles."""
 MESSAGE = "{'role': 'user', 'content': 'TEXT'}"

@@ -10,7 +10,7 @@ from headrace_schema.problems import show
 
 from headrace_coordinator.data.builtin.values import BadRow, Row, jsonable
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
+ROLES = ("system", "user", "assistant", "tool", "developer", "ipython", "function")
 ANSWERED = ("user", "tool", "ipython", "function")
 """Roles of a last message, which the model answers."""
 
