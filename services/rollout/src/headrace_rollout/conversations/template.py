@@ -159,11 +159,13 @@ class TurnTemplate:
         arguments = self._given(tools)
         if (found := self._behind_calls(messages, arguments)) is not None:
             return found
-        before = self._codec.render([_ASKED], arguments) + said
+        before = self._codec.render([_ASKED], arguments)
         turns = [_ASKED, {"role": "assistant", "content": said}, *_rendered(messages)]
         whole = self._codec.render(turns, arguments)
-        if whole.startswith(before):
-            return whole[len(before) :]
+        # Some put a blank before a turn, which the policy says by itself.
+        turn = whole.removeprefix(before).lstrip()
+        if whole.startswith(before) and turn.startswith(said):
+            return turn[len(said) :]
         _, found, behind = whole.partition(STAND_IN)
         if self._append and found:
             return behind
