@@ -21,7 +21,9 @@ async def serving(*routes):
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     listening.listen()
-    server = uvicorn.Server(uvicorn.Config(Starlette(routes=list(routes)), log_level="warning", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(Starlette(routes=list(routes)), log_level="warning", lifespan="off")
+    )
     task = asyncio.create_task(server._serve(sockets=[listening]))
     try:
         yield listening.getsockname()[1]
@@ -61,7 +63,9 @@ async def test_a_caller_who_leaves_is_gone_at_the_instance_too(streams):
         reads = SimpleNamespace(endpoints=lambda run: [f"http://127.0.0.1:{instance}/v1"])
         async with serving(relay_route(SimpleNamespace(reads=reads))) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            head = "POST /v1/runs/r/endpoint/v1/chat/completions HTTP/1.1\r\nHost: x\r\nIdempotency-Key: k\r\n"
+            head = (
+                "POST /v1/runs/r/endpoint/v1/chat/completions HTTP/1.1\r\nHost: x\r\nIdempotency-Key: k\r\n"
+            )
             writer.write(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
             async with asyncio.timeout(20):
                 await asked.wait()

@@ -52,19 +52,24 @@ def _in_json(value: Any) -> Any:
             return found()
     if isinstance(value, Mapping):
         return dict(value)
-    if type(value).__str__ is object.__str__ and isinstance(value, Collection):
+    if not _says(value) and isinstance(value, Collection):
         return list(value)
     return _own_text(value)
 
 
 def _own_text(value: Any) -> str:
-    shown, own = str(value), type(value).__str__ is not object.__str__
+    shown, own = str(value), _says(value)
     ahead = hasattr(value, "__next__") or hasattr(value, "__anext__")
     if ahead or _PLACE.search(shown) or (shown.startswith("<") and not own):
         raise TypeError(
             f"it returned {_named(value)}, which is no text and no JSON; return what the model is to read"
         )
     return shown
+
+
+def _says(value: Any) -> bool:
+    """Whether its kind has a text of its own."""
+    return vars(object)["__str__"] is not inspect.getattr_static(type(value), "__str__")
 
 
 def _named(value: Any) -> str:
