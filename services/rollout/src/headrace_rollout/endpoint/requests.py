@@ -123,7 +123,7 @@ class _Function(BaseModel):
 
 
 class _Call(BaseModel):
-    id: str = ""
+    id: str | None = None
     function: _Function
 
 
