@@ -141,3 +141,98 @@ def test_without_a_chat_template_contents_follow_each_other():
     assert codec.decode(template.opened([user("1 +"), user(" 2")], None).ids) == "1 + 2"
     assert codec.decode(template.between([1], [user("="), user("3")], None).ids) == "=3"
     assert template.between([1], [], None).ids == []
+
+
+# Of Mistral 7B v0.3, shortened: ids of calls have nine letters, and roles alternate but for calls and their answers.
+MISTRAL = """{%- for message in messages %}{%- if message.role == 'user' %}[INST] {{ message.content }}[/INST]
+{%- elif message.tool_calls is defined and message.tool_calls is not none %}[TOOL_CALLS] [
+{%- for call in message.tool_calls %}{{ call.function | tojson }}
+{%- if call.id is not defined or call.id | length != 9 %}
+{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{% endif %}{{ call.id }}
+{%- endfor %}]<|im_end|>
+{%- elif message.role == 'assistant' %} {{ message.content | trim }}<|im_end|>
+{%- elif message.role == 'tool' %}[TOOL_RESULTS] {"content": {{ message.content }}, "call_id": "
+{%- if message.tool_call_id is not defined or message.tool_call_id | length != 9 %}
+{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{% endif %}
+{{- message.tool_call_id }}"}[/TOOL_RESULTS]
+{%- else %}{{ raise_exception("Only user and assistant roles are supported!") }}{% endif %}{% endfor %}"""
+# Of gpt-oss, shortened: an answer has the name of the call that stands before it.
+NAMES = """{%- set last = namespace(name=none) %}{%- for message in messages %}{%- if message.role == 'assistant' %}
+{%- if message.tool_calls %}<|im_start|>assistant to={{ message.tool_calls[0].function.name }}
+{{- message.tool_calls[0].function.arguments | tojson }}<|endoftext|>
+{%- set last.name = message.tool_calls[0].function.name %}
+{%- else %}<|im_start|>assistant{{ message.content }}<|im_end|>{%- set last.name = none %}{% endif %}
+{%- elif message.role == 'tool' %}{%- if last.name is none %}{{ raise_exception("no previous tool call!") }}{% endif %}
+{{- "<|im_start|>functions." + last.name + " " }}{{ message.content | tojson }}<|im_end|>
+{%- else %}<|im_start|>{{ message.role }} {{ message.content }}<|im_end|>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
+# Of Phi 3.5, shortened: other roles are left out.
+LEAVES_OUT = """{%- for message in messages %}{%- if message.role in ('user', 'assistant') %}<|im_start|>
+{{- message.role }}
+{{ message.content }}<|im_end|>
+{% endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+# Of DeepSeek V3, shortened: arguments are texts.
+ARGUED = """{%- for message in messages %}{%- for call in message.tool_calls or () %}
+{{- call.function.name + ' ' + call.function.arguments }}<|im_end|>{%- else %}{{ message.role }} {{ message.content }}
+{%- endfor %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>{% endif %}"""
+ANSWER = {"role": "tool", "content": "6", "name": "calculator", "tool_call_id": "call00100"}
+
+
+@pytest.mark.parametrize(
+    ("text", "follows"),
+    [
+        (
+            HERMES,
+            "\n<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (MISTRAL, '[TOOL_RESULTS] {"content": 6, "call_id": "call00100"}[/TOOL_RESULTS]'),
+        (NAMES, '<|im_start|>functions.calculator "6"<|im_end|><|im_start|>assistant'),
+    ],
+)
+def test_the_answer_of_a_tool_is_shown_as_the_template_shows_it(text, follows):
+    codec = codec_of(text)
+    template = TurnTemplate(codec, PromptSection())
+    template.check(tools=True)
+    ended = 2 if text is NAMES else 1
+    assert shown(codec, template.between([9, ended], [ANSWER], TOOLS).ids) == follows
+    # And as it is shown behind the whole turn.
+    function = {"name": "calculator", "arguments": {"expression": "2 * 3"}}
+    turn = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00100", "type": "function", "function": function}],
+    }
+    if text is not HERMES:
+        assert codec.render([user("2 * 3?"), turn, ANSWER], {"tools": TOOLS}).endswith(follows)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (LEAVES_OUT, "leaves out messages of tool"),
+        (MISTRAL.replace("== 'tool'", "== 'none'"), "Only user and assistant roles are supported!"),
+        (MISTRAL.replace("!= 9", "!= 12"), "Tool call IDs should be alphanumeric"),
+    ],
+)
+def test_a_template_that_shows_no_answers_of_tools_is_named_before_a_run_begins(text, words):
+    template = TurnTemplate(codec_of(text), PromptSection())
+    template.check()
+    with pytest.raises(ModelNotReadable, match=words) as caught:
+        template.check(tools=True)
+    assert str(caught.value).startswith("model.path: ") and "chat_template" in str(caught.value)
+
+
+def test_an_answer_that_the_template_would_leave_out_or_refuse_is_refused():
+    with pytest.raises(ValueError, match="leaves out messages of tool"):
+        TurnTemplate(codec_of(LEAVES_OUT), PromptSection()).between([9, 1], [ANSWER], None)
+    with pytest.raises(ValueError, match="Tool call IDs"):
+        bare = {"role": "tool", "content": "6"}
+        TurnTemplate(codec_of(MISTRAL), PromptSection()).between([9, 1], [bare], None)
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
+def test_arguments_are_given_in_the_form_that_the_template_takes(arguments):
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    turns = [user("1"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert 'add {"a": 1}' in codec_of(ARGUED).render(turns)

@@ -27,7 +27,7 @@ STEPS = {
     "no tuple": [USER],
     "no list": ("on", 0, False),
     "no message": (["on"], 0, False),
-    "another key": ([{**USER, "name": "x"}], 0, False),
+    "another key": ([{**USER, "by": "x"}], 0, False),
     "another role": ([{"role": "assistant", "content": "on"}], 0, False),
     "bytes": ([{"role": "user", "content": b"\\xff"}], 0, False),
     "half a pair": ([{"role": "user", "content": "\\ud800"}], 0, False),
@@ -124,7 +124,7 @@ WRONG_STEPS = [
     ("no tuple", "step returned an object of list; return (messages, reward, done)"),
     ("no list", "step returned 'on' (str), which is no list of messages"),
     ("no message", "message 0 of what step returned is 'on' (str); a message is {'role'"),
-    ("another key", "and no more"),
+    ("another key", "beside these what chat templates read"),
     ("another role", "has the role 'assistant' (str); it may be system, user, tool"),
     ("bytes", "has the content an object of bytes; it has to be a str"),
     ("half a pair", "is no text that can be sent"),
@@ -275,7 +275,7 @@ async def test_with_several_roles_each_message_says_to_whom_it_is_and_rewards_ar
 
     for other, told in [
         ({"to": "nobody"}, "to 'nobody' (str); it may be to speaker, guesser"),
-        ({"by": "x"}, "and no more"),
+        ({"by": "x"}, "beside these what chat templates read"),
     ]:
         lost = await pool.reset(options={"other": other})
         assert lost.status == LOST and told in lost.detail

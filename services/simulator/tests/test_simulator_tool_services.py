@@ -16,6 +16,7 @@ from headrace_simulator.backends.conversation.calls import ServiceLost
 
 OK, LOST = simulator_pb2.OUTCOME_STATUS_OK, simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
 SERVER = '''
+import base64
 import io
 import os
 import sys
@@ -25,6 +26,15 @@ import anyio
 import PIL.Image
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Image
+from mcp_types import (
+    AudioContent,
+    BlobResourceContents,
+    CallToolResult,
+    EmbeddedResource,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
 
 server = MCPServer("test")
 
@@ -74,6 +84,33 @@ async def pid() -> int:
     return os.getpid()
 
 
+@server.tool(structured_output=False)
+async def contents(kind: str) -> CallToolResult:
+    written = io.BytesIO()
+    PIL.Image.new("RGB", (4, 4)).save(written, "PNG")
+    png = base64.b64encode(written.getvalue()).decode()
+    text = base64.b64encode("a,é".encode()).decode()
+    blocks = {
+        "text": EmbeddedResource(resource=TextResourceContents(uri="file:///a.txt", text="the text of a")),
+        "csv": EmbeddedResource(resource=BlobResourceContents(uri="file:///a.csv", mime_type="text/csv", blob=text)),
+        "png": EmbeddedResource(resource=BlobResourceContents(uri="file:///a.png", mime_type="image/png", blob=png)),
+        "zip": EmbeddedResource(
+            resource=BlobResourceContents(uri="file:///a.zip", mime_type="application/zip", blob=text)
+        ),
+        "link": ResourceLink(uri="file:///b.txt", name="b", description="about b"),
+        "audio": AudioContent(data=text, mime_type="audio/wav"),
+    }
+    if kind == "structured":
+        return CallToolResult(content=[], structured_content={"a": [1, "é"]})
+    if kind == "other structured":
+        return CallToolResult(content=[TextContent(text="see there")], structured_content={"a": 5})
+    if kind == "same structured":
+        return CallToolResult(content=[TextContent(text='{"a": 5}')], structured_content={"a": 5})
+    if kind == "wrong":
+        return CallToolResult(content=[blocks["text"]], is_error=True)
+    return CallToolResult(content=[blocks[kind]])
+
+
 print("a server that prints what is no message")
 server.run()
 '''
@@ -97,6 +134,39 @@ def server(tmp_path_factory):
     path = tmp_path_factory.mktemp("mcp") / "server.py"
     path.write_text(SERVER)
     return {"command": [sys.executable, str(path)]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("text", "the text of a"),
+        ("csv", "a,é"),
+        ("png", "[image]"),
+        (
+            "zip",
+            "error: contents: ValueError: its answer has the resource file:///a.zip of type application/zip",
+        ),
+        ("link", '{"name": "b", "uri": "file:///b.txt", "description": "about b"}'),
+        ("audio", "error: contents: ValueError: its answer has audio (audio/wav)"),
+        ("structured", '{"a": [1, "é"]}'),
+        ("other structured", 'see there\n{"a": 5}'),
+        ("same structured", '{"a": 5}'),
+        ("wrong", "error: contents: ValueError: the text of a"),
+    ],
+)
+def test_each_content_of_the_protocol_is_told_or_refused_by_name(server, kind, told):
+    (found,) = answers(talk(tools=[], mcp=[server], deadline_s=20.0), call("contents", kind=kind))
+    if kind == "link":
+        assert json.loads(found) == json.loads(told)
+    else:
+        assert found.startswith(told) if told.startswith("error") else found == told
+
+
+def test_an_embedded_picture_is_seen(server):
+    (found,) = answers(
+        talk(tools=[], mcp=[server], deadline_s=20.0, images=True), call("contents", kind="png")
+    )
+    assert [part["type"] for part in found] == ["image"]
 
 
 def test_code_runs_in_the_sandbox(monkeypatch):

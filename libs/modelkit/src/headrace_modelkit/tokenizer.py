@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ class TextCodec:
 
     def encode_prompt(
         self,
-        chat: Sequence[Mapping[str, str]] | None = None,
+        chat: Sequence[Mapping[str, Any]] | None = None,
         text: str | None = None,
         prefill: str = "",
         arguments: Mapping[str, Any] | None = None,
@@ -153,23 +153,33 @@ class TextCodec:
     def decode_with_lengths(self, ids: Sequence[int]) -> tuple[str, list[int]]:
         """Text without special tokens, and how many of its bytes (UTF-8) each id is; none where that is unknown."""
         text = self.decode(ids)
-        return text, self._lengths.of(ids, text)
+        return text, self.lengths(ids, text)
+
+    def lengths(self, ids: Sequence[int], text: str) -> list[int]:
+        """How many bytes of their text ids are; empty where the pieces do not add up to it."""
+        return self._lengths.of(ids, text)
 
     def render(self, chat: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None = None) -> str:
-        """The text that the chat template makes of messages; raises ValueError with the template's reason."""
+        """The text that the chat template makes of messages; raises ValueError with the template's reason.
+
+        The beginning of the answer follows them, unless `arguments` say otherwise.
+        """
         if not self.tokenizer.chat_template:
             raise ValueError(
                 "data.prompt.chat: the model's tokenizer has no chat template; set data.prompt.chat: false"
             )
-        messages = [dict(message) for message in chat]
-        try:
-            rendered: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **(arguments or {})
-            )
-        except (TemplateError, TypeError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(f"the model's chat template refuses messages of {roles}: {error}") from error
-        return rendered
+        refused: Exception | None = None
+        for messages in _written(chat):
+            try:
+                rendered: str = self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, **{"add_generation_prompt": True, **(arguments or {})}
+                )
+            except (TemplateError, TypeError, KeyError) as error:
+                refused = refused or error
+            else:
+                return rendered
+        roles = ", ".join(message["role"] for message in chat)
+        raise ValueError(f"the model's chat template refuses messages of {roles}: {refused}") from refused
 
     def _text_ids(self, text: str) -> list[int]:
         """Ids of a text with what the tokenizer puts before it, and not what it puts behind it."""
@@ -187,9 +197,35 @@ class TextCodec:
         return ids
 
 
-def in_parts(message: Mapping[str, str]) -> dict[str, Any]:
+def _written(chat: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Messages as they are, and where they have calls of tools with the arguments in the other form.
+
+    Templates want arguments as objects, or as JSON texts: some fail on one, some on the other.
+    """
+    messages = [dict(message) for message in chat]
+    yield messages
+    if any(message.get("tool_calls") for message in messages):
+        yield [
+            {**message, "tool_calls": list(map(_turned, message["tool_calls"]))}
+            if isinstance(message.get("tool_calls"), list)
+            else message
+            for message in messages
+        ]
+
+
+def _turned(call: Any) -> Any:
+    """A call whose arguments are a JSON text in place of an object, or an object in place of a text."""
+    try:
+        given = call["function"]["arguments"]
+        turned = json.loads(given) if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": turned}}
+    except (TypeError, KeyError, ValueError):
+        return call
+
+
+def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose content has a part for each text and each image, as templates of vision-language models want."""
-    texts = message["content"].split(IMAGE_MARK)
+    texts = (message["content"] or "").split(IMAGE_MARK)
     if len(texts) == 1:
         return dict(message)
     parts: list[dict[str, str]] = []

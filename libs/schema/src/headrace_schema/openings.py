@@ -87,7 +87,7 @@ def role_model(model: ModelSection, role: RoleSection) -> ModelSection:
 class WarmupExample(Section):
     """One reference answer: a prompt as the rollout renders it, and what should follow."""
 
-    chat: list[dict[str, str]] | None = None
+    chat: list[dict[str, Any]] | None = None
     text: str | None = None
     prefill: str = ""
     arguments: dict[str, Any] = Field(default_factory=dict)

@@ -96,6 +96,8 @@ class GraphSection(Section):
 
 
 CONVERSATIONS = "agentic"
+TOOLS = "tools"
+"""The built-in task in which the model may call tools."""
 REASONING = "reasoning"
 """The built-in workflow of a language model that speaks with environments."""
 BUILT_IN = {

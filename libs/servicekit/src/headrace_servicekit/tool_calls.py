@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,9 @@ _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>
 _FENCE = re.compile(r"^```(?:json)?\s*(.*?)\s*```$", re.DOTALL)
 _LLAMA_MARKS = re.compile(r"<\|(?:python_tag|eom_id|eot_id)\|>")
 _MISTRAL_MARKS = re.compile(r"\[TOOL_CALLS\]|</s>")
-_MISTRAL_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+_MISTRAL_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?:\[CALL_ID\](\w*))?(?:\[ARGS\])?\s*(?=\{)")
 _BETWEEN = re.compile(r"[\s;]*")
+_NAME = re.compile(r'[\[{\s]*"name"\s*:\s*"([^"\\]*)"')
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Call:
     problem: str = ""
     texts: bool = field(default=False, repr=False)
     """The arguments are texts, and the tool's schema says what each is: see `typed`."""
+    given: bool = field(default=True, repr=False, compare=False)
+    """It has arguments, whether or not there are any."""
+    id: str = field(default="", repr=False, compare=False)
+    """What the model calls it by, where its family does so."""
 
 
 def hermes_calls(text: str) -> list[Call]:
@@ -107,8 +112,8 @@ def mistral_calls(text: str) -> list[Call]:
         try:
             value, place = json.JSONDecoder().raw_decode(text, named.end())
         except (ValueError, RecursionError) as error:
-            return [*found, Call(problem=f"the arguments of {named[1]} are no JSON ({error})")]
-        found.append(Call(named[1], value))
+            return [*found, Call(named[1], problem=f"the arguments of {named[1]} are no JSON ({error})")]
+        found.append(Call(named[1], value, id=named[2] or ""))
     return found
 
 
@@ -151,22 +156,70 @@ def glm_calls(text: str) -> list[Call]:
 def typed(call: Call, parameters: Mapping[str, Any]) -> Call:
     """A call whose arguments are of the kinds that the JSON schema of its tool's parameters names.
 
-    A text that is none of its kind stays a text: whoever checks the arguments says what is wrong.
+    A text that the schema allows stays a text. One that is none of its kind does too: whoever checks the arguments
+    says what is wrong.
     """
     if not call.texts:
         return call
-    kinds = parameters.get("properties", {})
-    given = {name: _read(text, kinds.get(name, {})) for name, text in call.arguments.items()}
-    return Call(call.name, given, call.problem)
+    given = {}
+    for name, text in call.arguments.items():
+        schemas = list(_schemas(parameters, name, parameters))
+        given[name] = text if all(_allows(each, text, parameters) for each in schemas) else _read(text)
+    return Call(call.name, given, call.problem, id=call.id)
 
 
-def _read(text: str, schema: Mapping[str, Any]) -> Any:
-    if schema.get("type") == "string":
-        return text
+def _schemas(schema: Any, name: str, root: Mapping[str, Any], depth: int = 0) -> Iterator[Any]:
+    """The schemas of one argument in the schema of all; none where anything is allowed."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return
+    if "$ref" in schema:
+        yield from _schemas(_referred(schema["$ref"], root), name, root, depth + 1)
+    for each in schema.get("allOf", ()):
+        yield from _schemas(each, name, root, depth + 1)
+    own = [schema["properties"][name]] if name in schema.get("properties", {}) else []
+    own += [each for key, each in schema.get("patternProperties", {}).items() if re.search(key, name)]
+    yield from own or ([schema["additionalProperties"]] if "additionalProperties" in schema else [])
+
+
+def _allows(schema: Any, text: str, root: Mapping[str, Any], depth: int = 0) -> bool:
+    """Whether a JSON schema allows a text, as far as its kind and its choices say."""
+    if not isinstance(schema, Mapping):
+        return schema is not False
+    if depth > _DEEPEST:
+        return False  # a schema that refers to itself
+
+    def allowed(each: Any) -> bool:
+        return _allows(each, text, root, depth + 1)
+
+    meant = "object" if "properties" in schema else "array" if "items" in schema else "string"
+    kinds = schema.get("type", meant)
+    return (
+        "string" in ([kinds] if isinstance(kinds, str) else kinds)
+        and text in schema.get("enum", [text])
+        and schema.get("const", text) == text
+        and ("$ref" not in schema or allowed(_referred(schema["$ref"], root)))
+        and all(map(allowed, schema.get("allOf", ())))
+        and all(any(map(allowed, schema[key])) for key in ("anyOf", "oneOf") if key in schema)
+    )
+
+
+def _referred(address: str, root: Any) -> Any:
+    """What a schema's `$ref` means within its document; anything is allowed where that is not there."""
+    for step in address.removeprefix("#").strip("/").split("/"):
+        if step:
+            root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return {} if root is None else root
+
+
+def _read(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError):
         return text
+
+
+def _no_json(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _unwrapped(text: str) -> str:
@@ -174,6 +227,8 @@ def _unwrapped(text: str) -> str:
     return text.removeprefix("\n").removesuffix("\n")
 
 
+_DEEPEST = 32
+"""Schemas within each other that are looked at."""
 PARSERS: Mapping[str, Callable[[str], list[Call]]] = {
     "hermes": hermes_calls,
     "json": json_calls,
@@ -184,21 +239,32 @@ PARSERS: Mapping[str, Callable[[str], list[Call]]] = {
 }
 TAGGED = frozenset({"hermes", "qwen3_coder", "glm"})
 """Forms whose calls stand in <tool_call> tags."""
+_MARKS = ("<|python_tag|>", "[TOOL_CALLS]")
 
 
-def beside_calls(form: str, text: str) -> tuple[str, list[Call]]:
-    """What a turn says beside its calls, and these.
+def beside_calls(form: str, text: str, names: Container[str]) -> tuple[str, list[Call]]:
+    """What a turn says beside its calls, and these; `names` are those of the tools that the model was given.
 
-    >>> beside_calls("hermes", 'Let me see. <tool_call>{"name": "add", "arguments": {}}</tool_call>')
+    JSON without a mark is a call where it names one of them with an object of arguments, else it is an answer.
+
+    >>> beside_calls("hermes", 'Let me see. <tool_call>{"name": "add", "arguments": {}}</tool_call>', {"add"})
     ('Let me see.', [Call(name='add', arguments={}, problem='')])
+    >>> beside_calls("json", '{"name": "Ann", "age": 3}', {"add"})
+    ('{"name": "Ann", "age": 3}', [])
     """
     calls = PARSERS[form](text)
-    if not calls:
+    marked = form in TAGGED or any(mark in text for mark in _MARKS)
+    if not calls or not (marked or all(_meant(call, names) for call in calls)):
         return text, []
     if form in TAGGED:
         return _HERMES.sub("", text).strip(), calls
     before, mark, _ = text.partition("[TOOL_CALLS]")
     return before.strip() if form == "mistral" and mark else "", calls
+
+
+def _meant(call: Call, names: Container[str]) -> bool:
+    """Whether JSON that no mark stands before is a call."""
+    return call.name in names and (bool(call.problem) or (call.given and isinstance(call.arguments, Mapping)))
 
 
 def _after(pattern: re.Pattern[str], text: str, place: int) -> int:
@@ -210,10 +276,13 @@ def _call(text: str) -> Call:
     try:
         return _of_object(json.loads(text))
     except (ValueError, RecursionError) as error:
-        return Call(problem=f"the call is no JSON ({error})")
+        named = _NAME.match(text)
+        return Call(named[1] if named else "", problem=f"the call is no JSON ({error})")
 
 
 def _of_object(found: Any) -> Call:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return Call(problem='the call is no object with a name: {"name": NAME, "arguments": {…}}')
-    return Call(found["name"], found.get("arguments", found.get("parameters", {})))
+    arguments = found.get("arguments", found.get("parameters"))
+    given = "arguments" in found or "parameters" in found
+    return Call(found["name"], arguments if given else {}, given=given, id=str(found.get("id") or ""))

@@ -157,7 +157,7 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
         "reference": message.reference,
         "metadata": json_object("items.metadata_json", message.metadata_json),
         "token_count": message.token_count,
-        "messages": [{"role": turn.role, "content": turn.content} for turn in message.messages],
+        "messages": list(map(_turn, message.messages)),
         "finish_reason": common_pb2.FinishReason.Name(message.finish_reason)
         .removeprefix("FINISH_REASON_")
         .lower(),
@@ -194,11 +194,14 @@ def _of_conversation(conversation: common_pb2.Conversation) -> dict[str, Any]:
     }
     if roles := turn_roles(conversation):
         episode["roles"] = roles
-    messages = [
-        {"role": turn.role, "content": turn.content, **({"party": turn.party} if turn.party else {})}
-        for turn in conversation.messages
-    ]
-    return {"messages": messages, "episode": episode}
+    return {"messages": list(map(_turn, conversation.messages)), "episode": episode}
+
+
+def _turn(message: common_pb2.ChatMessage) -> dict[str, Any]:
+    """A message with all its keys; its content is a text, whatever they say."""
+    party = {"party": message.party} if message.party else {}
+    keys = json_object("items.messages.keys_json", message.keys_json)
+    return {**keys, "role": message.role, "content": message.content, **party}
 
 
 def _check_stage(stage: str, run: Run) -> None:

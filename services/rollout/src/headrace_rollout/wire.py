@@ -166,7 +166,11 @@ def prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
         return codec.encode_prompt(text=prompt.text)
     if form is None:
         raise invalid("prompt: give chat, text or token_ids")
-    chat = [{"role": message.role, "content": message.content} for message in prompt.chat.messages]
+    chat = [
+        {"role": each.role, "content": each.content}
+        | json_object("prompt.chat.messages.keys_json", each.keys_json)
+        for each in prompt.chat.messages
+    ]
     arguments = json_object("prompt.chat.template_arguments_json", prompt.chat.template_arguments_json)
     try:
         return codec.encode_prompt(
@@ -253,9 +257,9 @@ def _turn_lengths(whole: Prefix, turn_tokens: Sequence[int], codec: TextCodec) -
 
 def _fill_said(message: common_pb2.Conversation, said: Said) -> str:
     """Fills in what was said; returns it as text for people."""
-    for (role, content, files), party in zip(said.messages, said.parties or repeat(""), strict=False):
+    for (role, content, files, keys), party in zip(said.messages, said.parties or repeat(""), strict=False):
         images = [common_pb2.Image(digest=digest_bytes(file)) for file in files]
-        message.messages.add(role=role, content=content, party=party, images=images)
+        message.messages.add(role=role, content=content, party=party, images=images, keys_json=keys)
     message.rewards.extend(said.rewards)
     message.turn_tokens.extend(said.turn_tokens)
     message.turn_messages.extend(said.turn_messages)

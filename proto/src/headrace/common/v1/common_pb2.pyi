@@ -498,13 +498,15 @@ class Image(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content", "party", "images")
+    __slots__ = ("role", "content", "party", "images", "keys_json")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     PARTY_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    KEYS_JSON_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
     party: str
     images: _containers.RepeatedCompositeFieldContainer[Image]
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., party: _Optional[str] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...
+    keys_json: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., party: _Optional[str] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., keys_json: _Optional[str] = ...) -> None: ...

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace_schema.images import IMAGE_MARK
+from headrace_servicekit.rpc.chats import keys_of
 from headrace_servicekit.rpc.digests import digest_bytes
 
 
@@ -17,7 +18,9 @@ class DataItem:
     """One question with its answer.
 
     `fields` are what a prompt template may use beside {question}; `metadata` travels to the scorers as JSON.
-    `messages` are a conversation, {role, content}, whose last turn is the question; none where that is plain text.
+    `messages` are a conversation, whose last turn is the question; none where that is plain text. They have role,
+    content (maybe None beside other keys), and whatever else chat templates read. `arguments` are what the template
+    is given beside them, such as tools.
     `images` are files, in the order of their marks in the texts; without marks they stand before the question.
     `id` tells the item apart from others; without one, what the prompt shows of it does.
     """
@@ -26,9 +29,10 @@ class DataItem:
     answer: str
     fields: Mapping[str, str | int | float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
     id: str = ""
     images: tuple[bytes, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -40,16 +44,20 @@ class DataItem:
     @property
     def marks(self) -> int:
         """Places for images in its texts."""
-        texts = [turn["content"] for turn in self.messages] or [self.question]
+        texts = [turn["content"] or "" for turn in self.messages] or [self.question]
         return sum(text.count(IMAGE_MARK) for text in texts)
 
     def told_apart(self, shown: Iterable[str]) -> str:
         """The key, and what a prompt shows beside the question: earlier turns and these fields."""
         if self.id:
             return self.key
-        turns = [f"{turn['role']}: {canonical(turn['content'])}" for turn in self.messages[:-1]]
+        turns = [
+            f"{turn['role']}: {canonical(turn['content'] or '')}{keys_of(turn)}"
+            for turn in self.messages[:-1]
+        ]
         fields = [f"{name}={canonical(str(self.fields[name]))}" for name in shown]
-        return "\n".join([self.key, *turns, *fields])
+        given = [json.dumps(self.arguments, sort_keys=True)] if self.arguments else []
+        return "\n".join([self.key, *turns, *fields, *given])
 
     @property
     def metadata_json(self) -> str:

@@ -118,9 +118,11 @@ class PackedItems:
         return len(self.key_hashes)
 
     def __getitem__(self, number: int) -> DataItem:
-        question, answer, fields, metadata, messages, own_id, images = json.loads(self._rows.read(number))
+        question, answer, fields, metadata, messages, own_id, images, given = json.loads(
+            self._rows.read(number)
+        )
         files = tuple(self._images.read(self._places[digest]) for digest in images)
-        return DataItem(question, answer, fields, metadata, tuple(messages), own_id, files)
+        return DataItem(question, answer, fields, metadata, tuple(messages), own_id, files, given)
 
     def _kept(self, image: bytes) -> str:
         """The digest of an image, which is kept once however many items have it."""
@@ -150,7 +152,16 @@ def in_order(hashes: np.ndarray) -> np.ndarray:
 
 
 def _packed(item: DataItem, images: list[str]) -> bytes:
-    row = [item.question, item.answer, item.fields, item.metadata, item.messages, item.id, images]
+    row = [
+        item.question,
+        item.answer,
+        item.fields,
+        item.metadata,
+        item.messages,
+        item.id,
+        images,
+        item.arguments,
+    ]
     try:
         return _encode(row)
     except UnicodeEncodeError:  # Halves of surrogate pairs, which a source of one's own may have.

@@ -19,13 +19,13 @@ DOUBLE = "write a brace that is meant as text twice: {{ or }}"
 
 @dataclass(frozen=True)
 class PromptContent:
-    """A prompt before tokenisation: chat messages ({role, content}) with a prefill, or else plain text.
+    """A prompt before tokenisation: chat messages with a prefill, or else plain text.
 
     `arguments` are what the chat template is given beside the messages. `images` are files; the messages have as many
     marks for them.
     """
 
-    chat: list[dict[str, str]] | None
+    chat: list[dict[str, Any]] | None
     text: str | None
     prefill: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -93,12 +93,14 @@ class Prompter:
         text, begun = self._template.render(values), opening.render(values)
         if not self._section.chat:
             return PromptContent(chat=None, text=text + begun)
-        messages = [*map(dict, item.messages[:-1]), {"role": "user", "content": text}]
+        *before, last = item.messages or ({"role": "user"},)
+        messages: list[dict[str, Any]] = [*map(dict, before), {**last, "content": text}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system.render(values)})
-        if item.images and not any(IMAGE_MARK in message["content"] for message in messages):
+        if item.images and not any(IMAGE_MARK in (message["content"] or "") for message in messages):
             messages[-1]["content"] = IMAGE_MARK * len(item.images) + text
-        return PromptContent(messages, None, begun, self._section.template_arguments, item.images)
+        arguments = {**self._section.template_arguments, **item.arguments}
+        return PromptContent(messages, None, begun, arguments, item.images)
 
     def _parse(self, text: str, key: str) -> Template:
         everywhere = {name for name, count in self._fields.items() if count == self._count}

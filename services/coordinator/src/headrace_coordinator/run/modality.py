@@ -15,6 +15,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_schema.sections.agent import ONLINE
 from headrace_schema.workflow import CONVERSATIONS
+from headrace_servicekit.rpc.chats import chat_message
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.requests import MAX_NUMBER
 from typing_extensions import override
@@ -120,7 +121,7 @@ class Texts(Modality):
         content = (asked.dataset or self._dataset).prompt(item, prefill=asked.prefill)
         if content.chat is None:
             return rollout.Prompt(text=content.text or "")
-        messages = [common.ChatMessage(role=m["role"], content=m["content"]) for m in content.chat]
+        messages = [chat_message(turn) for turn in content.chat]
         arguments = json.dumps(content.arguments) if content.arguments else ""
         return rollout.Prompt(
             chat=rollout.ChatPrompt(

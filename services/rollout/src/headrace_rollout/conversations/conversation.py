@@ -168,7 +168,8 @@ class Conversation:
 
 def heard(message: common_pb2.ChatMessage) -> Message:
     """A message as it came."""
-    return Message(message.role, message.content, tuple(image.data for image in message.images))
+    files = tuple(image.data for image in message.images)
+    return Message(message.role, message.content, files, message.keys_json)
 
 
 def too_many(images: Sequence[bytes], *others: bytes) -> str:

@@ -7,13 +7,16 @@ are those that were sampled. Knows no engine and no environment.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.sections.generating import PromptSection
 from headrace_servicekit.image_files import check_image
+from headrace_servicekit.rpc.chats import chat_turn
 
 from headrace_rollout.conversations.conversation import Given
 from headrace_rollout.engines.samples import Message
@@ -29,6 +32,11 @@ BLIND = f"model.path: the model reads no images; name one of {' or '.join(VISION
 STAND_IN = "stand-in 7c1f"
 """What the policy says in what is rendered to see the text around its turns."""
 _ASKED: Turn = {"role": "user", "content": "question 7c1f"}
+_ANSWER: Turn = {"content": "answer 7c1f", "tool_call_id": "call00100"}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "", "parameters": {"type": "object"}},
+}
 _FOLLOWS: Turn = {"role": "user", "content": "reply 7c1f"}
 _PROBES = {
     "": STAND_IN,
@@ -57,11 +65,24 @@ class TurnTemplate:
             blind = "data.prompt.chat: images are placed by a chat template; set it to true"
         self._blind = blind
         self._arguments = dict(prompt.template_arguments)
+        self._shown: dict[str, bool] = {}
+        """Roles, and whether the template shows what they say."""
 
-    def check(self) -> None:
-        """Raises ModelNotReadable for a template that rewrites earlier turns, unless they are to be appended to."""
+    def check(self, *, tools: bool = False) -> None:
+        """Raises ModelNotReadable for a template that rewrites earlier turns, unless they are to be appended to.
+
+        `tools`: also for one that shows no answers of tools.
+        """
         if not self._chat:
             return
+        if tools:
+            try:
+                self.between((), [{"role": "tool", "name": "probe", **_ANSWER}], [_TOOL])
+            except ValueError as error:
+                raise ModelNotReadable(
+                    f"model.path: a conversation with tools needs a chat template that shows their answers: {error}; "
+                    "set the chat_template that the model was published with for tools beside its tokenizer"
+                ) from error
         for which, said in _PROBES.items():
             try:
                 self._behind([_FOLLOWS], None, said)
@@ -103,11 +124,27 @@ class TurnTemplate:
 
         Raises ValueError with the template's reason, Rewritten where these messages make it rewrite the turn.
         """
-        text = self._behind(messages, tools, STAND_IN) if self._chat else _contents(messages)
+        if self._chat:
+            text = self._behind(messages, tools, STAND_IN)
+            for message in messages:
+                self._check_shown(message)
+        else:
+            text = _contents(messages)
         ids = self._codec.encode_behind(text)
         # The end of the turn is there already where the policy has sampled it.
         ended = bool(spoken) and spoken[-1] in self._codec.eos_ids and ids[:1] == [spoken[-1]]
         return self._placed(ids[1:] if ended else ids, messages)
+
+    def _check_shown(self, message: Turn) -> None:
+        """Raises ValueError for a message of a role that the template leaves out."""
+        role = message["role"]
+        if role not in self._shown:
+            probe = {**{key: each for key, each in message.items() if key != "images"}, **_ANSWER}
+            self._shown[role] = True
+            with suppress(ValueError):  # what came with it was taken
+                self._shown[role] = _ANSWER["content"] in self._behind([probe], None, STAND_IN)
+        if not self._shown[role]:
+            raise ValueError(f"the model's chat template leaves out messages of {role}; give another role")
 
     def _placed(self, ids: list[int], messages: Sequence[Turn]) -> Given:
         """Ids in which each image has its tokens. Raises ValueError."""
@@ -120,15 +157,46 @@ class TurnTemplate:
     def _behind(self, messages: Sequence[Turn], tools: Sequence[Any] | None, said: str) -> str:
         """The text that follows what the policy has said."""
         arguments = self._given(tools)
-        before = self._codec.render([_ASKED], arguments) + said
+        if (found := self._behind_calls(messages, arguments)) is not None:
+            return found
+        before = self._codec.render([_ASKED], arguments)
         turns = [_ASKED, {"role": "assistant", "content": said}, *_rendered(messages)]
         whole = self._codec.render(turns, arguments)
-        if whole.startswith(before):
-            return whole[len(before) :]
+        # Some put a blank before a turn, which the policy says by itself.
+        turn = whole.removeprefix(before).lstrip()
+        if whole.startswith(before) and turn.startswith(said):
+            return turn[len(said) :]
         _, found, behind = whole.partition(STAND_IN)
         if self._append and found:
             return behind
         raise Rewritten("it rewrites what stands before the last message")
+
+    def _behind_calls(self, messages: Sequence[Turn], arguments: Mapping[str, Any]) -> str | None:
+        """The text that follows a turn that called the tools whose answers come first; None where that is not seen.
+
+        Templates look up the calls that are answered, and refuse answers to none.
+        """
+        calls = [_called(each) for each in itertools.takewhile(_answers_a_tool, messages)]
+        if not calls:
+            return None
+        for said in (STAND_IN, ""):  # some put what is said behind the answers
+            turn: Turn = {"role": "assistant", "content": said, "tool_calls": calls}
+            try:
+                before = self._codec.render([_ASKED, turn], {**arguments, "add_generation_prompt": False})
+                whole = self._codec.render([_ASKED, turn, *_rendered(messages)], arguments)
+            except ValueError:
+                continue
+            end = self._ends(before)
+            if whole.startswith(before) and STAND_IN not in end:
+                return end + whole[len(before) :]
+        return None
+
+    def _ends(self, turn: str) -> str:
+        """The end of a rendered turn: from its last token on that ends one."""
+        places = [
+            turn.rfind(self._codec.decode([id], skip_special_tokens=False)) for id in self._codec.eos_ids
+        ]
+        return turn[max(places) :] if max(places) >= 0 else ""
 
     def _given(self, tools: Sequence[Any] | None) -> dict[str, Any]:
         return self._arguments | ({"tools": list(tools)} if tools else {})
@@ -136,7 +204,19 @@ class TurnTemplate:
 
 def turns_of(messages: Iterable[Message]) -> list[Turn]:
     """Messages as templates take them."""
-    return [{"role": each.role, "content": each.content, "images": each.images} for each in messages]
+    return [
+        {**chat_turn(each.role, each.content, each.keys_json), "images": each.images} for each in messages
+    ]
+
+
+def _answers_a_tool(message: Turn) -> bool:
+    return bool(message["role"] in ("tool", "ipython", "function") and message.get("tool_call_id"))
+
+
+def _called(answer: Turn) -> dict[str, Any]:
+    """The call that a tool has answered."""
+    function = {"name": answer.get("name") or "unknown", "arguments": {"said": STAND_IN}}
+    return {"id": answer["tool_call_id"], "type": "function", "function": function}
 
 
 def _rendered(messages: Iterable[Turn]) -> list[dict[str, Any]]:
@@ -151,4 +231,4 @@ def _rendered(messages: Iterable[Turn]) -> list[dict[str, Any]]:
 
 
 def _contents(messages: Sequence[Turn]) -> str:
-    return "".join(message["content"] for message in messages)
+    return "".join(message["content"] or "" for message in messages)

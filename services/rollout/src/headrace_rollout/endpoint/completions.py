@@ -10,9 +10,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from headrace_rollout.endpoint.answers import Answer
 from headrace_rollout.endpoint.requests import ChatRequest, Message, Refusal, TextRequest, read_request
-from headrace_rollout.endpoint.session import Answer, Session
-from headrace_rollout.endpoint.streaming import Piece
+from headrace_rollout.endpoint.session import Session
+from headrace_rollout.endpoint.streaming import Piece, Tokens
 
 Choices = Callable[[Session, ChatRequest, Piece, bool], list[dict[str, Any]]]
 """The choices of a piece; true for the first one of a choice."""
@@ -28,7 +29,7 @@ def chat_completion(session: Session, asked: ChatRequest, answers: Sequence[Answ
     choices = [
         {
             "index": index,
-            "message": _message(session, answer),
+            "message": _message(answer),
             "logprobs": _log_probs(answer.tokens) if asked.logprobs else None,
             "finish_reason": answer.finish,
         }
@@ -43,7 +44,7 @@ def chat_pieces(session: Session, asked: ChatRequest, piece: Piece, first: bool)
     delta: dict[str, Any] = {"role": "assistant"} if first else {}
     if piece.text or first:
         delta["content"] = piece.text
-    if piece.answer is not None and (calls := _message(session, piece.answer).get("tool_calls")):
+    if piece.answer is not None and (calls := _message(piece.answer).get("tool_calls")):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
     log_probs = _log_probs(piece.tokens) if piece.tokens else None
     found = [{"index": piece.choice, "delta": delta, "logprobs": log_probs, "finish_reason": None}]
@@ -75,33 +76,56 @@ async def events_of(
     yield "data: [DONE]\n\n"
 
 
-def _message(session: Session, answer: Answer) -> dict[str, Any]:
+def _message(answer: Answer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if answer.calls:
         message["content"] = answer.content or None
         message["tool_calls"] = [
             {
-                "id": f"call_{session.id}_{answer.number}_{index}",
+                "id": id,
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }
-            for index, (name, arguments) in enumerate(answer.calls)
+            for id, (name, arguments) in zip(answer.ids, answer.calls, strict=True)
         ]
     return message
 
 
-def _log_probs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    content = [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in tokens
+def _log_probs(tokens: Tokens) -> dict[str, Any]:
+    return {"content": log_probs_of(tokens), "refusal": None}
+
+
+def log_probs_of(tokens: Tokens) -> list[dict[str, Any]]:
+    r"""Tokens with their log-probs; the bytes of all join to the text, also where one is a part of a character."""
+    return [
+        {"token": _token(data), "logprob": value, "bytes": list(data), "top_logprobs": []}
+        for data, value in tokens
     ]
-    return {"content": content, "refusal": None}
+
+
+def _token(data: bytes) -> str:
+    return data.decode(errors="backslashreplace")
+
+
+def _text_log_probs(tokens: Tokens, begins: int) -> dict[str, Any]:
+    """In the form of text completions; `begins` is where the first token's text does."""
+    offsets, read = [], b""
+    for data, _ in tokens:
+        offsets.append(begins + len(read.decode(errors="ignore")))
+        read += data
+    values = [value for _, value in tokens]
+    texts = [_token(data) for data, _ in tokens]
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
 
 def usage_of(answers: Sequence[Answer]) -> dict[str, int]:
     """Tokens that were read and sampled."""
     sampled, prompt = sum(len(answer.tokens) for answer in answers), answers[0].prompt_tokens
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+_CHATS = ("messages", "top_logprobs", "tools", "tool_choice", "response_format", "functions")
+"""Keys of chats, which ask for the rest of no text."""
 
 
 def read_text_request(body: bytes) -> TextRequest:
@@ -127,20 +151,10 @@ def read_text_request(body: bytes) -> TextRequest:
     for param, reason in wrong.items():
         if reason:
             raise Refusal(400, "unsupported_parameter", f"{param}: {reason}", param)
-    chat = {
-        key: given.get(key)
-        for key in ChatRequest.model_fields
-        if key
-        not in (
-            "messages",
-            "logprobs",
-            "top_logprobs",
-            "tools",
-            "tool_choice",
-            "response_format",
-            "functions",
-        )
-    }
+    chat = {key: each for key, each in given.items() if key not in ("prompt", *wrong)}
+    for key in _CHATS:
+        if chat.pop(key, None) is not None:
+            raise Refusal(400, "unsupported_parameter", f"{key}: it is one of chats; leave it out", key)
     chat |= {"messages": [{"role": "user", "content": prompt}], "logprobs": log_probs is not None}
     checked = read_request(
         json.dumps({key: value for key, value in chat.items() if value is not None}).encode()
@@ -153,10 +167,7 @@ def text_choice(asked: TextRequest, answer: Answer, index: int = 0) -> dict[str,
     """The answer as the choice that clients parse."""
     log_probs = None
     if asked.logprobs:
-        texts = [text for text, _ in answer.tokens]
-        offsets = [len(asked.prompt) + sum(map(len, texts[:place])) for place in range(len(texts))]
-        values = [value for _, value in answer.tokens]
-        log_probs = {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+        log_probs = _text_log_probs(answer.tokens, len(asked.prompt))
     return {"index": index, "text": answer.content, "logprobs": log_probs, "finish_reason": answer.finish}
 
 
@@ -164,7 +175,6 @@ def text_pieces(session: Session, asked: ChatRequest, piece: Piece, first: bool)
     """Of a streamed completion."""
     log_probs = None
     if piece.tokens:
-        texts, values = [text for text, _ in piece.tokens], [value for _, value in piece.tokens]
-        log_probs = {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": []}
+        log_probs = {**_text_log_probs(piece.tokens, 0), "text_offset": []}
     finish = None if piece.answer is None else piece.answer.finish
     return [{"index": piece.choice, "text": piece.text, "logprobs": log_probs, "finish_reason": finish}]

@@ -19,8 +19,9 @@ from headrace_schema.sections.agent import OnlineSection
 
 from headrace_rollout.conversations.conversation import Conversation, stopped
 from headrace_rollout.conversations.speaker import Asked, Speaker
+from headrace_rollout.endpoint.answers import Terms
 from headrace_rollout.endpoint.requests import Refusal
-from headrace_rollout.endpoint.session import Session, Terms
+from headrace_rollout.endpoint.session import Session
 from headrace_rollout.engines.base import Refused
 from headrace_rollout.engines.samples import Finish, SlotKey, TrajectoryUpdate
 
@@ -50,6 +51,8 @@ class Open:
     session: Session
     group: str
     at: float
+    key: str = ""
+    """Of the request that began it."""
 
 
 @dataclass(eq=False)
@@ -95,8 +98,13 @@ class Desk:
 
     # --- clients
 
-    def begin(self, group: str = "") -> Session:
-        """A new session; those of a `group` are compared with each other. Raises Refusal."""
+    def begin(self, group: str = "", key: str = "") -> Session:
+        """A new session; those of a `group` are compared with each other. Raises Refusal.
+
+        A request of the `key` of one that is open is the same one, sent again.
+        """
+        if found := next((each for each in self._open.values() if key and each.key == key), None):
+            return found.session
         if self._group_size > 1 and not group:
             reason = f"the run compares {self._group_size} sessions of a group (algorithm.group_size)"
             raise Refusal(400, "invalid_request", f"group: {reason}; name one, such as the task's", "group")
@@ -104,10 +112,10 @@ class Desk:
         if len(self._open) + waiting >= self._section.max_sessions:
             most = f"{self._section.max_sessions} sessions are open (agent.online.max_sessions)"
             raise Refusal(429, "too_many_sessions", f"{most}; reward some, or ask again later")
-        key = SlotKey(secrets.randbelow(_KEYS), 0)
+        slot = SlotKey(secrets.randbelow(_KEYS), 0)
         talk = Conversation((), [])
-        session = Session(key, 1, talk, self.terms, self, greedy=False, mark=self.mark, secret=self.key)
-        self._open[session.id] = Open(session, group, time.monotonic())
+        session = Session(slot, 1, talk, self.terms, self, greedy=False, mark=self.mark, secret=self.key)
+        self._open[session.id] = Open(session, group, time.monotonic(), key)
         if self._sweeping is None:
             self._sweeping = asyncio.create_task(self._sweep(), name="drop sessions without a reward")
         return session

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from headrace_schema.images import IMAGE_MARK
 from headrace_servicekit.image_files import BadImage, file_of
+from headrace_servicekit.rpc.chats import chat_turn, keys_of
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from headrace_rollout.engines.samples import Distribution
@@ -31,6 +33,41 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
 """What else some servers let a request say of how tokens are drawn, and the values that change nothing."""
 
 
+IGNORED = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Keys of OpenAI's that change no answer: how requests are billed, kept and cached, and whose they are."""
+_FORMED = "answers are not formed by it; leave it out"
+NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "modalities": ((["text"], []), "the policy says text alone; leave it out"),
+    "audio": ((), "the policy says text alone; leave it out"),
+    "function_call": (("auto", "none"), "give tools and tool_choice"),
+    "reasoning_effort": (
+        (),
+        "a chat template reads it for the whole run: data.prompt.template_arguments: {reasoning_effort: …}; "
+        "leave it out here",
+    ),
+    "verbosity": (("medium",), _FORMED),
+    "web_search_options": ((), "give tools, and answer their calls"),
+    "max_tool_calls": ((), _FORMED),
+    "truncation": (("disabled",), "nothing is left out of a request; give disabled, or leave it out"),
+    "ignore_eos": ((False,), _FORMED),
+    "min_tokens": ((0,), _FORMED),
+}
+"""Keys that would change answers, which the policy's are not: values that change nothing, and what to do instead."""
+_UNKNOWN = "keys that change no answer are metadata, user, store and the like; leave it out"
+
+
 class Refusal(Exception):
     """A request that is answered with an error: HTTP status, code and message, and the parameter that it is about."""
 
@@ -48,6 +85,8 @@ class Line:
     calls: tuple[tuple[str, str], ...] = ()
     images: tuple[bytes, ...] = ()
     """Files; the content has a mark where each stands."""
+    keys_json: str = ""
+    """Whatever else chat templates read of it, as in a ChatMessage. It is not compared: clients write it anew."""
 
     def same(self, other: Line) -> bool:
         """Whether both say the same; blanks around what the policy said may be lost."""
@@ -84,18 +123,38 @@ class _Function(BaseModel):
 
 
 class _Call(BaseModel):
+    id: str | None = None
     function: _Function
 
 
 class Message(BaseModel):
-    """One message; keys that clients send back of answers are let through."""
+    """One message, with all keys that it has: chat templates read some of them."""
+
+    model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Part] | None = None
     tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
-    @property
-    def line(self) -> Line:
+    def keys(self, tools: Mapping[str, str]) -> dict[str, Any]:
+        """The keys beside role and content that say something; `tools` are the names of those called, by id."""
+        keys = {key: each for key, each in (self.model_extra or {}).items() if each not in (None, "", [], {})}
+        if name := self.name or tools.get(self.tool_call_id or ""):
+            keys["name"] = name
+        if self.tool_call_id:
+            keys["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            keys["tool_calls"] = [
+                {"type": "function", "function": {"name": each.name, "arguments": _object(each.arguments)}}
+                | ({"id": call.id} if call.id else {})
+                for call in self.tool_calls
+                if (each := call.function)
+            ]
+        return keys
+
+    def line(self, tools: Mapping[str, str] = MappingProxyType({})) -> Line:
         """For comparisons."""
         parts = (
             [_Part(type="text", text=self.content)] if isinstance(self.content, str) else self.content or []
@@ -105,7 +164,8 @@ class Message(BaseModel):
         calls = tuple(
             (each.function.name, canonical(each.function.arguments)) for each in self.tool_calls or ()
         )
-        return Line("system" if self.role == "developer" else self.role, text, calls, images)
+        keys = keys_of(self.keys(tools))
+        return Line("system" if self.role == "developer" else self.role, text, calls, images, keys)
 
 
 class _Tool(BaseModel):
@@ -133,9 +193,9 @@ class _StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """The body of POST /v1/chat/completions, as far as it matters here."""
+    """The body of POST /v1/chat/completions; keys that are not named here are looked at by `_unread`."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     model: str = ""
     messages: list[Message] = Field(min_length=1)
@@ -160,6 +220,7 @@ class ChatRequest(BaseModel):
     response_format: _Format | None = None
     logit_bias: dict[str, float] | None = None
     functions: list[Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     @field_validator("tools")
     @classmethod
@@ -176,7 +237,11 @@ class ChatRequest(BaseModel):
     @property
     def lines(self) -> list[Line]:
         """The messages for comparisons."""
-        return [message.line for message in self.messages]
+        found, tools = list[Line](), dict[str, str]()
+        for message in self.messages:
+            found.append(message.line(tools))
+            tools |= {call.id: call.function.name for call in message.tool_calls or () if call.id}
+        return found
 
     @property
     def most_tokens(self) -> int | None:
@@ -230,20 +295,38 @@ def read_request(body: bytes) -> ChatRequest:
         "tool_choice": request.tool_choice not in (None, "auto", "none")
         and "a call is not forced; give auto or none",
         "functions": bool(request.functions) and "give tools",
+        "parallel_tool_calls": request.parallel_tool_calls is False
+        and bool(request.tools)
+        and request.tool_choice != "none"
+        and "a turn of the policy may have several calls, and none is left out; leave it out, and answer each",
         "top_logprobs": bool(request.top_logprobs)
         and "only the log-prob of what was sampled is kept; give 0",
         "stop": any(not text for text in request.stop or ()) and "a stop text is empty; leave it out",
     }
-    for param, reason in wrong.items():
+    for param, reason in (wrong | _unread(request)).items():
         if reason:
             raise Refusal(400, "unsupported_parameter", f"{param}: {reason}", param)
     return request
 
 
+def _unread(request: ChatRequest) -> dict[str, str]:
+    """What is wrong with the keys that are not read: those that would change answers, and those that nobody knows."""
+    found = {}
+    for key, given in (request.model_extra or {}).items():
+        neutral, fix = NEUTRAL.get(key, ((), f"this endpoint does not know it; {_UNKNOWN}"))
+        if key not in IGNORED and given is not None and given not in neutral:
+            found[key] = fix
+    for index, message in enumerate(request.messages):
+        keys = message.keys({})
+        if lost := next((key for key in ("audio", "function_call") if key in keys), None):
+            found[f"messages.{index}.{lost}"] = "it is not read; give content and tool_calls"
+    return found
+
+
 def _check_images(message: Message, where: str) -> None:
     """Raises Refusal for images that are no data, and for a text that has their mark."""
     try:
-        line = message.line
+        line = message.line()
     except BadImage as error:
         raise Refusal(400, "invalid_request", f"{where}: an image {error}", "messages") from error
     if message.role == "assistant":
@@ -256,20 +339,7 @@ def _check_images(message: Message, where: str) -> None:
 
 def chat_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
     """Messages as `TurnTemplate` takes them."""
-    return [
-        {"role": line.role, "content": line.content, "images": line.images}
-        | (
-            {
-                "tool_calls": [
-                    {"type": "function", "function": {"name": name, "arguments": _object(arguments)}}
-                    for name, arguments in line.calls
-                ]
-            }
-            if line.calls
-            else {}
-        )
-        for line in lines
-    ]
+    return [{**chat_turn(line.role, line.content, line.keys_json), "images": line.images} for line in lines]
 
 
 def canonical(arguments: str | Mapping[str, Any]) -> str:

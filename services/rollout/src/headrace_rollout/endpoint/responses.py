@@ -10,14 +10,25 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from headrace_rollout.endpoint.answers import Answer
+from headrace_rollout.endpoint.completions import log_probs_of
 from headrace_rollout.endpoint.requests import ChatRequest, Refusal, read_request
-from headrace_rollout.endpoint.session import Answer
-from headrace_rollout.endpoint.streaming import Piece
+from headrace_rollout.endpoint.streaming import Piece, Tokens
 
 _NOTHING = Answer(0, "", (), "stop", 0, ())
 _ONLY = "give messages, function_call and function_call_output"
 
 
+_SHARED = (
+    *("model", "tools", "tool_choice", "top_logprobs", "stream", "stream_options", "temperature", "top_p"),
+    *("seed", "parallel_tool_calls"),
+)
+"""Keys that requests of both forms have."""
+_OWN = (
+    *("input", "instructions", "previous_response_id", "max_output_tokens", "text", "include", "reasoning"),
+    *("background", "conversation", "prompt"),
+)
+_LOG_PROBS = "message.output_text.logprobs"
 Earlier = Callable[[str], tuple[ChatRequest, Answer] | None]
 """The request and the answer of a response's id; None for one that the session does not remember."""
 
@@ -38,6 +49,13 @@ def read_response_request(body: bytes, earlier: Earlier) -> ChatRequest:
         "conversation": given.get("conversation") is not None
         and "send earlier items, or previous_response_id",
         "prompt": given.get("prompt") is not None and "send input",
+        "reasoning": any((given.get("reasoning") or {}).get(key) for key in ("effort", "mode"))
+        and "give data.prompt.template_arguments in the run's spec; leave it out here",
+        **{
+            key: given[key] is not None and "it is no key of responses; leave it out"
+            for key in given
+            if key in ChatRequest.model_fields and key not in _SHARED
+        },
     }
     for param, reason in wrong.items():
         if reason:
@@ -54,7 +72,10 @@ def read_response_request(body: bytes, earlier: Earlier) -> ChatRequest:
         "top_logprobs": given.get("top_logprobs"),
         "response_format": (given.get("text") or {}).get("format"),
         "stream": given.get("stream"),
-        **{key: given.get(key) for key in ("temperature", "top_p", "seed")},
+        "verbosity": (given.get("text") or {}).get("verbosity"),
+        "logprobs": _LOG_PROBS in (given.get("include") or ()),
+        **{key: given.get(key) for key in ("temperature", "top_p", "seed", "parallel_tool_calls")},
+        **{key: each for key, each in given.items() if key not in (*ChatRequest.model_fields, *_OWN)},
     }
     return read_request(json.dumps({key: value for key, value in chat.items() if value is not None}).encode())
 
@@ -88,7 +109,10 @@ def _before(given: Mapping[str, Any], earlier: Earlier) -> list[dict[str, Any]]:
 
 def message_of(answer: Answer) -> dict[str, Any]:
     """An answer as a message of a later request."""
-    calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in answer.calls]
+    calls = [
+        {"id": id, "function": {"name": name, "arguments": arguments}}
+        for id, (name, arguments) in zip(answer.ids, answer.calls, strict=True)
+    ]
     return {"role": "assistant", "content": answer.content} | ({"tool_calls": calls} if calls else {})
 
 
@@ -105,10 +129,12 @@ def messages_of(items: Any) -> list[dict[str, Any]]:
             if not (found and found[-1]["role"] == "assistant"):
                 found.append({"role": "assistant", "content": ""})
             call = {"name": item.get("name"), "arguments": item.get("arguments")}
-            found[-1].setdefault("tool_calls", []).append({"function": call})
+            named = {"id": item["call_id"]} if item.get("call_id") else {}
+            found[-1].setdefault("tool_calls", []).append({**named, "function": call})
         elif kind == "function_call_output":
-            found.append({"role": "tool", "content": _text(item.get("output"))})
-        elif kind != "reasoning":
+            answer = {"role": "tool", "content": _text(item.get("output"))}
+            found.append({**answer, "tool_call_id": item.get("call_id")})
+        elif kind != "reasoning" or item.get("summary") or item.get("content"):
             raise Refusal(
                 400,
                 "unsupported_parameter",
@@ -125,12 +151,12 @@ def response(id: str, asked: ChatRequest, answer: Answer, model: str) -> dict[st
     output: list[dict[str, Any]] = []
     if answer.content or not answer.calls:
         message = {"type": "message", "id": f"msg_{id}", "role": "assistant", "status": status}
-        output.append({**message, "content": [_part(answer.content)]})
+        output.append({**message, "content": [_part(answer.content, _told(asked, answer.tokens))]})
     output += [
         {
             "type": "function_call",
             "id": f"fc_{id}_{index}",
-            "call_id": f"call_{id}_{index}",
+            "call_id": answer.ids[index],
             "name": name,
             "arguments": arguments,
             "status": "completed",
@@ -192,14 +218,15 @@ async def response_events(
             yield event("response.output_item.added", output_index=0, item=item)
             yield event("response.content_part.added", **at, part=_part(""))
         if piece.text:
-            yield event("response.output_text.delta", **at, delta=piece.text, logprobs=[])
+            told = _told(asked, piece.tokens)
+            yield event("response.output_text.delta", **at, delta=piece.text, logprobs=told)
         if piece.answer is None:
             continue
         whole = response(id, asked, piece.answer, model)
         if at:
-            text = piece.answer.content
-            yield event("response.output_text.done", **at, text=text, logprobs=[])
-            yield event("response.content_part.done", **at, part=_part(text))
+            text, told = piece.answer.content, _told(asked, piece.answer.tokens)
+            yield event("response.output_text.done", **at, text=text, logprobs=told)
+            yield event("response.content_part.done", **at, part=_part(text, told))
         for index, item in enumerate(whole["output"]):
             if item["type"] == "function_call":
                 yield event("response.output_item.added", output_index=index, item={**item, "arguments": ""})
@@ -215,8 +242,13 @@ async def response_events(
         )
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, log_probs: Sequence[Any] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(log_probs)}
+
+
+def _told(asked: ChatRequest, tokens: Tokens) -> list[dict[str, Any]]:
+    """The tokens' log-probs, where they were asked for."""
+    return log_probs_of(tokens) if asked.logprobs else []
 
 
 def _text(content: Any) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from headrace_servicekit.rpc.callers import LEFT_STATUS, CallerLeft, while_connected
 from headrace_servicekit.session_marks import session_of_answer
 
+from headrace_rollout.endpoint.answers import Answer
 from headrace_rollout.endpoint.completions import (
     chat_completion,
     chat_pieces,
@@ -26,8 +28,8 @@ from headrace_rollout.endpoint.responses import (
     response,
     response_events,
 )
-from headrace_rollout.endpoint.server import SESSION, Endpoint
-from headrace_rollout.endpoint.session import Answer, Session
+from headrace_rollout.endpoint.server import KEY, SESSION, Endpoint
+from headrace_rollout.endpoint.session import Session
 from headrace_rollout.endpoint.streaming import MARKS, Piece, Pieces, pieces_of
 
 if TYPE_CHECKING:
@@ -80,18 +82,23 @@ MOST_BYTES = 32 << 20
 def make_app(endpoint: Endpoint) -> FastAPI:
     """The routes."""
     from fastapi import FastAPI
-    from fastapi.responses import JSONResponse, StreamingResponse
+    from fastapi.responses import JSONResponse, Response, StreamingResponse
+    from starlette.requests import ClientDisconnect
 
     app = FastAPI(title="Headrace endpoint for agents", openapi_url=None, docs_url=None, redoc_url=None)
 
     async def answered(
-        request: Request, what: Callable[[Session], Awaitable[Response]], named: str = ""
+        request: Request,
+        what: Callable[[Session, bytes], Coroutine[Any, Any, Response]],
+        body: bytes | None = None,
+        named: str = "",
     ) -> Response:
         session = None
         try:
             session = endpoint.session(request.headers, named)
-            response = await what(session)
-        except Refusal as refusal:
+            body = await _body(request) if body is None else body
+            response = await while_connected(request.receive, what(session, body))
+        except (Refusal, CallerLeft, ClientDisconnect) as error:
             own = endpoint.clients_desk(request.headers)
             if (
                 own is not None
@@ -100,21 +107,23 @@ def make_app(endpoint: Endpoint) -> FastAPI:
                 and not session.turns
             ):
                 own.drop(session, "withdrawn")
-            return JSONResponse(_error(refusal), refusal.status)
+            if isinstance(error, Refusal):
+                return JSONResponse(_error(error), error.status)
+            return Response(status_code=LEFT_STATUS)
         response.headers[SESSION] = session.id
         return response
 
     async def streamed(
         session: Session,
         asked: ChatRequest,
-        again: bool,
+        repeats: Mapping[str, Any],
         events: Callable[[AsyncIterator[Piece]], AsyncIterator[str]],
     ) -> Response:
         """Server-sent events of an answer as it is made. What is refused before the first one is a plain refusal."""
         marks = MARKS[session.terms.tool_calls] if asked.tools and asked.tool_choice != "none" else ()
         codec, log_probs = session.terms.codec, bool(asked.logprobs)
         texts = [Pieces(codec, marks, log_probs=log_probs) for _ in range(asked.n or 1)]
-        pieces = pieces_of(lambda told: session.answer(asked, again=again, told=told), texts)
+        pieces = pieces_of(lambda told: session.answer(asked, **repeats, told=told), texts)
         first = await anext(pieces)
 
         async def whole() -> AsyncIterator[Piece]:
@@ -134,27 +143,27 @@ def make_app(endpoint: Endpoint) -> FastAPI:
         return StreamingResponse(told(), media_type="text/event-stream")
 
     async def chat(request: Request) -> Response:
-        async def work(session: Session) -> Response:
-            asked, again = read_request(await _body(request)), _again(request)
+        async def work(session: Session, body: bytes) -> Response:
+            asked, repeats = read_request(body), _repeats(request)
             if asked.stream:
                 head = head_of(session, asked, "chat.completion.chunk")
                 return await streamed(
-                    session, asked, again, partial(events_of, session, asked, head, "chatcmpl", chat_pieces)
+                    session, asked, repeats, partial(events_of, session, asked, head, "chatcmpl", chat_pieces)
                 )
-            answers = await session.answer(asked, again=again)
+            answers = await session.answer(asked, **repeats)
             return JSONResponse(chat_completion(session, asked, answers))
 
         return await answered(request, work)
 
     async def completions(request: Request) -> Response:
-        async def work(session: Session) -> Response:
-            asked, again = read_text_request(await _body(request)), _again(request)
+        async def work(session: Session, body: bytes) -> Response:
+            asked, repeats = read_text_request(body), _repeats(request)
             head = head_of(session, asked, "text_completion")
             if asked.stream:
                 return await streamed(
-                    session, asked, again, partial(events_of, session, asked, head, "cmpl", text_pieces)
+                    session, asked, repeats, partial(events_of, session, asked, head, "cmpl", text_pieces)
                 )
-            answers = await session.answer(asked, again=again)
+            answers = await session.answer(asked, **repeats)
             choices = [text_choice(asked, answer, index) for index, answer in enumerate(answers)]
             id = f"cmpl-{session.id}-{answers[0].number}"
             return JSONResponse({**head, "id": id, "choices": choices, "usage": usage_of(answers)})
@@ -167,16 +176,16 @@ def make_app(endpoint: Endpoint) -> FastAPI:
         except Refusal as refusal:
             return JSONResponse(_error(refusal), refusal.status)
 
-        async def work(session: Session) -> Response:
+        async def work(session: Session, body: bytes) -> Response:
             asked = read_response_request(body, partial(_response_of, session))
-            again = _again(request)
+            repeats = _repeats(request)
             if asked.stream:
                 events = partial(response_events, asked=asked, name=f"resp_{session.id}", model=session.model)
-                return await streamed(session, asked, again, events)
-            (answer,) = await session.answer(asked, again=again)
+                return await streamed(session, asked, repeats, events)
+            (answer,) = await session.answer(asked, **repeats)
             return JSONResponse(response(f"resp_{session.id}_{answer.number}", asked, answer, session.model))
 
-        return await answered(request, work, session_of_answer(previous_of(body)))
+        return await answered(request, work, body, session_of_answer(previous_of(body)))
 
     async def models(request: Request) -> Response:
         try:
@@ -255,9 +264,10 @@ def make_app(endpoint: Endpoint) -> FastAPI:
     return app
 
 
-def _again(request: Request) -> bool:
-    """Whether the client says that it repeats a request, as the `openai` client does."""
-    return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+def _repeats(request: Request) -> dict[str, Any]:
+    """What the client says of whether it repeats a request: `openai` counts, others give each a key."""
+    again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+    return {"again": again, "key": request.headers.get(KEY, "")}
 
 
 async def _body(request: Request) -> bytes:

@@ -16,8 +16,9 @@ from headrace_rollout.conversations.runner import (
     ConversationSample,
     due,
 )
+from headrace_rollout.endpoint.answers import Terms
 from headrace_rollout.endpoint.server import Endpoint
-from headrace_rollout.endpoint.session import Session, Terms
+from headrace_rollout.endpoint.session import Session
 from headrace_rollout.engines.base import Engine
 from headrace_rollout.engines.samples import Finish
 from headrace_rollout.environments.pool import Environment, EnvironmentLost, Pool

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SESSION, GROUP = "x-headrace-session", "x-headrace-group"
 """Headers of requests with an online run's key: the session that is gone on with, and the group of a new one."""
+KEY = "idempotency-key"
+"""Header of a request that its client may send again."""
 KEEP_ALIVE_S = 600
 """How long a connection may be idle: an agent's tools take their time between two requests."""
 
@@ -77,7 +79,7 @@ class Endpoint:
         if (desk := self.clients_desk(headers)) is not None:
             if named := headers.get(SESSION) or named:
                 return desk.find(named)
-            return desk.begin(headers.get(GROUP, ""))
+            return desk.begin(headers.get(GROUP, ""), headers.get(KEY, ""))
         key = _key(headers)
         session = self._sessions.get(key) or (
             self.desk.of_key(key) if self.desk is not None and key else None
@@ -95,6 +97,7 @@ class Endpoint:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listening = socket.socket(family)
         listening.bind((self._host, 0))
+        listening.listen()  # whoever is told of it may connect at once
         config = uvicorn.Config(
             make_app(self),
             log_level="warning",

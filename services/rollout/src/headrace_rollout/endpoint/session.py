@@ -7,85 +7,38 @@ simulator.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from headrace_servicekit.session_marks import own_key
-from headrace_servicekit.tool_calls import Call, beside_calls, typed
+from headrace_servicekit.tool_calls import Call, typed
 
 from headrace_rollout.conversations.conversation import Conversation
 from headrace_rollout.conversations.speaker import Asked, Limits
-from headrace_rollout.conversations.template import TurnTemplate
+from headrace_rollout.endpoint.answers import Answer, Exchange, Says, Terms, Told, all_of, repeated
 from headrace_rollout.endpoint.branches import Branch, Branches, Mark, Place
 from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, canonical
+from headrace_rollout.endpoint.spelling import Spelling
 from headrace_rollout.engines.samples import (
     Distribution,
     Finish,
     Message,
     SlotKey,
-    Stream,
     TrajectoryUpdate,
 )
 
 if TYPE_CHECKING:
-    from headrace_modelkit.tokenizer import TextCodec
+    pass
 
 REMEMBERED = 256
 """Requests of a session, the last ones, whose answers can be asked for again or named."""
-
-
-class Says(Protocol):
-    """What asks the policy for turns, such as a Speaker."""
-
-    async def say(self, asked: Asked) -> TrajectoryUpdate:
-        """The end of the turn, or its stop from outside."""
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What holds for all sessions of a stream; `most_turns` 0 is no limit, `most_tokens` is the context's."""
-
-    model: str
-    stream: Stream
-    codec: TextCodec
-    template: TurnTemplate
-    most_turns: int
-    most_tokens: int
-    tool_calls: str
-    """The form of calls of tools."""
-    asked: bool = True
-    """Requests say how their tokens are drawn; else the stream does, whatever they say."""
-
-    def calls_of(self, text: str) -> tuple[str, list[Call]]:
-        """The text of a turn beside its calls, and these."""
-        return beside_calls(self.tool_calls, text)
-
-    def drawn_from(self, request: ChatRequest) -> Distribution | None:
-        """What its tokens are drawn from; None: as the stream says. Raises Refusal."""
-        return request.drawn_from(self.stream.distribution) if self.asked else None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A turn of the policy as an agent gets it; `tokens` are (text, log-prob) of each."""
-
-    number: int
-    content: str
-    calls: tuple[tuple[str, str], ...]
-    finish: str
-    prompt_tokens: int
-    tokens: tuple[tuple[str, float], ...]
-
-
-Told = Callable[[int, int, Sequence[int], Sequence[float]], None]
-"""Is told new ids with their log-probs: (number of the first choice, choice, ids, log-probs)."""
 
 
 class Session:
@@ -123,7 +76,7 @@ class Session:
         self._branches = Branches(talk, terms.codec, terms.template)
         self.answered_at = time.monotonic()
         self._requests = self._numbers = 0
-        self._asked: deque[tuple[ChatRequest, asyncio.Future[list[Answer]]]] = deque(maxlen=REMEMBERED)
+        self._asked: deque[Exchange] = deque(maxlen=REMEMBERED)
         self._turns: list[tuple[int, Branch, int]] = []
         """Number of each turn, its branch, and its place there."""
 
@@ -140,7 +93,7 @@ class Session:
     @property
     def answering(self) -> bool:
         """Whether a request is under way."""
-        return any(not answers.done() for _, answers in self._asked)
+        return any(not each.answers.done() for each in self._asked)
 
     @property
     def turns(self) -> int:
@@ -158,48 +111,57 @@ class Session:
         return [branch.talk.rewards[place] for _, branch, place in self._turns]
 
     async def answer(
-        self, request: ChatRequest, *, again: bool = False, told: Told | None = None
+        self, request: ChatRequest, *, again: bool = False, key: str = "", told: Told | None = None
     ) -> Sequence[Answer]:
         """The policy's turns, `request.n` of them. Raises Refusal; a stopped sample is not answered until `over`.
 
-        `again`: the client repeats a request whose answer it may not have got. Cancelled, it stops the turns where
-        they are `told`; else they are made for whoever repeats the request.
+        `again`: the client repeats a request whose answer it may not have got; so do requests of one `key`. Cancelled,
+        it stops the turns where nobody else waits for them, and nothing of them stays.
         """
-        known = [answers for asked, answers in self._asked if again and asked == request]
-        answers = known[-1] if known else self._begin(request, told)
+        exchange = repeated(list(self._asked)[::-1], request, key, again=again) or self._begin(
+            request, key, told
+        )
+        exchange.waiting += 1
         try:
-            return await (asyncio.shield(answers) if known or told is None else answers)
+            return await asyncio.shield(exchange.answers)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise _ended() from None  # not whoever asks was ended, but what was asked for
+            if task is None or not task.cancelling():
+                raise _ended() from None  # not whoever asks was ended, but what was asked for
+            exchange.lost = exchange.answers.done()
+            raise
+        finally:
+            exchange.waiting -= 1
+            if not exchange.waiting and not exchange.answers.done():
+                exchange.answers.cancel()
+                await asyncio.wait({exchange.answers})
 
-    def _begin(self, request: ChatRequest, told: Told | None) -> asyncio.Future[list[Answer]]:
+    def _begin(self, request: ChatRequest, key: str, told: Told | None) -> Exchange:
         """Asks for the turns. Raises Refusal."""
         if self._terms.most_turns and self._requests >= self._terms.most_turns:
             self.limit = Finish.TRUNCATED
         if self.limit in (Finish.TRUNCATED, Finish.ERROR):
             raise self._over_limit()
         self._requests += 1
-        answers = asyncio.ensure_future(self._answers(request, told))
-        self._asked.append((request, answers))
-        answers.add_done_callback(self._forget_failed)
-        return answers
+        exchange = Exchange(request, key, asyncio.ensure_future(self._answers(request, told)))
+        self._asked.append(exchange)
+        exchange.answers.add_done_callback(self._forget_failed)
+        return exchange
 
     def _forget_failed(self, answers: asyncio.Future[list[Answer]]) -> None:
         if answers.cancelled() or answers.exception() is not None:
             self._requests -= 1
-            kept = [entry for entry in self._asked if entry[1] is not answers]
+            kept = [each for each in self._asked if each.answers is not answers]
             self._asked = deque(kept, maxlen=REMEMBERED)
 
     def answered(self, number: int) -> tuple[ChatRequest, Answer] | None:
         """A request that was answered with this turn, and the answer; None for one that is not remembered."""
-        for request, answers in self._asked:
+        for each in self._asked:
+            answers = each.answers
             if answers.done() and not answers.cancelled() and answers.exception() is None:
                 for answer in answers.result():
                     if answer.number == number:
-                        return request, answer
+                        return each.request, answer
         return None
 
     def reward(self, value: float, success: bool | None = None, number: int | None = None) -> None:
@@ -223,8 +185,8 @@ class Session:
 
         Ends requests that are under way.
         """
-        for _, answers in self._asked:
-            answers.cancel()
+        for each in self._asked:
+            each.answers.cancel()
         first, *others = self._branches.talks() or [self.talk]
         if first is not self.talk:
             success, failure = self.talk.success, self.talk.failure
@@ -241,70 +203,92 @@ class Session:
             for _ in range(request.n or 1):
                 placed.append(self._place(request))
             first, self._numbers = self._numbers + 1, self._numbers + len(placed)
-            return await _all(
+            turns = await all_of(
                 [
-                    self._turn(request, place, drawn, (first, index), told)
+                    self._said(self._asks(request, place, drawn, (first, index), told))
                     for index, place in enumerate(placed)
                 ]
             )
+            # All of them or none, without a pause: nothing stays of a request that was ended.
+            return [
+                self._kept(request, place, drawn, first + index, turn)
+                for index, (place, turn) in enumerate(zip(placed, turns, strict=True))
+            ]
         finally:
             for place in placed:
                 place.branch.busy = False
 
-    async def _turn(
+    def _asks(
         self,
         request: ChatRequest,
         place: Place,
         drawn: Distribution | None,
         choice: tuple[int, int],
         told: Told | None,
-    ) -> Answer:
+    ) -> Asked:
         """The turn of a choice: (number of the request's first one, which one it is)."""
         first, index = choice
-        number, heard = first + index, partial(told, *choice) if told else None
         seed = f"{request.seed}/{index}" if self._terms.asked and request.seed is not None else ""
-        branch, talk, stream = place.branch, place.branch.talk, self._terms.stream
-        context = place.context
-        most = min(request.most_tokens or stream.max_new_tokens, stream.max_new_tokens)
-        limits = Limits(most, (*stream.stop, *(request.stop or ())))
-        asked = Asked(
+        limits = Limits(self._most(request), (*self._terms.stream.stop, *(request.stop or ())))
+        return Asked(
             self._key,
             self._attempt,
-            number - 1,
-            context,
+            first + index - 1,
+            place.context,
             self._greedy,
             limits,
-            heard,
+            partial(told, *choice) if told else None,
             None,
             drawn,
             seed,
             place.images,
         )
-        turn = await self._said(asked)
-        whole = turn.whole
+
+    def _most(self, request: ChatRequest) -> int:
+        """The longest that its answer may be."""
+        most = self._terms.stream.max_new_tokens
+        return min(request.most_tokens or most, most)
+
+    def _kept(
+        self,
+        request: ChatRequest,
+        place: Place,
+        drawn: Distribution | None,
+        number: int,
+        turn: TrajectoryUpdate,
+    ) -> Answer:
+        """Adds a turn that was said; the answer that tells it."""
+        branch, talk, whole = place.branch, place.branch.talk, turn.whole
         assert whole is not None
+        context, most = len(place.context), self._most(request)
         if not branch.marks:
             talk.begins(place.prompt)
-        talk.said += [Message(line.role, line.content, line.images) for line in place.lines]
+        talk.said += [Message(line.role, line.content, line.images, line.keys_json) for line in place.lines]
         talk.gave(place.given)
         text = self._terms.codec.decode(whole.token_ids)
         talk.spoke(whole, text, drawn)
         talk.rewards.append(0.0)
         short = len(whole.token_ids) < most  # the context's end has cut it
-        self.cut = turn.finish is Finish.LENGTH and (short or most == stream.max_new_tokens)
+        self.cut = turn.finish is Finish.LENGTH and (short or most == self._terms.stream.max_new_tokens)
         self.limit, self.answered_at = None, time.monotonic()
-        content, calls = self._called(text, request)
+        content, made = self._called(text, request)
+        calls = tuple((call.name, canonical(json.dumps(call.arguments))) for call in made)
         branch.lines += [*place.lines, Line("assistant", content, calls)]
         branch.tools, branch.text = request.tools, isinstance(request, TextRequest)
         branch.marks.append(Mark(len(branch.lines), len(talk.tokens), whole.token_ids))
         self._turns.append((number, branch, talk.turns - 1))
         finish = "length" if turn.finish is Finish.LENGTH else "tool_calls" if calls else "stop"
-        decode = self._terms.codec.decode
-        tokens = tuple(
-            (decode([id]) if request.logprobs else "", value)
-            for id, value in zip(whole.token_ids, whole.log_probs, strict=True)
-        )
-        return Answer(number, content, calls, finish, len(context), tokens)
+        spelled = [b""] * len(whole.token_ids)
+        if request.logprobs:
+            spelling = Spelling(self._terms.codec)
+            spelled = [*spelling.new(whole.token_ids), *spelling.rest()]
+        tokens = tuple(zip(spelled, whole.log_probs, strict=True))
+        ids = tuple(call.id or self._call_id(number, at) for at, call in enumerate(made))
+        return Answer(number, content, calls, finish, context, tokens, ids)
+
+    def _call_id(self, number: int, at: int) -> str:
+        """The id of a call that the policy gave none: nine letters and digits, as Mistral's templates want them."""
+        return hashlib.blake2b(f"{self.id}/{number}/{at}".encode()).hexdigest()[:9]
 
     def _place(self, request: ChatRequest) -> Place:
         """Where the request goes on, or begins; its branch is busy then. Raises Refusal."""
@@ -349,18 +333,17 @@ class Session:
         if not self.halted.done():
             self.halted.set_exception(error) if error is not None else self.halted.set_result(None)
 
-    def _called(self, text: str, request: ChatRequest) -> tuple[str, tuple[tuple[str, str], ...]]:
+    def _called(self, text: str, request: ChatRequest) -> tuple[str, list[Call]]:
         """The text of a turn, and its calls where the agent has tools. What is no whole call stays text."""
         if not request.tools or request.tool_choice == "none":
-            return text, ()
-        content, calls = self._terms.calls_of(text)
-        if any(call.problem for call in calls):
-            return text, ()
+            return text, []
         schemas = {
             tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in request.tools
         }
-        read = [typed(call, schemas.get(call.name, {})) for call in calls]
-        return content, tuple((call.name, canonical(json.dumps(call.arguments))) for call in read)
+        content, calls = self._terms.calls_of(text, schemas)
+        if any(call.problem for call in calls):
+            return text, []
+        return content, [typed(call, schemas.get(call.name, {})) for call in calls]
 
     def _over_limit(self) -> Refusal:
         most = self._terms.most_tokens
@@ -380,13 +363,3 @@ class Session:
 
 def _ended() -> Refusal:
     return Refusal(503, "session_over", "this session has ended; an agent's begins anew")
-
-
-async def _all(turns: Sequence[Any]) -> list[Any]:
-    """All results in order; where one fails, the others are ended."""
-    tasks = [asyncio.ensure_future(turn) for turn in turns]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()

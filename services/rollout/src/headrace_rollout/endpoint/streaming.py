@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from headrace_rollout.endpoint.session import Answer, Told
+from headrace_rollout.endpoint.answers import Answer, Told
+from headrace_rollout.endpoint.spelling import Decodes, Spelling
 
 MARKS = {
     "hermes": ("<tool_call>",),
@@ -21,23 +21,12 @@ MARKS = {
     "json": ("{", "[", "```"),
 }
 """What calls of tools begin with, by the form of `tool_calls`."""
-_CUT = "\ufffd"
-"""What a decoder shows of a character whose last bytes are missing."""
-
-
-class Decodes(Protocol):
-    """A tokenizer's way back."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
-
-
-Tokens = tuple[tuple[str, float], ...]
+Tokens = tuple[tuple[bytes, float], ...]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of a choice: its text and (text, log-prob) of its tokens; with `answer`, the rest of it.
+    """What is new of a choice: its text and (bytes, log-prob) of its tokens; with `answer`, the rest of it.
 
     `first` is the number of the request's first choice.
     """
@@ -53,23 +42,19 @@ class Pieces:
     """One answer on its way. Text from the first of `marks` on is kept until the end: it may be a call of a tool."""
 
     def __init__(self, codec: Decodes, marks: Sequence[str], *, log_probs: bool) -> None:
-        self._codec, self._marks, self._log_probs = codec, marks, log_probs
-        self._ids: list[int] = []
-        self._shown = self._read = 0
-        """Ids before `read` have their text; decoding begins at `shown`, as text may depend on the token before."""
+        self._marks, self._log_probs = marks, log_probs
+        self._spelling = Spelling(codec)
+        self._spelled: list[bytes] = []
         self._text, self._sent = "", 0
         self._values: list[float] = []
         self._told = 0
 
     def new(self, ids: Sequence[int], log_probs: Sequence[float]) -> tuple[str, Tokens]:
         """What may be told of the text now, and the tokens since the last time; nothing while there is no text."""
-        self._ids += ids
+        found = self._spelling.new(ids)
+        self._spelled += found
         self._values += log_probs
-        before = self._codec.decode(self._ids[self._shown : self._read])
-        whole = self._codec.decode(self._ids[self._shown :])
-        if len(whole) > len(before) and not whole.endswith(_CUT):
-            self._text += whole[len(before) :]
-            self._shown, self._read = self._read, len(self._ids)
+        self._text += b"".join(found).decode()
         text = self._until(self._safe())
         return (text, self._tokens()) if text else ("", ())
 
@@ -88,9 +73,8 @@ class Pieces:
     def _tokens(self) -> Tokens:
         if not self._log_probs:
             return ()
-        ids, values = self._ids[self._told :], self._values[self._told :]
-        self._told = len(self._ids)
-        return tuple((self._codec.decode([id]), value) for id, value in zip(ids, values, strict=True))
+        told, self._told = self._told, len(self._spelled)
+        return tuple(zip(self._spelled[told:], self._values[told : self._told], strict=True))
 
     def _safe(self) -> int:
         """Where text may be told to: a mark does not begin before it."""

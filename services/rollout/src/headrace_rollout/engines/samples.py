@@ -135,11 +135,15 @@ class Group:
 
 
 class Message(NamedTuple):
-    """What one side of a conversation said; `content` has a mark where each of the images stands."""
+    """What one side of a conversation said; `content` has a mark where each of the images stands.
+
+    `keys_json`: whatever else chat templates read of it, as in a ChatMessage.
+    """
 
     role: str
     content: str
     images: tuple[bytes, ...] = ()
+    keys_json: str = ""
 
 
 @dataclass(frozen=True)

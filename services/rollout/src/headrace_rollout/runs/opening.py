@@ -15,7 +15,7 @@ from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.openings import RolloutConfig, policy_model, role_model
 from headrace_schema.sections.agent import AgentSection
 from headrace_schema.sections.generating import ModelSection, engine_hosts
-from headrace_schema.workflow import CONVERSATIONS
+from headrace_schema.workflow import CONVERSATIONS, TOOLS
 from headrace_servicekit.instance import InstanceConfig, host_memory
 from headrace_servicekit.lease.devices import gpu_uuids
 from headrace_servicekit.lease.leases import Memory
@@ -163,8 +163,8 @@ def _text_run(
 def _online_run(
     name: str, config: RolloutConfig, agent: AgentSection, engine: Engine, codec: TextCodec
 ) -> OnlineRun:
+    from headrace_rollout.endpoint.answers import Terms
     from headrace_rollout.endpoint.desk import Desk
-    from headrace_rollout.endpoint.session import Terms
 
     assert agent.online is not None
     blind = _blind(engine, codec, config)
@@ -203,7 +203,7 @@ def _player(config: RolloutConfig, engine: Engine, codec: TextCodec, **more: Any
     assert config.environment is not None
     append = config.environment.rewritten_turns == "append"
     template = TurnTemplate(codec, config.prompt, append=append, blind=_blind(engine, codec, config))
-    template.check()
+    template.check(tools=TOOLS in config.environment.tasks)
     return Player(engine, codec, template, **more)
 
 

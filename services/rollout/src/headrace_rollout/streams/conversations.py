@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from headrace_rollout.conversations.runner import ConversationPlan, ConversationRunner, ConversationSample
 from headrace_rollout.conversations.speaker import Speaker
+from headrace_rollout.endpoint.answers import Terms
 from headrace_rollout.endpoint.desk import Place
 from headrace_rollout.endpoint.runner import AgentRunner
-from headrace_rollout.endpoint.session import Terms
 from headrace_rollout.engines.samples import SlotKey, TrajectoryUpdate
 from headrace_rollout.environments.pool import SimulateStage
 from headrace_rollout.runs.opened import ConversationRun, OnlineRun

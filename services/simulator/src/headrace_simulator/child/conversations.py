@@ -25,14 +25,18 @@ from headrace_schema.images import IMAGE_MARK, MOST_IMAGE_BYTES, MOST_IMAGES
 from headrace_servicekit.image_files import BadImage, image_file
 from headrace_servicekit.process.spawn import descendants
 from headrace_servicekit.process.worker import exit_description
+from headrace_servicekit.rpc.chats import keys_of
 from headrace_servicekit.rpc.digests import digest_bytes
 
 from headrace_simulator.backends.base import Agent, ConversationEnvironment
 from headrace_simulator.child.episodes import Raised, call
+from headrace_simulator.values import awaited
 
 MOST_CHARACTERS = 1 << 20
 """Of the messages, and of the tools, that one call returns."""
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant", "tool", "developer", "ipython", "function")
+OWN = {"to", "by"}
+"""Keys of messages of several roles."""
 MESSAGE = "{'role': 'user', 'content': 'TEXT'}"
 TOLD = "{'role': 'user', 'content': 'TEXT', 'to': 'ROLE'}"
 PARTS = "{'type': 'text', 'text': 'TEXT'} or {'type': 'image', 'image': FILE}"
@@ -67,7 +71,7 @@ class Conversations:
     def _reset(self, reset: simulator_pb2.ResetOperation, outcome: simulator_pb2.EnvironmentOutcome) -> None:
         self._turns = 0
         item = json.loads(reset.options_json or "{}")
-        said: Any = call(lambda: self._environment.reset(reset.seed, item))
+        said: Any = call(lambda: awaited(self._environment.reset(reset.seed, item)))
         messages, tools = said if isinstance(said, tuple) and len(said) == 2 else (said, ())
         outcome.messages.extend(self._messages(messages, "reset", ROLES))
         if not outcome.messages:
@@ -78,7 +82,7 @@ class Conversations:
 
     def _step(self, content: str, outcome: simulator_pb2.EnvironmentOutcome) -> None:
         message = {"role": "assistant", "content": content, **({"by": self._speaks} if self.roles else {})}
-        said: Any = call(lambda: self._environment.step(message))
+        said: Any = call(lambda: awaited(self._environment.step(message)))
         if not isinstance(said, tuple) or len(said) not in (3, 4):
             raise Raised(f"step returned {_shown(said)}; return (messages, reward, done)")
         messages, reward, done, info = said if len(said) == 4 else (*said, {})
@@ -118,23 +122,41 @@ class Conversations:
         found = list[common_pb2.ChatMessage]()
         for index, each in enumerate(given):
             where = f"message {index} of what {method} returned"
-            if not isinstance(each, Mapping) or set(each) != keys:
-                raise Raised(f"{where} is {_shown(each)}; a message is {form} and no more")
+            if not isinstance(each, Mapping) or not keys <= set(each) or (OWN - keys) & set(each):
+                raise Raised(
+                    f"{where} is {_shown(each)}; a message is {form}, and beside these what chat templates read"
+                )
             role, party = each["role"], each.get("to", "")
             if parties and party not in parties:
                 raise Raised(f"{where} is to {_shown(party)}; it may be to {', '.join(parties)}")
             if role not in roles:
                 raise Raised(f"{where} has the role {_shown(role)}; it may be {', '.join(roles)}")
-            content, files = _content(each["content"], where)
+            bare = role == "assistant" and each["content"] is None and bool(each.get("tool_calls"))
+            content, files = ("", []) if bare else _content(each["content"], where)
             if files and not self.images:
                 kind = type(self._environment).__name__
                 raise Raised(
                     f"{where} has an image, and {kind} does not say that it shows any: set images = True in its class"
                 )
             images = [common_pb2.Image(digest=digest_bytes(file), data=file) for file in files]
-            found.append(common_pb2.ChatMessage(role=role, content=content, party=party, images=images))
+            message = common_pb2.ChatMessage(role=role, content=content, party=party, images=images)
+            message.keys_json = _keys(each, keys, where)
+            found.append(message)
         _check_size(found, method)
         return found
+
+
+def _keys(message: Mapping[str, Any], own: set[str], where: str) -> str:
+    """What else chat templates read of a message, such as `tool_call_id`, as JSON."""
+    others = {key: each for key, each in message.items() if key not in own or key == "content"}
+    if strange := [key for key in others if not isinstance(key, str)]:
+        raise Raised(f"{where} has the key {_shown(strange[0])}; keys are texts")
+    try:
+        keys = keys_of(others)
+        keys.encode()
+    except ValueError as error:
+        raise Raised(f"{where} has keys that are not JSON: {error}") from error
+    return keys
 
 
 def _roles(given: Any) -> tuple[str, ...]:
@@ -151,7 +173,7 @@ def _roles(given: Any) -> tuple[str, ...]:
 
 
 def _check_size(messages: Sequence[common_pb2.ChatMessage], method: str) -> None:
-    if sum(len(each.content) for each in messages) > MOST_CHARACTERS:
+    if sum(len(each.content) + len(each.keys_json) for each in messages) > MOST_CHARACTERS:
         raise Raised(
             f"the messages of one {method} are longer than {MOST_CHARACTERS} characters; shorten them"
         )
@@ -179,7 +201,8 @@ def _content(given: Any, where: str) -> tuple[str, list[bytes]]:
         elif kind in ("image", "image_url"):
             text, files = text + IMAGE_MARK, [*files, _image(part, kind, at)]
         else:
-            raise Raised(f"{at} is {_shown(part)}; a part is {PARTS}")
+            shown = _shown(part) if kind is None else f"of type {_shown(kind)}"
+            raise Raised(f"{at} is {shown}; a part is {PARTS}")
     if files and marks:
         raise Raised(
             f"{where} has the text {IMAGE_MARK} beside images, for one of which it stands; write it otherwise"

@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace_servicekit.rpc.callers import LEFT_STATUS, CallerLeft, while_connected
 from headrace_servicekit.session_marks import is_at, own_key, session_of_answer, session_of_key
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator
 
 PATH = "/v1/runs/{run}/endpoint/v1"
-SESSION, GROUP = "x-headrace-session", "x-headrace-group"
+SESSION, GROUP, KEY = "x-headrace-session", "x-headrace-group", "idempotency-key"
 MOST_BYTES = 8 << 20
 """Longest body of a request."""
 CONNECT_S, LOOK_S = 5.0, 2.0
 _RELAYED = re.compile(r"/v1/runs/[^/]+/endpoint/v1/")
 _KEPT = ("content-type", SESSION, "retry-after")
-_SENT = ("authorization", "content-type", "accept", SESSION, GROUP, "x-stainless-retry-count")
+_SENT = ("authorization", "content-type", "accept", SESSION, GROUP, KEY, "x-stainless-retry-count")
 
 
 def is_relayed(path: str) -> bool:
@@ -76,7 +77,10 @@ class Relay:
             if session and not places:
                 raise self._lost(request, session, "is gone")
             places = places or await self._in_order(request, urls, body)
-            return await self._passed_on(request, path, body, places, session)
+            work = self._passed_on(request, path, body, places, session)
+            return await while_connected(request.receive, work)
+        except (CallerLeft, ClientDisconnect):
+            return Response(status_code=LEFT_STATUS)
         except Unanswered as unanswered:
             kind = "server_error" if unanswered.status >= 500 else "invalid_request_error"
             told = {"message": unanswered.message, "type": kind, "param": None, "code": unanswered.code}
@@ -122,8 +126,8 @@ class Relay:
         """Where a new session may begin, the best place first."""
         if len(urls) < 2:
             return urls
-        if group := request.headers.get(GROUP) or _text(body, "group"):
-            # The same one for a group, whoever asks, as long as it is there.
+        if group := request.headers.get(GROUP) or _text(body, "group") or request.headers.get(KEY):
+            # The same one for a group, or for a request that is sent again, as long as it is there.
             return sorted(urls, key=lambda url: hashlib.blake2b(f"{group}/{url}".encode()).digest())
         found = await asyncio.gather(*(self._look(request, url) for url in urls))
         lacking = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from headrace_schema.images import IMAGE_MARK
-from headrace_schema.problems import choose, show
+from headrace_schema.problems import choose
 
 from headrace_coordinator.data.builtin.pictures import (
     IMAGE_KEYS,
@@ -19,6 +19,13 @@ from headrace_coordinator.data.builtin.pictures import (
     image_of,
     images_of,
     is_column,
+)
+from headrace_coordinator.data.builtin.turns import (
+    arguments,
+    conversation,
+    is_conversation,
+    part_text,
+    with_objects,
 )
 from headrace_coordinator.data.builtin.values import (
     BadRow,
@@ -34,7 +41,6 @@ from headrace_coordinator.data.items import DataItem
 
 Form = Literal["plain", "gsm8k", "math", "aime", "gpqa", "verl", "trl", "openai", "dpo"]
 LETTERS = "ABCD"
-ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ def _with_marks(turn: Row, place: str, folder: Path | None, images: list[bytes])
     content = ""
     for at, part in enumerate(parts):
         if not _is_image_part(part):
-            content += str(part.get("text") or "") if isinstance(part, Mapping) else str(part)
+            content += part_text(part, place)
             continue
         content += IMAGE_MARK
         given = part.get("image_url") or part.get("image") or part.get("url") or part.get("path")
@@ -109,7 +115,7 @@ def _with_marks(turn: Row, place: str, folder: Path | None, images: list[bytes])
 
 def _has_image_parts(value: Any) -> bool:
     """Whether it is a conversation some message of which has parts that are images."""
-    return _is_conversation(value) and any(
+    return is_conversation(value) and any(
         isinstance(turn.get("content"), (list, tuple)) and any(map(_is_image_part, turn["content"]))
         for turn in value
     )
@@ -128,7 +134,8 @@ def _check_marks(item: DataItem) -> None:
 
 
 def _plain(row: Row, keys: Keys) -> DataItem:
-    return _item(row, keys.question or "question", keys.answer or key_if_there(row, "answer"), _same)
+    answer = keys.answer or key_if_there(row, "answer")
+    return _item(row, keys.question or "question", answer, _same, prompt_alone=bool(answer))
 
 
 def _verl(row: Row, keys: Keys) -> DataItem:
@@ -137,27 +144,37 @@ def _verl(row: Row, keys: Keys) -> DataItem:
     Ground truths of its puzzles are objects: the answer is their JSON, and a function of verl gets the object.
     """
     answer = keys.answer or key_if_there(row, "reward_model.ground_truth")
-    return _item(row, keys.question or "prompt", answer, _same, objects=True)
+    return _item(row, keys.question or "prompt", answer, _same, objects=True, prompt_alone=True)
 
 
 def _trl(row: Row, keys: Keys) -> DataItem:
-    """TRL: `prompt` is text or a list of messages; other columns, and `answer` or `solution`, go to the scorers."""
+    """TRL: `prompt` is text or a list of messages; other columns, and `answer` or `solution`, go to the scorers.
+
+    `tools` and `chat_template_kwargs` are given to the chat template.
+    """
     answer = keys.answer or next(
         (key for key in ("answer", "solution", "ground_truth", "completion") if key in row), ""
     )
-    return _item(row, keys.question or "prompt", answer, _same)
+    item = _item(row, keys.question or "prompt", answer, _same, prompt_alone=True)
+    return replace(item, arguments=arguments(row))
 
 
 def _openai(row: Row, keys: Keys) -> DataItem:
-    """Chat messages as OpenAI's fine-tuning writes them: `messages`, of which a last assistant's turn is the answer."""
-    return _item(row, keys.question or "messages", keys.answer, _same)
+    """Chat messages as OpenAI's fine-tuning writes them: `messages`, of which a last assistant's turn is the answer.
+
+    Arguments of calls are JSON texts there, and objects to chat templates. `tools` are given to these.
+    """
+    item = _item(row, keys.question or "messages", keys.answer, _same)
+    return replace(item, arguments=arguments(row), messages=tuple(map(with_objects, item.messages)))
 
 
 def _dpo(row: Row, keys: Keys) -> DataItem:
     """Preference pairs: `prompt`, `chosen` (the answer), `rejected`; without `prompt` both are whole conversations."""
     if "prompt" in row or keys.question:
-        return _item(row, keys.question or "prompt", keys.answer or "chosen", _same)
-    return _item(row, keys.answer or "chosen", "", _same)
+        item = _item(row, keys.question or "prompt", keys.answer or "chosen", _same, prompt_alone=True)
+    else:
+        item = _item(row, keys.answer or "chosen", "", _same)
+    return replace(item, arguments=arguments(row))
 
 
 def _gsm8k(row: Row, keys: Keys) -> DataItem:
@@ -219,14 +236,18 @@ def _item(
     read_answer: Callable[[str], str],
     *,
     objects: bool = False,
+    prompt_alone: bool = False,
 ) -> DataItem:
-    """The item of a row whose answer stands under a key; `objects`: it may be one, whose JSON is the answer."""
+    """The item of a row whose answer stands under a key; `objects`: it may be one, whose JSON is the answer.
+
+    `prompt_alone`: a conversation has no answer at its end.
+    """
     asked = value_of(row, question_key)
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
     answer = ""
-    if _is_conversation(asked):
-        messages, answer = _conversation(asked, question_key)
-        question = messages[-1]["content"]
+    if is_conversation(asked):
+        messages, answer = conversation(asked, question_key, prompt_alone=prompt_alone)
+        question = messages[-1]["content"] or ""
     else:
         question = text_of(row, question_key)
     if not question.strip():
@@ -234,7 +255,7 @@ def _item(
     if answer_key:
         given = value_of(row, answer_key)
         # The chosen answer of a preference pair may be a conversation of one assistant's turn.
-        if _is_conversation(given):
+        if is_conversation(given):
             given = given[-1].get("content")
         if objects and _is_object(given):
             answer = json.dumps(jsonable(given, answer_key))
@@ -258,41 +279,9 @@ def _fields(rest: Mapping[str, Any], above: str = "") -> dict[str, str | int | f
     return found
 
 
-def _is_conversation(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(each, Mapping) for each in value)
-    )
-
-
 def _is_object(value: Any) -> bool:
     """Whether it is an object or a list; one of a single entry counts as that entry."""
     return isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and len(value) != 1)
-
-
-def _conversation(turns: Sequence[Row], key: str) -> tuple[tuple[dict[str, str], ...], str]:
-    """The turns up to the last user's one, and the assistant's answer to it, which may be missing."""
-    messages = tuple(_message(turn, f"{key}[{place}]") for place, turn in enumerate(turns))
-    answer = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
-    if messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages or messages[-1]["role"] not in ("user", "tool"):
-        raise BadRow(f"has no user's turn at the end of {key!r}", "end it with a message of the user")
-    return messages, answer
-
-
-def _message(turn: Row, place: str) -> dict[str, str]:
-    role, content = turn.get("role"), turn.get("content")
-    if role not in ROLES:
-        raise BadRow(f"has {show(role)} as role of {place}", f"use one of: {', '.join(ROLES)}")
-    if isinstance(content, (list, tuple)) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" for part in content
-    ):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
-        raise BadRow(
-            f"has {show(content)} as content of {place}", "write text, or parts of type text and image"
-        )
-    return {"role": role, "content": content}
 
 
 def _same(text: str) -> str:

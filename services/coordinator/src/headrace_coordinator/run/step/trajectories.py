@@ -17,7 +17,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace_servicekit.rpc.digests import digest_and_size
 from headrace_servicekit.rpc.episodes import bodies_of
 from headrace_servicekit.rpc.trajectories import in_token_order, turn_roles
-from headrace_servicekit.tool_calls import PARSERS
+from headrace_servicekit.tool_calls import PARSERS, TAGGED
 
 from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, Call, Message
@@ -213,10 +213,12 @@ def said(message: common.Trajectory) -> list[Spoken]:
 
 def told(form: str, said: Iterable[Spoken], turn_rewards: Iterable[float]) -> list[Message]:
     """What was said in a conversation, with the calls of tools in the `form` that the run's spec names."""
-    rewards, found = iter(turn_rewards), []
-    for role, party, content, tokens, files in said:
+    rewards, found, listed_turns = iter(turn_rewards), [], list(said)
+    answered = [each.role == "tool" for each in listed_turns[1:]] + [False]
+    for (role, party, content, tokens, files), called in zip(listed_turns, answered, strict=True):
         own = tokens is not None
-        calls = PARSERS[form](content) if own and form in PARSERS else []
+        # JSON without marks is an answer, unless a tool answered it.
+        calls = PARSERS[form](content) if own and (called or form in TAGGED) and form in PARSERS else []
         listed = [Call(call.name, json.dumps(call.arguments), call.problem) for call in calls]
         reward = next(rewards, None) if own else None
         found.append(Message(role, content, tokens, reward, listed, party, files=list(files)))

@@ -104,7 +104,7 @@ class RewardModel:
 
     def _beginnings(self, answer: Answer) -> list[list[int]]:
         """What the model reads of an answer: all of it, or up to the end of each turn or step, the whole last."""
-        turns = [{"role": turn["role"], "content": turn["content"]} for turn in answer.messages]
+        turns = [{key: each for key, each in turn.items() if key != "party"} for turn in answer.messages]
         if answer.episode is None:  # else the messages hold all that was said
             turns = turns or [{"role": "user", "content": answer.prompt}]
             turns.append({"role": "assistant", "content": answer.completion})

@@ -6,7 +6,6 @@ Whatever is wrong with a call is told to the model, as the answer to it. Runs in
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import signal
 import time
@@ -21,6 +20,8 @@ from headrace_schema.images import IMAGE_MARK
 from headrace_servicekit.image_files import image_file
 from headrace_servicekit.tool_calls import Call, typed
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
+
+from headrace_simulator.values import awaited, text_of
 
 ERROR = "error: "
 """What the answer to a broken call begins with."""
@@ -139,22 +140,19 @@ class Tool:
 
 
 def _content(result: Any) -> Content:
-    """What a function returned: a text, or where some of it are images of Pillow, parts."""
-    several = result if isinstance(result, list | tuple) else [result]
+    """What a function returned, once it is there: a text, or where some of it are images of Pillow, parts."""
+    result = awaited(result)
+    if isinstance(result, list | tuple):
+        result = list(map(awaited, result))
+    several = result if isinstance(result, list) else [result]
     if not any(hasattr(each, "getbands") for each in several):
-        return _text(result)
+        return text_of(result)
     return [
         {"type": "image", "image": each}
         if hasattr(each, "getbands")
-        else {"type": "text", "text": _text(each)}
+        else {"type": "text", "text": text_of(each)}
         for each in several
     ]
-
-
-def _text(result: Any) -> str:
-    if isinstance(result, bytes):
-        result = result.decode(errors="replace")
-    return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
 def _untitled(schema: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import signal
 import sys
@@ -27,6 +28,9 @@ from headrace_simulator.backends.conversation.calls import Content, ServiceLost,
 if TYPE_CHECKING:
     from mcp.client._transport import TransportStreams
 
+TEXTS = ("application/json", "application/xml", "application/yaml", "application/javascript")
+"""Types of resources, beside text/…, that are texts."""
+_UNREAD = "which no model here reads: let the tool answer with text or images"
 MOST_BYTES = 8 << 20
 """Of one message of a server."""
 
@@ -211,17 +215,49 @@ async def _called(connection: Connection, name: str, arguments: dict[str, Any]) 
         if isinstance(error, MCPError):
             raise ValueError(error.error.message) from error
         raise
-    texts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
+    parts = [_part(block) for block in result.content]
+    texts = [part.get("text", "[image]") for part in parts]
+    if result.structured_content is not None and not _told(result.structured_content, "\n".join(texts)):
+        texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+        parts.append({"type": "text", "text": texts[-1]})
     if result.is_error:
         raise ValueError("\n".join(texts))
-    if not any(block.type == "image" for block in result.content):
-        return "\n".join(texts)
-    return [
-        {"type": "image", "image": base64.b64decode(block.data)}
-        if block.type == "image"
-        else {"type": "text", "text": text}
-        for block, text in zip(result.content, texts, strict=True)
-    ]
+    return parts if any(part["type"] == "image" for part in parts) else "\n".join(texts)
+
+
+def _part(block: Any) -> dict[str, Any]:
+    """A block of an answer as the text, or the image, that it holds. Raises ValueError for what a model cannot read."""
+    if block.type == "resource":
+        held, kind = block.resource, (block.resource.mime_type or "").partition(";")[0]
+        if hasattr(held, "text"):
+            return {"type": "text", "text": held.text}
+        data = base64.b64decode(held.blob)
+        if kind.startswith("image/"):
+            return {"type": "image", "image": data}
+        if kind.startswith("text/") or kind in TEXTS:
+            return {"type": "text", "text": data.decode(errors="replace")}
+        raise ValueError(f"its answer has the resource {held.uri} of type {kind or 'unknown'}, {_UNREAD}")
+    if block.type == "text":
+        return {"type": "text", "text": block.text}
+    if block.type == "image":
+        return {"type": "image", "image": base64.b64decode(block.data)}
+    if block.type == "resource_link":
+        told = block.model_dump(mode="json", include={"uri", "name", "title", "description", "mime_type"})
+        return {
+            "type": "text",
+            "text": json.dumps({key: each for key, each in told.items() if each}, ensure_ascii=False),
+        }
+    raise ValueError(f"its answer has {block.type} ({getattr(block, 'mime_type', None)}), {_UNREAD}")
+
+
+def _told(structured: Any, text: str) -> bool:
+    """Whether a text has all that is in a structured answer, as servers write it beside that."""
+    if isinstance(structured, dict):
+        return all(_told(each, text) for each in structured.values()) and (bool(structured) or "{}" in text)
+    if isinstance(structured, list):
+        return all(_told(each, text) for each in structured) and (bool(structured) or "[]" in text)
+    shown = structured if isinstance(structured, str) else json.dumps(structured)
+    return shown in text or json.dumps(structured, ensure_ascii=False) in text or str(structured) in text
 
 
 async def _status(process: asyncio.subprocess.Process) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from headrace_servicekit.registry import Options
 from headrace_servicekit.sandbox.run import Limits as SandboxLimits
 from headrace_servicekit.sandbox.run import run_programs, walls
-from headrace_servicekit.tool_calls import PARSERS
+from headrace_servicekit.tool_calls import beside_calls
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from headrace_simulator.backends.base import BackendError, Message
@@ -144,18 +144,29 @@ class ToolConversation:
             )
         self._limits = Limits(options.deadline_s, options.most_calls, options.most_characters, options.images)
         self.images = options.images
+        self._turns = 0
 
     def reset(self, seed: int, item: Mapping[str, Any]) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
         """The item's question, or its conversation."""
+        self._turns = 0
         asked = item.get("messages") or [{"role": "user", "content": str(item.get("question", ""))}]
         system = [{"role": "system", "content": self._options.system}] if self._options.system else []
         return [*system, *asked], [tool.schema for tool in self._tools.values()]
 
     def step(self, message: Message) -> tuple[Sequence[Message], float, bool]:
         """Answers the calls; a turn without any is the last one."""
-        calls = PARSERS[self._options.parser](message["content"])
+        _, calls = beside_calls(self._options.parser, message["content"], self._tools)
         found = answers(calls, self._tools, self._limits)
-        return [{"role": "tool", "content": each} for each in found], 0.0, not calls
+        self._turns += 1
+        named = [
+            (call.name or "unknown", call.id or f"call{self._turns:03}{at:02}")
+            for at, call in enumerate(calls)
+        ]
+        told = [
+            {"role": "tool", "content": each, "tool_call_id": id, "name": name}
+            for each, (name, id) in zip(found, named, strict=False)
+        ]
+        return told, 0.0, not calls
 
 
 def calculator(expression: str) -> str:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
+from headrace_servicekit.rpc.chats import chat_message
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.fleet.instance_client import InstanceDown
@@ -50,7 +51,7 @@ def score_item(
         finish_reason=message.finish_reason,
         token_count=tokens,
         evaluation=evaluation,
-        messages=[common.ChatMessage(role=turn["role"], content=turn["content"]) for turn in item.messages],
+        messages=[chat_message(turn) for turn in item.messages],
     )
     if message.raw_prompt_text or message.raw_completion_text:
         prompt, *rest = (segment.tokens.token_ids for segment in message.segments)
