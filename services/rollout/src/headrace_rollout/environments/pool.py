@@ -62,18 +62,41 @@ class Environment:
         self._idle.set()
         self._ends_next = False
 
-    async def reset(self, start: rollout_pb2.EpisodeStart, options_json: str = "") -> Outcome:
-        """Begins an episode, `options_json` in place of the start's own if given. Raises as `settled`."""
+    async def reset(
+        self, start: rollout_pb2.EpisodeStart, options_json: str = "", *, until_success: bool = False
+    ) -> Outcome:
+        """Begins an episode, as `restart`. Raises as `settled`."""
+        await self.free()
+        answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.restart(start, answered, options_json, until_success=until_success)
+        return await self.settled(await answered)
+
+    async def free(self) -> None:
+        """Returns once nothing is under way: an operation of an episode that was stopped may be."""
+        while not self._idle.is_set():
+            await self._idle.wait()
+
+    def restart(
+        self,
+        start: rollout_pb2.EpisodeStart,
+        answered: asyncio.Future[Outcome],
+        options_json: str = "",
+        *,
+        until_success: bool = False,
+    ) -> None:
+        """Begins an episode, `options_json` in place of the start's own if given; the rest is as in `begin`.
+
+        With `until_success` it ends with its first success.
+        """
         reset = simulator_pb2.ResetOperation(
-            seed=start.seed, record=start.record, options_json=options_json or start.options_json
+            seed=start.seed,
+            record=start.record,
+            options_json=options_json or start.options_json,
+            until_success=until_success,
         )
         if start.HasField("init_state"):
             reset.init_state = start.init_state
-        while not self._idle.is_set():  # an operation of an episode that was stopped
-            await self._idle.wait()
-        answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._operate(Operation(reset=reset), 0, answered)
-        return await self.settled(await answered)
 
     def begin(self, decision: Decision, answered: asyncio.Future[Outcome]) -> None:
         """Executes a chunk, until the episode ends; `answered` gets the outcome or PoolLost. Raises PoolLost."""

@@ -82,7 +82,7 @@ class Batched:
         self._over: set[int] = set()
         """Environments whose episode has ended, of a simulator that begins none by itself."""
         observation, _ = environment.reset(seed=0)
-        if count > 1 and not form.apart:
+        if not form.apart:
             self._check_partial_reset(_numpy(observation), name)
 
     def reset(self, starts: Mapping[int, Start]) -> dict[int, tuple[Observation, Mapping[str, Any]]]:

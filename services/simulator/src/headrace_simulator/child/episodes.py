@@ -139,7 +139,7 @@ class Episodes:
         self._name = name
         self._rules = rules
         self._steps = 0
-        self._success_reported = False
+        self._success_reported = self._until_success = False
         self._film: Film | NoVideo | None = None
 
     def operate(
@@ -155,6 +155,7 @@ class Episodes:
                 json.loads(reset.options_json or "{}"),
                 init_state,
             )
+            self._until_success = reset.until_success
             if reset.record:
                 self._record()
             self._write(outcome.observation, observation)
@@ -233,9 +234,9 @@ class Episodes:
         self._checked(transition.observation)
         self._picture()
         self._steps += 1
+        if self._until_success and transition.success:
+            return replace(transition, reward=reward, terminated=True, truncated=False)
         limit = self._steps == self._rules.max_episode_steps and not transition.terminated
-        if not (limit or self._rules.sparse):
-            return transition
         return replace(transition, reward=reward, truncated=transition.truncated or limit)
 
     def write(self, done: Sequence[Transition], outcome: simulator_pb2.EnvironmentOutcome) -> None:
