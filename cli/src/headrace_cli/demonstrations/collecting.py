@@ -263,9 +263,11 @@ class _Player:
         if names is None:
             names = sorted(seen.keys() - {*images, EXPERT_ACTION})
         if names:
-            episode.states.append(
-                np.concatenate([seen[name].astype(np.float32).reshape(-1) for name in names])
-            )
+            state = np.concatenate([seen[name].astype(np.float32).reshape(-1) for name in names])
+            if not np.isfinite(state).all():
+                shown = f"the environment's state after {len(episode)} actions of an episode"
+                raise CommandError(f"{shown} is not finite, which teaches nothing: {', '.join(names)}")
+            episode.states.append(state)
         episode.actions.append(seen[EXPERT_ACTION].astype(np.float32).reshape(-1))
         cameras = self._wanted.cameras
         for camera, name in ({name: name for name in images} if cameras is None else cameras).items():

@@ -100,12 +100,13 @@ class Batched:
             self._restart(over, [None] * len(over), {})
         made: tuple[Any, ...] = self._environment.step(self._batch(actions))
         rows, rewards, terminated, truncated, info = (_numpy(part) for part in made)
+        # Also those that did nothing: a filler may end what nobody plays.
+        self._over |= {*np.flatnonzero(np.asarray(terminated) | np.asarray(truncated)).tolist()}
         found = {}
         for place in actions:
             row, said = _row(rows, place), _info(info, place)
             by_itself, cut = bool(terminated[place]), bool(truncated[place])
             if by_itself or cut:
-                self._over.add(place)
                 # One that has begun the next episode already shows that, and the last observation beside it.
                 row = _row(info["final_obs"], place) if _has(info, "final_obs", place) else row
                 said = _info(info["final_info"], place) if _has(info, "final_info", place) else said
