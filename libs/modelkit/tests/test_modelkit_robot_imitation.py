@@ -176,7 +176,7 @@ def test_the_only_camera_of_a_data_set_may_be_called_image(data_set, camera):
     info = json.loads((data_set / "meta/info.json").read_text())
     info["features"]["observation.image"] = info["features"].pop("observation.images.front")
     (data_set / "meta/info.json").write_text(json.dumps(info))
-    assert [each.images[camera].shape for each in Demonstrations(data_set, [camera])][0] == (5, 6, 8, 3)
+    assert Demonstrations(data_set, [camera])[0].images[camera].shape == (5, 6, 8, 3)
 
 
 def test_a_transparent_picture_is_refused_with_its_frame(data_set):

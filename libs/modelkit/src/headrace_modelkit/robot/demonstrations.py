@@ -219,8 +219,8 @@ class Demonstrations:
             if (wrong := ~np.isfinite(row)).any():
                 place = int(wrong.argmax())
                 raise self._problem(
-                    f"{where}, frame {frame}: number {place} of {feature} is {row[place]}, which is not finite; mend it, "
-                    "or leave the episode out"
+                    f"{where}, frame {frame}: number {place} of {feature} is {row[place]}, which is not finite; "
+                    "mend it, or leave the episode out"
                 )
             rows.append(row)
         return torch.from_numpy(np.stack(rows))

@@ -17,6 +17,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from headrace_simulator.backends.base import BackendError, Observation, Start, Transition
 from headrace_simulator.backends.gymnasium_spaces import Actions, Observations
 from headrace_simulator.pipes import MEMORY_PART
+from headrace_simulator.spaces import flag, picture
 
 _SUCCESS_KEYS = ("success", "is_success")
 Rows = Any
@@ -105,7 +106,7 @@ class Batched:
         found = {}
         for place in actions:
             row, said = _row(rows, place), _info(info, place)
-            by_itself, cut = bool(terminated[place]), bool(truncated[place])
+            by_itself, cut = flag("terminated", terminated[place]), flag("truncated", truncated[place])
             if by_itself or cut:
                 # One that has begun the next episode already shows that, and the last observation beside it.
                 row = _row(info["final_obs"], place) if _has(info, "final_obs", place) else row
@@ -118,10 +119,7 @@ class Batched:
     def render(self, environment: int) -> np.ndarray:
         """A picture; ValueError where the environments make none."""
         frames = self._environment.render()
-        frame: np.ndarray = np.asarray(_numpy(frames)[environment]) if frames is not None else np.zeros(0)
-        if frame.ndim != 3 or frame.shape[2] != 3:
-            raise ValueError("these environments render no rgb_array")
-        return frame.astype(np.uint8)
+        return picture(None if frames is None else _numpy(frames)[environment])
 
     def close(self) -> None:
         """Frees what it holds."""
@@ -200,7 +198,7 @@ def bound_memory() -> None:
 
 def success_of(info: Mapping[str, Any]) -> bool | None:
     """What an environment's info says about success; None where it says nothing."""
-    flags = [bool(info[key]) for key in _SUCCESS_KEYS if key in info]
+    flags = [flag(f"info[{key!r}]", info[key]) for key in _SUCCESS_KEYS if info.get(key) is not None]
     return any(flags) if flags else None
 
 
