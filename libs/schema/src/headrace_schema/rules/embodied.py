@@ -86,6 +86,12 @@ def embodied_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     if spec.environment is None:
         yield problem("environment", "an embodied run acts in one", "give environment.tasks")
         return
+    if (path := spec.model.path) and not path.startswith(("/", ".", "~")):
+        reason = (
+            f"a robot policy is a directory with policy.json, and {path!r} is no path of one that is there"
+        )
+        fix = "fetch a hub's checkpoint, convert it (python -m headrace_modelkit.robot.convert), and write its path"
+        yield problem("model.path", reason, fix)
     yield from _of_text(spec)
     yield from _start_state_tasks(spec)
     yield from _demonstrations(spec)

@@ -32,6 +32,8 @@ def models(submission: Submission) -> Iterator[KeyProblemView]:
     """Directories of models that are not there, or hold none."""
     spec = submission.spec
     yield from _model_directory(spec.model, "model.path")
+    if spec.workflow == "embodied" and spec.model.path:
+        yield from _policy_directory(Path(spec.model.path))
     if spec.trainer.reference:
         yield from _model_directory(spec.trainer.reference, "trainer.reference.path")
     for name, role in spec.environment.roles.items() if spec.environment else ():
@@ -191,6 +193,13 @@ def _model_directory(model: ModelSection, key: str) -> Iterator[KeyProblemView]:
             yield _incomplete(path, given, key, gguf_key)
     except (OSError, ValueError) as error:
         yield problem(key, f"{given!r} cannot be read: {error}", "name a readable directory")
+
+
+def _policy_directory(path: Path) -> Iterator[KeyProblemView]:
+    if _holds_a_model(path) and not (path / "policy.json").is_file():
+        reason = f"{path} holds no robot policy: it has no policy.json"
+        fix = "convert a published checkpoint: python -m headrace_modelkit.robot.convert"
+        yield problem("model.path", reason, fix)
 
 
 def _holds_a_model(path: Path) -> bool:
