@@ -63,8 +63,6 @@ def test_what_is_given_stays():
         ({"algorithm": {"truncated": "mask"}}, "algorithm.truncated"),
         ({"data": {"source": "copy_digits"}}, "data.source"),
         ({"data": {"options": {"tasks": ["Other-v0"]}}}, "data.options.tasks"),
-        ({"model": {"path": "openvla/openvla-7b"}}, "model.path"),
-        ({"model": {"path": "policy"}}, "model.path"),
         ({"environment": None}, "environment"),
         ({"environment": {"tasks": ["a", "b"], "count": 1}}, "environment.count"),
         ({"environment": {"tasks": ["a", "a"]}}, "environment.tasks"),

@@ -69,6 +69,13 @@ def _start_states(data: Any, tasks: Any) -> Any:
     return filled
 
 
+def no_policy_directory(path: str) -> KeyProblemView:
+    """What is wrong with a `model.path` of an embodied run that is no directory: no hub's id names a robot policy."""
+    reason = f"there is no directory {path}, and a robot policy is one with policy.json: it comes from no hub by an id"
+    fix = "fetch a published checkpoint, convert it (python -m headrace_modelkit.robot.convert), and name its directory"
+    return problem("model.path", reason, fix)
+
+
 def embodied_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     """What does not fit together in a spec with, or without, an environment."""
     if spec.workflow != "embodied":
@@ -86,12 +93,6 @@ def embodied_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     if spec.environment is None:
         yield problem("environment", "an embodied run acts in one", "give environment.tasks")
         return
-    if (path := spec.model.path) and not path.startswith(("/", ".", "~")):
-        reason = (
-            f"a robot policy is a directory with policy.json, and {path!r} is no path of one that is there"
-        )
-        fix = "fetch a hub's checkpoint, convert it (python -m headrace_modelkit.robot.convert), and write its path"
-        yield problem("model.path", reason, fix)
     yield from _of_text(spec)
     yield from _start_state_tasks(spec)
     yield from _demonstrations(spec)
