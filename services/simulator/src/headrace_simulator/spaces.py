@@ -83,7 +83,8 @@ def _same(given: np.ndarray, found: np.ndarray) -> np.ndarray:
         if found.dtype.kind != "f"
         else found.astype(object) == given.astype(object)
     )
-    return np.asarray(back, np.bool_) & ((found < 0) == (given < 0))
+    same: np.ndarray = np.asarray(back, np.bool_) & ((found < 0) == (given < 0))
+    return same
 
 
 def flag(what: str, value: object) -> bool:

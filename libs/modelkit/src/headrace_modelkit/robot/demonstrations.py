@@ -147,7 +147,9 @@ class Demonstrations:
     def _feature(self, camera: str) -> str:
         """The feature of a camera. Raises DemonstrationsNotReadable where there is none."""
         features = self._info["features"]
-        known = {name.removeprefix(IMAGES): name for name in features if name.startswith(IMAGES)}
+        known: dict[str, str] = {
+            name.removeprefix(IMAGES): name for name in features if name.startswith(IMAGES)
+        }
         if IMAGE in features:
             known = {"image": IMAGE, IMAGE: IMAGE, **known}
         if camera not in known:
