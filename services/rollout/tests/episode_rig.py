@@ -22,7 +22,7 @@ from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.episodes import Episode, decode_episode
 from rollout_calls import HEADER, RUN
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 PENDULUM = {"kind": "mlp", "bounds": {"low": [-2.0], "high": [2.0]}, "state_size": 3, "hidden": [16]}
 # Walks by what it is told; what it is told beyond 5 is a fault.
 ROBOTS = """
