@@ -25,7 +25,7 @@ from headrace_servicekit.rpc.local import LocalCall, nearest
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
 from headrace_rollout.engines.figures import BusyTime
-from headrace_rollout.wire import duration_of, invalid
+from headrace_rollout.wire import invalid
 
 if TYPE_CHECKING:
     from headrace_rollout.robot.model import Decision
@@ -84,10 +84,7 @@ class Environment:
         *,
         until_success: bool = False,
     ) -> None:
-        """Begins an episode, `options_json` in place of the start's own if given; the rest is as in `begin`.
-
-        With `until_success` it ends with its first success.
-        """
+        """Begins an episode, with `options_json` in place of the start's own if given; else as `begin`."""
         reset = simulator_pb2.ResetOperation(
             seed=start.seed,
             record=start.record,
@@ -372,22 +369,6 @@ class Pools:
         for pool in self._pools.values():
             await pool.close()
         await self._blobs.close()
-
-
-class SimulateStage:
-    """The stage `simulate` as a stream tells it, with each of its messages."""
-
-    def __init__(self, pools: Pools) -> None:
-        self._pools = pools
-        self._told_s, self._told = pools.asked.seconds, pools.operations.copy()
-
-    def tell(self, stages: Any) -> None:
-        """Adds what was asked of the run's environments since the message before."""
-        seconds, operations = self._pools.asked.seconds, self._pools.operations.copy()
-        stage = stages.add(stage="simulate", wall_time=duration_of(seconds - self._told_s))
-        for way, count in (operations - self._told).items():
-            stage.values[f"operations_by_{way}"] = count
-        self._told_s, self._told = seconds, operations
 
 
 def check_pools(pools: Sequence[rollout_pb2.EnvironmentPool]) -> None:
