@@ -9,6 +9,9 @@ environment=.envs/$sim
 pins=constraints/$sim.txt
 if [ ! -e "$pins" ]; then
   echo "there is no simulator environment '$sim': metaworld, maniskill or libero" >&2
+  if [ "$sim" = isaaclab ]; then
+    echo "Isaac Lab is installed by its own instructions; then pip install headrace-simulator into its Python" >&2
+  fi
   exit 2
 fi
 if [ ! -e "$environment/.complete" ] || [ "$pins" -nt "$environment/.complete" ] \

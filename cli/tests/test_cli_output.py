@@ -148,7 +148,7 @@ def test_a_conversation_fits_80_columns_and_what_tools_say_steers_no_terminal():
     assert "no loss" in hidden
 
 
-def test_versions_and_attempts_are_counted_as_people_count():
+def test_versions_have_their_numbers_as_on_the_page_and_attempts_are_counted_from_1():
     leapt = 1 << 20  # a restarted coordinator's counters
 
     def certificate(step, number, live):
@@ -159,7 +159,7 @@ def test_versions_and_attempts_are_counted_as_people_count():
     rows = [
         line.split()[:4] for line in drawn(certificates_table(made), 200) if "yes" in line or "aband" in line
     ]
-    assert rows == [["1", "1", "1", "yes"], ["2", "2", "1", "abandoned"], ["2", "2", "2", "yes"]]
+    assert rows == [["1", "1", "1", "yes"], ["2", "2", "1", "abandoned"], ["2", str(leapt + 3), "2", "yes"]]
     narrow = drawn(certificates_table(made, 80), 80)
     assert max(map(len, narrow)) <= 80 and "its KL" in narrow[1] and "set digest" not in narrow[1]
 

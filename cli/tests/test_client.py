@@ -309,6 +309,18 @@ def test_paths_in_files_become_absolute(tmp_path, monkeypatch):
         "search: {corpus: mine.py}, mcp: [{command: [python, -m, ./mine.py, mine.py]}]}}"
     )
     environment = load_spec(file)["environment"]
+    own = f"{tmp_path / 'mine.py'}:Game"
+    named = "{tasks: ['mine.py:Game', 'mine.py:Game@v', suite/0], instructions: {'mine.py:Game': play, suite/0: go}}"
+    for text, keys in (
+        ("environment: %s", ()),
+        ("suite: {options: {environment: %s}}", ("suite", "options")),
+    ):
+        (tmp_path / "named.yaml").write_text(text % named)
+        found = load_spec(tmp_path / "named.yaml")
+        for key in (*keys, "environment"):
+            found = found[key]
+        assert found["tasks"] == [own, f"{own}@v", "suite/0"]
+        assert found["instructions"] == {own: "play", "suite/0": "go"}
     assert environment["tasks"] == [f"{tmp_path / 'mine.py'}:Game", "tools", "suite/0"]
     assert environment["options"] == {
         "tools": [f"{tmp_path / 'mine.py'}:score"],

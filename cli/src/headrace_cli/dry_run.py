@@ -38,6 +38,7 @@ def check_with(client: Client, spec: dict[str, Any]) -> dict[str, Any]:
 def warnings(spec: dict[str, Any]) -> list[dict[str, str]]:
     """What is valid and rarely meant, by key; nothing where another release's schema made it valid."""
     from headrace_schema.rules.combinations import doubtful_values
+    from headrace_schema.rules.embodied import no_policy_directory
     from headrace_schema.spec import RunSpec
     from pydantic import ValidationError
 
@@ -46,7 +47,10 @@ def warnings(spec: dict[str, Any]) -> list[dict[str, str]]:
     except ValidationError:
         return []
     name = str(spec["model"].get("path", ""))
-    if name and not name.startswith(("/", "~", ".")) and not _is_cached(name):
+    named = bool(name) and not name.startswith(("/", "~", "."))
+    if named and spec.get("workflow") == "embodied":
+        found.append(no_policy_directory(name).model_dump())
+    elif named and not _is_cached(name):
         problem = f"there is no directory {name}, nor a copy in Hugging Face's cache of this machine"
         found.append(
             {"key": "model.path", "problem": problem, "fix": "it is fetched from Hugging Face by that id"}

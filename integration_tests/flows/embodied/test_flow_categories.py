@@ -101,3 +101,18 @@ def test_environments_that_one_call_steps_train_a_policy_and_lose_no_episode(fle
     assert len(found.trained) == STEPS * BATCH and not found.dropped
     assert all(step.figures["log_prob_mismatch_max"] < 1e-5 for step in fleet.client.metrics(run.id))
     assert all(view.episodes["steps"] == 20 for view in run.evaluations)
+
+
+def test_poles_that_one_call_steps_fall_at_different_times_and_none_is_lost(fleet: Fleet):
+    own = {
+        "tasks": ["CartPole-v1"],
+        "count": 8,
+        "vectorized": True,
+        "options": {"vectorization_mode": "sync"},
+    }
+    data = {"heldout": 12, "options": {"starts": 64}}
+    run = fleet.succeed(fleet.submit(spec("mlp", "CartPole-v1", "ppo", environment=own, data=data)))
+    found = audit(fleet, run)
+    assert len(found.trained) == STEPS * BATCH and not found.dropped
+    assert [view.answers for view in run.evaluations] == [12] * len(run.evaluations)
+    assert all(not view.unanswered for view in run.evaluations)

@@ -126,3 +126,62 @@ def test_cloning_takes_the_actions_of_the_demonstrations(data_set):
     assert loss < 1e-3
     executed = policy.act(Observation(state_NS), range(len(state_NS)), deterministic=True).executed_BCA
     assert (executed - actions_NHA)[valid_NH].abs().max() < 2
+
+
+def rewritten(data_set, column: str, frame: int, value) -> None:
+    """Changes a cell of the third episode."""
+    file = data_set / "data/chunk-000/file-001.parquet"
+    table = pd.read_parquet(file)
+    place = table.index[(table.episode_index == 2) & (table.frame_index == frame)][0]
+    table[column] = [value if at == place else cell for at, cell in table[column].items()]
+    table.to_parquet(file)
+
+
+@pytest.mark.parametrize("column", ["action", "observation.state"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
+@pytest.mark.parametrize("frame", [0, 3])
+def test_a_number_that_is_not_finite_is_refused_with_its_episode_and_frame(data_set, column, value, frame):
+    size = {"action": 2, "observation.state": 3}[column]
+    rewritten(data_set, column, frame, [0.0] * (size - 1) + [value])
+    words = rf"episode 2, frame {frame}: number {size - 1} of {column} is -?(nan|inf), which is not finite"
+    found = Demonstrations(data_set)
+    assert [len(found[place].action_TA) for place in range(2)] == [5, 3]
+    with pytest.raises(DemonstrationsNotReadable, match=words):
+        list(found)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("action", None, "frame 1: action has 1 numbers, not 2|frame 1: action is no row of numbers"),
+        ("action", [1.0], "frame 1: action has 1 numbers, not 2"),
+        ("action", [1.0, None], "number 1 of action is nan"),
+        ("observation.images.front", None, "frame 1 of observation.images.front: an image cannot be read"),
+        ("observation.images.front", {"bytes": b"x", "path": None}, "an image cannot be read"),
+    ],
+)
+def test_a_cell_that_holds_something_else_is_named(data_set, column, value, words):
+    rewritten(data_set, column, 1, value)
+    with pytest.raises(DemonstrationsNotReadable, match=words):
+        list(Demonstrations(data_set, ["front"]))
+
+
+@pytest.mark.parametrize("camera", ["image", "observation.image"])
+def test_the_only_camera_of_a_data_set_may_be_called_image(data_set, camera):
+    files = [*(data_set / "data/chunk-000").iterdir()]
+    for file in files:
+        pd.read_parquet(file).rename(columns={"observation.images.front": "observation.image"}).to_parquet(
+            file
+        )
+    info = json.loads((data_set / "meta/info.json").read_text())
+    info["features"]["observation.image"] = info["features"].pop("observation.images.front")
+    (data_set / "meta/info.json").write_text(json.dumps(info))
+    assert Demonstrations(data_set, [camera])[0].images[camera].shape == (5, 6, 8, 3)
+
+
+def test_a_transparent_picture_is_refused_with_its_frame(data_set):
+    file = io.BytesIO()
+    Image.new("RGBA", (8, 6)).save(file, "PNG")
+    rewritten(data_set, "observation.images.front", 2, {"bytes": file.getvalue(), "path": None})
+    with pytest.raises(DemonstrationsNotReadable, match=r"episode 2, frame 2 .*transparent parts"):
+        list(Demonstrations(data_set, ["front"]))

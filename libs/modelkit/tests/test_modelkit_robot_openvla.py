@@ -203,6 +203,76 @@ def test_oft_with_the_l1_head_reads_cameras_and_the_state(parts, checkpoint):
     torch.testing.assert_close(losses_BH, clipped.abs().mean(-1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture
+def oft(checkpoint):
+    """Writes a part of OFT beside the weights, as safetensors whose names torch's wrapper has begun, or as a pickle."""
+    head = {
+        f"model.{name}.weight": torch.ones(size) for name, size in (("layer_norm1", 64), ("layer_norm2", 32))
+    }
+    head |= {
+        f"model.{name}.bias": torch.zeros(size) for name, size in (("layer_norm1", 64), ("layer_norm2", 32))
+    }
+    head |= {"model.fc1.weight": torch.ones(32, 64), "model.fc1.bias": torch.zeros(32)}
+    head |= {"model.fc2.weight": torch.ones(2, 32), "model.fc2.bias": torch.zeros(2)}
+    for block in range(2):
+        name = f"model.mlp_resnet_blocks.{block}.ffn"
+        head |= {f"{name}.0.{kind}": torch.ones(32) for kind in ("weight", "bias")}
+        head |= {f"{name}.1.weight": torch.ones(32, 32), f"{name}.1.bias": torch.zeros(32)}
+    projector = {"fc1.weight": torch.ones(32, 3), "fc1.bias": torch.zeros(32)}
+    projector |= {"fc2.weight": torch.ones(32, 32), "fc2.bias": torch.zeros(32)}
+    tensors = {"action_head": head, "proprio_projector": projector}
+
+    def write(part, *, pickled=False):
+        if pickled:
+            (checkpoint / f"{part}--150000_checkpoint.pt").write_bytes(b"a pickle")
+            return
+        wrapped = {f"module.{name}": tensor for name, tensor in tensors[part].items()}
+        save_file(wrapped, checkpoint / f"{part}.safetensors")
+
+    return write
+
+
+def converted(checkpoint, *more):
+    (checkpoint / "tokenizer.json").write_text("{}")
+    target = checkpoint.parent / "policy"
+    return main([str(checkpoint), str(target), "--unnorm-key", "bridge_orig", *more]), target
+
+
+@pytest.mark.parametrize(
+    "part", ["action_head", "proprio_projector", "vision_backbone", "noisy_action_projector"]
+)
+@pytest.mark.parametrize(
+    "more", [(), ("--kind", "openvla"), ("--kind", "openvla_oft", "--chunk-length", "3")]
+)
+def test_no_part_of_oft_is_left_out_in_silence(checkpoint, oft, capsys, part, more):
+    oft(part, pickled=True)
+    code, target = converted(checkpoint, *more)
+    assert code == 1 and not target.exists()
+    assert part in capsys.readouterr().err
+
+
+def test_oft_is_converted_with_its_head_and_its_projector(checkpoint, oft, capsys):
+    oft("action_head")
+    assert converted(checkpoint)[0] == 1 and "give --chunk-length" in capsys.readouterr().err
+    for wrong in (("--kind", "openvla"), ("--head", "tokens")):
+        assert converted(checkpoint, "--chunk-length", "3", *wrong)[0] == 1
+        assert "action_head.safetensors" in capsys.readouterr().err
+    code, target = converted(checkpoint, "--chunk-length", "3")
+    config = load_policy(target).config
+    assert (code, config.kind, config.head, config.proprio) == (0, "openvla_oft", "l1", None)
+    oft("proprio_projector")
+    assert converted(checkpoint, "--chunk-length", "3")[0] == 1
+    assert "have no quantiles of it" in capsys.readouterr().err
+    numbers = {"q01": [-1.0, -2.0, 0.0], "q99": [1.0, 2.0, 1.0]}
+    stated = json.loads((checkpoint / "config.json").read_text())["norm_stats"]["bridge_orig"]
+    statistics = {"bridge_orig": {**stated, "proprio": numbers}}
+    (checkpoint / "dataset_statistics.json").write_text(json.dumps(statistics))
+    code, target = converted(checkpoint, "--chunk-length", "3")
+    policy = load_policy(target)
+    assert code == 0 and policy.config.proprio.low == (-1.0, -2.0, 0.0) and policy.config.state_numbers == 3
+    assert policy.proprio_projector.fc1.weight.eq(1).all() and policy.action_head.model.fc1.weight.eq(1).all()
+
+
 def test_statistics_un_normalise_by_data_set(checkpoint):
     policy = read(checkpoint)
     torch.testing.assert_close(policy.scaling(torch.tensor([0.5, 0.5])), torch.tensor([1.0, 0.5]))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from headrace_modelkit.loading import load_architecture, load_model
 from headrace_modelkit.lora import adapted_layers, add_adapters
+from headrace_modelkit.pictures import decode_image
 from headrace_modelkit.presets.tiny_vision import write_tiny_vision
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.vision import (
     Pictures,
-    decode_image,
     freeze_vision,
     language_inputs,
     rope_positions,

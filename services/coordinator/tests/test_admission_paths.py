@@ -83,3 +83,19 @@ def test_paths_that_look_local_and_ids_that_are_none(tmp_path, monkeypatch):
 def test_an_unreadable_directory_is_named(tmp_path):
     (tmp_path / "m").mkdir(mode=0)
     assert "cannot be read" in model_problem(tmp_path / "m")["model.path"]
+
+
+def test_a_robot_policy_comes_from_no_hub_and_is_no_language_model(tmp_path):
+    robot = {"workflow": "embodied", "environment": {"tasks": ["Pendulum-v1"]}, "algorithm": {"name": "ppo"}}
+    robot |= {"data": {}, "reward": {"scorers": [{"name": "episode"}]}}
+
+    def found(path) -> str:
+        return problems({**robot, "model": {"path": str(path)}}).get("model.path", "")
+
+    for path in ("openvla/openvla-7b", "policies/openvla"):
+        assert f"there is no directory {path}" in found(path) and "from no hub by an id" in found(path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert "it has no policy.json" in found(tmp_path)
+    (tmp_path / "policy.json").write_text("{}")
+    assert not found(tmp_path)

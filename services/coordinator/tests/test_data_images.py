@@ -1,6 +1,7 @@
 """Images of rows: how they are written, what is refused and where, how prompts carry them."""
 
 import base64
+import gzip
 import io
 import json
 from dataclasses import replace
@@ -26,6 +27,12 @@ def png(seed=0, mode="RGB", size=(12, 10)):
     values = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(values).convert(mode).save(file, "TIFF" if mode == "CMYK" else "PNG")
+    return file.getvalue()
+
+
+def transparent():
+    file = io.BytesIO()
+    Image.new("LA", (12, 10)).save(file, "PNG")
     return file.getvalue()
 
 
@@ -205,7 +212,8 @@ def test_parts_of_messages_may_be_images(lines):
         (encoded(png()[:-30]), "that is broken"),
         (encoded(b"no image at all"), "that is broken"),
         (encoded(png(mode="CMYK")), "of mode CMYK"),
-        (encoded(png(mode="LA")), "of mode LA"),
+        (encoded(transparent()), "of mode LA with transparent parts"),
+        (encoded(gzip.compress(png())), "that is a gzip file; unpack it"),
         (encoded(png(size=(2010, 10))), "which no model reads"),
         ([encoded(png())] * 33, "33 images"),
         (7, "has 7 as image"),

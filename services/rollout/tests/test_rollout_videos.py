@@ -51,14 +51,14 @@ def recorded(prompts, wanted):
 async def test_the_episodes_asked_for_come_with_their_videos(
     new_rollout, publish, simulator, stop_on_success
 ):
-    """Six actions, or four where the rollout ends an episode of which the simulator does not know that it ended."""
+    """Six actions, or three where an episode ends with its success."""
     rollout = await walker(new_rollout, publish, stop_on_success=stop_on_success)
     options = {"ends_at": 6, "goal": 3}
     pool = await open_pool(simulator.address, TASK, count=2, max_episode_steps=0, options=options)
     call = await run_episodes(rollout, [pool], recorded(range(5), {1, 4}), evaluation=True)
     trajectories = await call.read_all()
     assert len(trajectories) == 5
-    shown = 4 if stop_on_success else 6
+    shown = 3 if stop_on_success else 6
     assert call.videos == dict.fromkeys((1, 4), bytes([8, *range(shown + 1)]))
 
 

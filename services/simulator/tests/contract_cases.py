@@ -42,6 +42,15 @@ CASES = [
         variant={"execution": {"action_noise": [0.4, 0.5], "action_delay": 1, "observation_noise": 0.1}},
     ),
     Case(
+        "gymnasium",
+        "CartPole-v1",
+        "CartPol-v1",
+        {"vectorization_mode": "sync"},
+        has_success=False,
+        together=True,
+        variant={"execution": {"observation_noise": 0.1}},
+    ),
+    Case(
         "metaworld",
         "reach-v3",
         "reech-v3",

@@ -53,6 +53,8 @@ def actions(pool, number: int, seed: int = 0) -> list[np.ndarray]:
     """Random actions of the pool's action space."""
     space = from_message(pool.opened.action_space)
     random = np.random.default_rng(seed)
+    if space.categories:
+        return [(space.low + random.integers(space.counts)).astype(space.dtype) for _ in range(number)]
     return [random.uniform(space.low, space.high).astype(space.dtype) for _ in range(number)]
 
 

@@ -15,6 +15,8 @@ from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.rpc.errors import message_of
 from headrace_simulator.backends import create
 from headrace_simulator.backends.base import BackendError
+from headrace_simulator.backends.isaaclab import IsaacLabBackend
+from headrace_simulator.backends.options import require
 
 OK = simulator_pb2.OUTCOME_STATUS_OK
 LOST = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
@@ -210,3 +212,22 @@ async def test_an_environment_of_another_package_and_what_it_may_do_wrong(simula
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await simulator.open("skyrl_gym:obeying:Obay", **fields)
     assert "there is no class 'Obay' in obeying" in message_of(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "made"),
+    [("metaworld", True), ("maniskill", True), ("libero", True), ("mcp", False), ("search", False)],
+)
+def test_a_missing_package_is_told_by_a_way_that_there_is(extra, made):
+    with pytest.raises(BackendError) as refused:
+        require(extra, "no_such_module")
+    assert f"pip install 'headrace-simulator[{extra}]'" in refused.value.message
+    assert ("make simulators" in refused.value.message) is made
+
+
+def test_isaac_lab_is_installed_by_its_own_instructions():
+    if importlib.util.find_spec("isaaclab") is not None:
+        pytest.skip("it is installed here")
+    with pytest.raises(BackendError) as refused:
+        IsaacLabBackend()
+    assert "by its own instructions" in refused.value.message and "SIM=" not in refused.value.message

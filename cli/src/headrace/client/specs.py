@@ -87,17 +87,26 @@ PATHS = (
     "reward.scorers.*.name",
     "reward.evaluation.*.name",
     "reward.stages.*.*.name",
-    "environment.tasks.*",
-    "environment.roles.*.path",
+    *(
+        f"{environment}.{key}"
+        for environment in ("environment", "suite.options.environment")
+        for key in (
+            "tasks.*",
+            "instructions.@",
+            "roles.*.path",
+            "options.tools.*",
+            "options.search.corpus",
+            "options.mcp.*.command.*",
+        )
+    ),
     "policies.*.model.path",
-    "environment.options.tools.*",
     "agent.python",
     "agent.command.*",
     "agent.verifiers",
-    "environment.options.search.corpus",
-    "environment.options.mcp.*.command.*",
 )
-"""Keys whose values may be paths; in those of `NAMES` a word without a slash or a suffix may be something else."""
+"""Keys whose values may be paths (behind @: the keys below it); in those of `NAMES` a word without a slash or a suffix
+may be something else.
+"""
 NAMES = ("name", "dataset", "verifiers")
 
 
@@ -111,6 +120,10 @@ def _make_absolute(spec: Any, keys: Sequence[str], folder: Path) -> None:
             below = spec if key == "*" and isinstance(spec, list) else []
         for each in below:
             _make_absolute(each, rest, folder)
+    elif key == "@" and isinstance(spec, dict):
+        named = {_absolute(name, folder, named=True): value for name, value in spec.items()}
+        spec.clear()
+        spec.update(named)
     elif key == "*" and isinstance(spec, list):
         spec[:] = [_absolute(each, folder, named=True) if isinstance(each, str) else each for each in spec]
     elif isinstance(spec, dict) and isinstance(spec.get(key), str) and spec[key]:

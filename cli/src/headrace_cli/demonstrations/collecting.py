@@ -222,8 +222,10 @@ class _Player:
         random = {place: np.random.default_rng(seed) for place, seed in environments.items()}
         episodes = {place: EpisodeData(self._task) for place in environments}
         succeeded: set[int] = set()
+        stops = self._wanted.environment.stop_on_success
         resets = {
-            place: {"reset": simulator_pb2.ResetOperation(seed=seed)} for place, seed in environments.items()
+            place: {"reset": simulator_pb2.ResetOperation(seed=seed, until_success=stops)}
+            for place, seed in environments.items()
         }
         going = await self._exchange(resets)
         lost = environments.keys() - going.keys()
@@ -237,12 +239,12 @@ class _Player:
             found = await self._exchange(actions)
             lost |= going.keys() - found.keys()
             succeeded |= {place for place, outcome in found.items() if outcome.success}
-            going = {place: outcome for place, outcome in found.items() if not self._ended(outcome)}
+            going = {
+                place: outcome
+                for place, outcome in found.items()
+                if not (outcome.terminated or outcome.truncated)
+            }
         return [(episode, place in succeeded) for place, episode in episodes.items() if place not in lost]
-
-    def _ended(self, outcome: Any) -> bool:
-        stops = self._wanted.environment.stop_on_success and outcome.success
-        return bool(outcome.terminated or outcome.truncated or stops)
 
     def _moved(self, action_A: np.ndarray, random: np.random.Generator) -> np.ndarray:
         """A number with noise; a category is another one as often as the noise says."""
@@ -261,9 +263,11 @@ class _Player:
         if names is None:
             names = sorted(seen.keys() - {*images, EXPERT_ACTION})
         if names:
-            episode.states.append(
-                np.concatenate([seen[name].astype(np.float32).reshape(-1) for name in names])
-            )
+            state = np.concatenate([seen[name].astype(np.float32).reshape(-1) for name in names])
+            if not np.isfinite(state).all():
+                shown = f"the environment's state after {len(episode)} actions of an episode"
+                raise CommandError(f"{shown} is not finite, which teaches nothing: {', '.join(names)}")
+            episode.states.append(state)
         episode.actions.append(seen[EXPERT_ACTION].astype(np.float32).reshape(-1))
         cameras = self._wanted.cameras
         for camera, name in ({name: name for name in images} if cameras is None else cameras).items():

@@ -50,7 +50,7 @@ def run_table(run: Run) -> Table:
         ("trainer", trainer_group(run)),
         ("layout", run.layout),
         ("forked from", origin(run)),
-        ("policy", f"version {run.policy.ordinal}, digest {run.policy.digest[:16]}" if run.policy else ""),
+        ("policy", f"version {run.policy.number}, digest {run.policy.digest[:16]}" if run.policy else ""),
         *(
             ("held-out" if kind == "heldout" else kind, change(found) + confidence(found[-1]))
             for kind in kinds(run)
@@ -265,7 +265,7 @@ ALL_COLUMNS = 136
 
 
 def certificates_table(certificates: Sequence[Certificate], width: int = ALL_COLUMNS) -> Table:
-    """One line an update; versions and attempts are counted from 1, versions along the live lineage."""
+    """One line an update; versions by their numbers, as everywhere, and the attempts of a step from 1."""
     attempts = Counter[int]()
     rows = []
     for item in certificates:
@@ -274,7 +274,7 @@ def certificates_table(certificates: Sequence[Certificate], width: int = ALL_COL
         rows.append(
             (
                 item.step,
-                item.version.ordinal,
+                item.version.number,
                 attempts[item.step],
                 "yes" if item.live else "abandoned",
                 len(item.trained),

@@ -8,7 +8,6 @@ Shapes: R rows, L tokens, I distinct images, P patches, C numbers of a patch, M 
 
 from __future__ import annotations
 
-import io
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from headrace_schema.images import MOST_IMAGE_PIXELS
 from headrace_schema.sections.generating import ModelSection
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -28,6 +26,7 @@ from transformers import AutoImageProcessor
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture, location, reading, reads_images
+from headrace_modelkit.pictures import decode_image
 
 KEPT_BYTES = 256 << 20
 """Of images that were read and are kept, as pixels."""
@@ -276,19 +275,6 @@ def freeze_vision(model: nn.Module, dtype: torch.dtype) -> None:
         tower.requires_grad_(False)
         for parameter in tower.parameters():
             parameter.data = parameter.data.to(dtype)
-
-
-def decode_image(data: bytes) -> Any:
-    """An RGB image of Pillow, turned as its EXIF orientation says. Raises ValueError."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        image = Image.open(io.BytesIO(data))
-        if image.width * image.height > MOST_IMAGE_PIXELS:
-            raise ValueError(f"an image of {image.width} x {image.height} pixels is too large")
-        return ImageOps.exif_transpose(image).convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"an image cannot be read: {error}") from error
 
 
 def load_images(config: ModelSection) -> ImageReader | None:

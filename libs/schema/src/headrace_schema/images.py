@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 """model_type of vision-language models whose placeholders and positions are known."""
 IMAGE_MARK = "<image>"
@@ -18,3 +20,26 @@ MOST_IMAGE_PIXELS = 64_000_000
 """Width times height of one image: what is decoded before a processor makes it smaller."""
 MOST_IMAGE_RATIO = 200
 """Longer side over shorter side."""
+_PLAIN_MODES = ("1", "L", "P", "RGB")
+"""Of Pillow: what becomes RGB without a choice, where nothing is transparent; others have more bits, or an alpha."""
+_ON_WHITE = (
+    'Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")'
+)
+
+
+def why_not_rgb(image: Any) -> tuple[str, str] | None:
+    """Why an image of Pillow does not say what it looks like in RGB, and what to do; None where it does.
+
+    What is transparent may be an alpha channel, a colour, or colours of a palette.
+    """
+    if image.has_transparency_data:
+        if image.convert("RGBA").getextrema()[3] == (255, 255):
+            return None
+        reason = f"of mode {image.mode} with transparent parts, which does not say what is behind them"
+        return reason, f"put it on a background: {_ON_WHITE}"
+    if image.mode in _PLAIN_MODES:
+        return None
+    return (
+        f"of mode {image.mode}, which does not say what it looks like in RGB",
+        'convert it: image.convert("RGB")',
+    )

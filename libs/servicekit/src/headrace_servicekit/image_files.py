@@ -11,10 +11,9 @@ import io
 from typing import Any
 
 import numpy as np
-from headrace_schema.images import MOST_IMAGE_BYTES, MOST_IMAGE_PIXELS, MOST_IMAGE_RATIO
+from headrace_schema.images import MOST_IMAGE_BYTES, MOST_IMAGE_PIXELS, MOST_IMAGE_RATIO, why_not_rgb
 
-MODES = ("1", "L", "P", "RGB")
-"""Of Pillow: what becomes RGB without a choice. Others have transparency, more colours or more than 8 bits."""
+_GZIP = b"\x1f\x8b"
 
 
 class BadImage(ValueError):
@@ -38,7 +37,7 @@ def check_image(data: bytes) -> None:
         )
     try:
         with Image.open(io.BytesIO(data)) as image:
-            width, height, mode = *image.size, image.mode
+            width, height = image.size
             if width * height > MOST_IMAGE_PIXELS:
                 reason = f"of {width} x {height} pixels, and {MOST_IMAGE_PIXELS:,} are read"
                 raise BadImage(reason, "make it smaller")
@@ -46,14 +45,16 @@ def check_image(data: bytes) -> None:
                 reason = f"of {width} x {height} pixels, which no model reads"
                 raise BadImage(reason, f"keep its longer side below {MOST_IMAGE_RATIO} times the shorter one")
             image.load()
-            if mode not in MODES and not _opaque(image):
-                reason = f"of mode {mode}, which does not say what it looks like in RGB"
-                raise BadImage(reason, 'convert it: image.convert("RGB")')
-            if (frames := getattr(image, "n_frames", 1)) > 1:
+            if (why_not := why_not_rgb(image)) is not None:
+                raise BadImage(*why_not)
+            # What a camera adds behind the picture of an MPO is a preview of it.
+            if image.format != "MPO" and (frames := getattr(image, "n_frames", 1)) > 1:
                 raise BadImage(f"of {frames} frames", "give one of them")
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         if isinstance(error, BadImage):
             raise
+        if data.startswith(_GZIP):
+            raise BadImage("that is a gzip file", "unpack it (gunzip)") from error
         reason = f"that is broken ({' '.join(str(error).split())[:200]})"
         raise BadImage(reason, "write it anew as PNG or JPEG, or remove it") from error
 
@@ -84,7 +85,7 @@ def file_of(value: Any) -> bytes:
             reason = "that is no file here: a URL or a path is not opened"
             raise BadImage(reason, "give its bytes, or data:image/png;base64,…")
         try:
-            return base64.b64decode(rest, validate=True)
+            return from_base64(rest)
         except (binascii.Error, ValueError) as error:
             raise BadImage("whose base64 is broken", "encode the file's bytes as base64") from error
     if hasattr(value, "getbands"):  # an image of Pillow
@@ -100,6 +101,6 @@ def file_of(value: Any) -> bytes:
     raise BadImage(f"that is {kind}", "give a file's bytes, an image of Pillow, or uint8 (height, width, 3)")
 
 
-def _opaque(image: Any) -> bool:
-    """Whether it has an alpha channel in which nothing is transparent."""
-    return bool(image.mode == "RGBA" and image.getextrema()[3] == (255, 255))
+def from_base64(text: str) -> bytes:
+    """The bytes of a base64 text, which may have lines, as MIME's has. Raises ValueError."""
+    return base64.b64decode("".join(text.split()), validate=True)

@@ -56,6 +56,53 @@ def from_message(message: simulator_pb2.Space) -> ArraySpace:
     return ArraySpace(message.name, dtype, shape, categories=tuple(message.categories), **bounds)
 
 
+def cast(what: str, given: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The same values in another type; a float of fewer bits may round, and no other value may change.
+
+    Raises ValueError, which names both types, for what would be lost: a float as a whole number, a whole number that
+    the type does not hold, a float that would become infinite.
+    """
+    if given.dtype == dtype:
+        return given
+    kinds = {"b": "biuf", "i": "biuf", "u": "biuf", "f": "f"}.get(given.dtype.kind, "")
+    if dtype.kind in kinds:
+        with np.errstate(over="ignore"):
+            found = given.astype(dtype)
+        same = np.isfinite(found) == np.isfinite(given) if given.dtype.kind == "f" else _same(given, found)
+        if np.all(same):
+            return found
+        where = tuple(int(place) for place in np.argwhere(~same)[0])
+        raise ValueError(f"{what} holds {given[where]} of type {given.dtype}, which {dtype} does not hold")
+    raise ValueError(f"{what} is of type {given.dtype}, where {dtype} is declared; give it in that type")
+
+
+def _same(given: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Where whole numbers are the same in another type: also the sign, which numpy's wrapping changes."""
+    back = (
+        found.astype(given.dtype) == given
+        if found.dtype.kind != "f"
+        else found.astype(object) == given.astype(object)
+    )
+    same: np.ndarray = np.asarray(back, np.bool_) & ((found < 0) == (given < 0))
+    return same
+
+
+def flag(what: str, value: object) -> bool:
+    """A flag that is a bool, 0 or 1, of any type. Raises ValueError, which names the value, for what is neither."""
+    array = np.asarray(value)
+    if array.size == 1 and array.dtype.kind in "biuf" and (item := array.item()) in (0, 1):
+        return bool(item)
+    raise ValueError(f"{what} is {value!r} of type {type(value).__name__}, and no bool")
+
+
+def picture(frame: object) -> np.ndarray:
+    """A rendered frame, (height, width, 3) uint8. Raises ValueError for what is none."""
+    array = np.asarray(frame)
+    if array.ndim != 3 or array.shape[2] != 3:
+        raise ValueError("this environment renders no rgb_array")
+    return cast("the picture that it renders", array, np.dtype(np.uint8))
+
+
 def in_shape(space: ArraySpace, actions: np.ndarray, *, chunk: bool) -> np.ndarray:
     """An action, or a chunk of them, in the shape of its space: policies give each as a row of numbers."""
     dimensions = actions.ndim - chunk
@@ -71,7 +118,10 @@ def action_fault(space: ArraySpace, action: np.ndarray) -> str | None:
     # Any width of the right kind will do: policies work in float32, many spaces in float64.
     if action.dtype.kind not in ("iu" if space.dtype.kind in "iu" else "iuf" + space.dtype.kind):
         return f"the action is of type {action.dtype}, the action space of type {space.dtype}"
-    value = action.astype(space.dtype, copy=False)
+    try:
+        value = cast("the action", action, space.dtype)
+    except ValueError as error:
+        return str(error)
     if not np.isfinite(value).all():
         return "the action holds a value that is not finite"
     if space.categories and (fault := _category_fault(space, value)):

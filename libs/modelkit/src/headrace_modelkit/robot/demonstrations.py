@@ -8,7 +8,6 @@ Shapes: T steps of an episode, S numbers of a state, A of an action, H actions o
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +20,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from PIL import Image
 from torch import Tensor
+
+from headrace_modelkit.pictures import decode_image
 
 VERSION = "v3."
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
+IMAGE = "observation.image"
+"""Of a data set with one camera, which is called `image` here, or by this name as converted policies call it."""
 
 
 class DemonstrationsNotReadable(ValueError):
@@ -64,13 +66,13 @@ class Demonstrations:
     """A data set's episodes, read from its parquet files one at a time."""
 
     def __init__(self, directory: Path | str, cameras: Sequence[str] = ()) -> None:
-        """Reads the metadata. `cameras` are names without "observation.images.".
+        """Reads the metadata. `cameras` are names without "observation." and "images.".
 
         Raises DemonstrationsNotReadable.
         """
         self._directory = Path(directory)
         self._info = self._metadata()
-        self._cameras = tuple(cameras)
+        self._cameras = {camera: self._feature(camera) for camera in cameras}
         for camera in cameras:
             self._check_camera(camera)
         self._tasks = {int(row["task_index"]): _task(row) for row in self._rows("meta/tasks.parquet")}
@@ -93,22 +95,25 @@ class Demonstrations:
         place = {"chunk_index": row["data/chunk_index"], "file_index": row["data/file_index"]}
         name = str(self._info["data_path"]).format(**place)
         columns = [ACTION, "task_index", "frame_index", *([STATE] if STATE in self._info["features"] else [])]
-        columns += [IMAGES + camera for camera in self._cameras if not self._filmed(camera)]
+        columns += [self._cameras[camera] for camera in self._cameras if not self._filmed(camera)]
         table = self._table(name, columns, [("episode_index", "==", row["episode_index"])])
         table = table.sort_by("frame_index")
         if len(table) != int(row["length"]) or not len(table):
             raise self._problem(
                 f"{name} holds {len(table)} steps of episode {row['episode_index']}, not {row['length']}"
             )
+        where = f"{name}, episode {row['episode_index']}"
+        if (task := self._tasks.get(table["task_index"][0].as_py())) is None:
+            raise self._problem(f"{where} is of a task that meta/tasks.parquet does not list")
         return Demonstration(
-            task=self._tasks[table["task_index"][0].as_py()],
-            action_TA=_numbers(table[ACTION]),
-            state_TS=_numbers(table[STATE]) if STATE in table.column_names else None,
+            task=task,
+            action_TA=self._numbers(table, ACTION, where),
+            state_TS=self._numbers(table, STATE, where) if STATE in table.column_names else None,
             images={
                 camera: self._frames(row, camera)
                 if self._filmed(camera)
-                else _pictures(table[IMAGES + camera])
-                for camera in self._cameras
+                else self._pictures(table, feature, where)
+                for camera, feature in self._cameras.items()
             },
         )
 
@@ -139,30 +144,44 @@ class Demonstrations:
             raise self._problem("meta/info.json states no data_path, or no feature named action")
         return info
 
-    def _check_camera(self, camera: str) -> None:
+    def _feature(self, camera: str) -> str:
+        """The feature of a camera. Raises DemonstrationsNotReadable where there is none."""
         features = self._info["features"]
-        kind = features.get(IMAGES + camera, {}).get("dtype")
-        if kind is None:
-            known = [name.removeprefix(IMAGES) for name in features if name.startswith(IMAGES)]
-            raise self._problem(f"there is no camera {camera!r}, only {known}")
+        known: dict[str, str] = {
+            name.removeprefix(IMAGES): name for name in features if name.startswith(IMAGES)
+        }
+        if IMAGE in features:
+            known = {"image": IMAGE, IMAGE: IMAGE, **known}
+        if camera not in known:
+            raise self._problem(f"there is no camera {camera!r}, only {list(known)}")
+        return known[camera]
+
+    def _check_camera(self, camera: str) -> None:
+        kind = self._info["features"][self._cameras[camera]].get("dtype")
         if kind not in ("image", "video"):
             raise self._problem(f"camera {camera!r} is stored as {kind}, only images and videos are read")
-        if kind == "video" and not (self._info.get("video_path") and self._info.get("fps")):
+        fps = self._info.get("fps")
+        whole = isinstance(fps, int | float) and math.isfinite(fps) and fps > 0
+        if kind == "video" and not (self._info.get("video_path") and whole):
             raise self._problem(
-                f"camera {camera!r} is a video, and meta/info.json states no video_path or no fps"
+                f"camera {camera!r} is a video, and meta/info.json states no video_path or no fps above 0"
             )
 
     def _filmed(self, camera: str) -> bool:
-        return bool(self._info["features"][IMAGES + camera]["dtype"] == "video")
+        return bool(self._info["features"][self._cameras[camera]]["dtype"] == "video")
 
     def _frames(self, row: Mapping[str, Any], camera: str) -> Tensor:
         """(T, H, W, 3) of an episode, which is a stretch of a file with many."""
-        key = IMAGES + camera
+        key = self._cameras[camera]
         try:
             place = {part: row[f"videos/{key}/{part}"] for part in ("chunk_index", "file_index")}
             first_s = float(row[f"videos/{key}/from_timestamp"])
         except KeyError as error:
             raise self._problem(f"meta/episodes has no column {error}") from error
+        if not math.isfinite(first_s):
+            raise self._problem(
+                f"meta/episodes begins episode {row['episode_index']} of {key} at {first_s} s"
+            )
         name = str(self._info["video_path"]).format(video_key=key, **place)
         length, fps = int(row["length"]), float(self._info["fps"])
         frames: dict[int, np.ndarray] = {}
@@ -186,6 +205,41 @@ class Demonstrations:
             )
         return torch.from_numpy(np.stack([frames[number] for number in range(length)]))
 
+    def _numbers(self, table: Any, feature: str, where: str) -> Tensor:
+        """(T, numbers) of a feature. Raises DemonstrationsNotReadable for what is no number as the trainer has them."""
+        size, rows = self._size(feature), []
+        for frame, cell in zip(table["frame_index"].to_pylist(), table[feature].to_numpy(), strict=True):
+            try:
+                with np.errstate(over="ignore"):  # too large for float32: it becomes infinite, and is refused
+                    row = np.asarray(cell, np.float32).reshape(-1)
+            except (TypeError, ValueError) as error:
+                raise self._problem(
+                    f"{where}, frame {frame}: {feature} is no row of numbers ({error})"
+                ) from error
+            if len(row) != size:
+                raise self._problem(f"{where}, frame {frame}: {feature} has {len(row)} numbers, not {size}")
+            if (wrong := ~np.isfinite(row)).any():
+                place = int(wrong.argmax())
+                raise self._problem(
+                    f"{where}, frame {frame}: number {place} of {feature} is {row[place]}, which is not finite; "
+                    "mend it, or leave the episode out"
+                )
+            rows.append(row)
+        return torch.from_numpy(np.stack(rows))
+
+    def _pictures(self, table: Any, feature: str, where: str) -> Tensor:
+        """(T, H, W, 3) of a feature. Raises DemonstrationsNotReadable."""
+        frames = []
+        for frame, cell in zip(table["frame_index"].to_pylist(), table[feature].to_pylist(), strict=True):
+            try:
+                frames.append(np.asarray(decode_image((cell or {}).get("bytes") or b"")))
+            except ValueError as error:
+                raise self._problem(f"{where}, frame {frame} of {feature}: {error}") from error
+            if frames[-1].shape != frames[0].shape:
+                shapes = f"{frames[-1].shape}, the first one {frames[0].shape}"
+                raise self._problem(f"{where}, frame {frame}: {feature} has the shape {shapes}")
+        return torch.from_numpy(np.stack(frames))
+
     def _rows(self, name: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = self._table(name, None, None).to_pylist()
         return rows
@@ -203,13 +257,3 @@ class Demonstrations:
 def _task(row: Mapping[str, Any]) -> str:
     # pandas writes the task as its index, under a name of its own unless it has one.
     return str(next(value for name, value in row.items() if name != "task_index"))
-
-
-def _numbers(column: Any) -> Tensor:
-    found = torch.tensor(np.stack(column.to_numpy()), dtype=torch.float32)
-    return found if found.dim() == 2 else found[:, None]
-
-
-def _pictures(column: Any) -> Tensor:
-    frames = [np.asarray(Image.open(io.BytesIO(cell["bytes"])).convert("RGB")) for cell in column.to_pylist()]
-    return torch.from_numpy(np.stack(frames))

@@ -69,6 +69,13 @@ def _start_states(data: Any, tasks: Any) -> Any:
     return filled
 
 
+def no_policy_directory(path: str) -> KeyProblemView:
+    """What is wrong with a `model.path` of an embodied run that is no directory: no hub's id names a robot policy."""
+    reason = f"there is no directory {path}, and a robot policy is one with policy.json: it comes from no hub by an id"
+    fix = "fetch a published checkpoint, convert it (python -m headrace_modelkit.robot.convert), and name its directory"
+    return problem("model.path", reason, fix)
+
+
 def embodied_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     """What does not fit together in a spec with, or without, an environment."""
     if spec.workflow != "embodied":

@@ -172,16 +172,18 @@ class AssistantTurn(_message.Message):
     def __init__(self, content: _Optional[str] = ...) -> None: ...
 
 class ResetOperation(_message.Message):
-    __slots__ = ("seed", "options_json", "init_state", "record")
+    __slots__ = ("seed", "options_json", "init_state", "record", "until_success")
     SEED_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
     INIT_STATE_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_SUCCESS_FIELD_NUMBER: _ClassVar[int]
     seed: int
     options_json: str
     init_state: int
     record: bool
-    def __init__(self, seed: _Optional[int] = ..., options_json: _Optional[str] = ..., init_state: _Optional[int] = ..., record: _Optional[bool] = ...) -> None: ...
+    until_success: bool
+    def __init__(self, seed: _Optional[int] = ..., options_json: _Optional[str] = ..., init_state: _Optional[int] = ..., record: _Optional[bool] = ..., until_success: _Optional[bool] = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("outcomes",)

@@ -42,11 +42,11 @@ def with_thumbnails(messages: Sequence[Message]) -> list[Message]:
 
 @lru_cache(maxsize=64)
 def _thumbnail(image: bytes) -> str:
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(image)) as opened:
         opened.draft("RGB", (SIDE, SIDE))
-        small = opened.convert("RGB")
+        small = ImageOps.exif_transpose(opened).convert("RGB")
     small.thumbnail((SIDE, SIDE))
     file = io.BytesIO()
     small.save(file, "WEBP", quality=80)

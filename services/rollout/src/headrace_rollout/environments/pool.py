@@ -25,7 +25,7 @@ from headrace_servicekit.rpc.local import LocalCall, nearest
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
 from headrace_rollout.engines.figures import BusyTime
-from headrace_rollout.wire import duration_of, invalid
+from headrace_rollout.wire import invalid
 
 if TYPE_CHECKING:
     from headrace_rollout.robot.model import Decision
@@ -62,18 +62,38 @@ class Environment:
         self._idle.set()
         self._ends_next = False
 
-    async def reset(self, start: rollout_pb2.EpisodeStart, options_json: str = "") -> Outcome:
-        """Begins an episode, `options_json` in place of the start's own if given. Raises as `settled`."""
+    async def reset(
+        self, start: rollout_pb2.EpisodeStart, options_json: str = "", *, until_success: bool = False
+    ) -> Outcome:
+        """Begins an episode, as `restart`. Raises as `settled`."""
+        await self.free()
+        answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.restart(start, answered, options_json, until_success=until_success)
+        return await self.settled(await answered)
+
+    async def free(self) -> None:
+        """Returns once nothing is under way: an operation of an episode that was stopped may be."""
+        while not self._idle.is_set():
+            await self._idle.wait()
+
+    def restart(
+        self,
+        start: rollout_pb2.EpisodeStart,
+        answered: asyncio.Future[Outcome],
+        options_json: str = "",
+        *,
+        until_success: bool = False,
+    ) -> None:
+        """Begins an episode, with `options_json` in place of the start's own if given; else as `begin`."""
         reset = simulator_pb2.ResetOperation(
-            seed=start.seed, record=start.record, options_json=options_json or start.options_json
+            seed=start.seed,
+            record=start.record,
+            options_json=options_json or start.options_json,
+            until_success=until_success,
         )
         if start.HasField("init_state"):
             reset.init_state = start.init_state
-        while not self._idle.is_set():  # an operation of an episode that was stopped
-            await self._idle.wait()
-        answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._operate(Operation(reset=reset), 0, answered)
-        return await self.settled(await answered)
 
     def begin(self, decision: Decision, answered: asyncio.Future[Outcome]) -> None:
         """Executes a chunk, until the episode ends; `answered` gets the outcome or PoolLost. Raises PoolLost."""
@@ -349,22 +369,6 @@ class Pools:
         for pool in self._pools.values():
             await pool.close()
         await self._blobs.close()
-
-
-class SimulateStage:
-    """The stage `simulate` as a stream tells it, with each of its messages."""
-
-    def __init__(self, pools: Pools) -> None:
-        self._pools = pools
-        self._told_s, self._told = pools.asked.seconds, pools.operations.copy()
-
-    def tell(self, stages: Any) -> None:
-        """Adds what was asked of the run's environments since the message before."""
-        seconds, operations = self._pools.asked.seconds, self._pools.operations.copy()
-        stage = stages.add(stage="simulate", wall_time=duration_of(seconds - self._told_s))
-        for way, count in (operations - self._told).items():
-            stage.values[f"operations_by_{way}"] = count
-        self._told_s, self._told = seconds, operations
 
 
 def check_pools(pools: Sequence[rollout_pb2.EnvironmentPool]) -> None:

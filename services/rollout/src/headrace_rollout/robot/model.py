@@ -173,7 +173,8 @@ class Views:
                 raise ValueError(
                     "environment.state: the environment has images alone, and the policy reads a state"
                 )
-            found[STATE] = np.concatenate([part.astype(np.float32).reshape(-1) for part in parts])
+            with np.errstate(over="ignore"):  # too large for float32: it becomes infinite, and is refused
+                found[STATE] = np.concatenate([part.astype(np.float32).reshape(-1) for part in parts])
             if not np.isfinite(found[STATE]).all():
                 names = self._state_of(observation)
                 raise NotFinite(_first_not_finite(dict(zip(names, parts, strict=True))))

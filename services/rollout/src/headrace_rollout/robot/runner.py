@@ -91,6 +91,7 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
                 # A simulator's processes take every so manyth environment: a part is a block, so that it uses them all.
                 part = (index * len(parts) // len(pool.environments) + place) % len(parts)
                 self._parts[environment] = parts[part]
+        self._until_success = plan.environment.stop_on_success or plan.until_success
         super().__init__(pools, plan.pool_lost)
 
     @override
@@ -111,7 +112,7 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
                 recording.episode(seen),
                 video=video,
                 success=recording.success,
-                success_at_end=None if recording.stop_on_success else recording.success_at_end,
+                success_at_end=None if self._until_success else recording.success_at_end,
             )
         except EnvironmentLost as lost:
             return EndedEpisode(sample, failure=str(lost))
@@ -132,8 +133,9 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
     ) -> tuple[Recording, Arrays]:
         """The episode as it was recorded, and what was seen at its end."""
         plan = self._plan
-        recording = Recording(plan.environment.stop_on_success or plan.until_success)
-        seen = plan.views(arrays_of(await environment.reset(sample.start), environment.bodies))
+        recording = Recording()
+        begun = await self._begun(sample, environment, turns)
+        seen = plan.views(arrays_of(begun, environment.bodies))
         while not recording.ended:
             if not plan.holds():
                 raise _NotHeld
@@ -143,6 +145,17 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
             recording.add(seen, decision, outcome)
             seen = plan.views(arrays_of(outcome, environment.bodies, final=recording.ended))
         return recording, seen
+
+    async def _begun(self, sample: EpisodeSample, environment: Environment, turns: ActingTurns) -> Outcome:
+        until_success = self._until_success
+        if not self._plan.environment.vectorized:
+            return await environment.reset(sample.start, until_success=until_success)
+        await environment.free()
+        # Those that one call steps wait for each other's actions: one that begins outside of a turn would wait for it.
+        return await turns.start(
+            environment,
+            lambda answered: environment.restart(sample.start, answered, until_success=until_success),
+        )
 
 
 class _NotHeld(Exception):
@@ -170,9 +183,8 @@ _MAX_BYTES = 1 << 20
 
 @dataclass
 class Recording:
-    """An episode that goes on; `stop_on_success` ends it with its first success, as if by itself."""
+    """An episode that goes on."""
 
-    stop_on_success: bool
     terminated: bool = False
     truncated: bool = False
     success_reported: bool = False
@@ -208,10 +220,6 @@ class Recording:
         successes_K = decode_tensor(outcome.successes, max_bytes=_MAX_BYTES)
         self.terminated, self.truncated = outcome.terminated, outcome.truncated and not outcome.terminated
         self.success_reported |= outcome.success_reported
-        if self.stop_on_success and successes_K.any():
-            kept = int(successes_K.argmax()) + 1
-            rewards_K, successes_K = rewards_K[:kept], successes_K[:kept]
-            self.terminated, self.truncated = True, False
         self._observations.append(observation)
         self._decisions.append(decision)
         self._rewards.append(rewards_K)

@@ -30,11 +30,21 @@ class Stepped(Protocol[GivenT, OutcomeT]):
 
 @dataclass(eq=False)
 class _Row(Generic[RowT, DecisionT, OutcomeT]):
-    row: RowT
     environment: Stepped[DecisionT, OutcomeT]
     answered: asyncio.Future[OutcomeT]
+    row: RowT | None = None
+    start: Callable[[asyncio.Future[OutcomeT]], None] | None = None
+    """In place of a row: begins what needs no decision."""
     decision: DecisionT | None = None
-    """None until it is begun with."""
+    begun: bool = False
+
+    def begin(self) -> None:
+        """Begins with the decision, or with what needs none."""
+        self.begun = True
+        if self.start is not None:
+            self.start(self.answered)
+        elif self.decision is not None:
+            self.environment.begin(self.decision, self.answered)
 
 
 class Turns(Generic[RowT, DecisionT, OutcomeT]):
@@ -55,16 +65,27 @@ class Turns(Generic[RowT, DecisionT, OutcomeT]):
 
         Raises what `decide` raised, and what the environment raises.
         """
-        own = _Row(row, environment, asyncio.get_running_loop().create_future())
+        own = _Row(environment, asyncio.get_running_loop().create_future(), row)
+        outcome = await self._outcome(own)
+        assert own.decision is not None
+        return own.decision, outcome
+
+    async def start(
+        self,
+        environment: Stepped[DecisionT, OutcomeT],
+        start: Callable[[asyncio.Future[OutcomeT]], None],
+    ) -> OutcomeT:
+        """How an environment goes on with what needs no decision, and is begun together with the next turn's."""
+        return await self._outcome(_Row(environment, asyncio.get_running_loop().create_future(), start=start))
+
+    async def _outcome(self, own: _Row[RowT, DecisionT, OutcomeT]) -> OutcomeT:
         self._waiting.append(own)
         self._soon()
         try:
-            outcome = await own.environment.settled(await own.answered)
+            return await own.environment.settled(await own.answered)
         finally:
-            if own.decision is not None:
+            if own.begun:
                 self._stepped()
-        assert own.decision is not None
-        return own.decision, outcome
 
     def _stepped(self) -> None:
         self._stepping -= 1
@@ -84,8 +105,9 @@ class Turns(Generic[RowT, DecisionT, OutcomeT]):
         self._waiting = []
         if not turn:
             return
+        rows = [own.row for own in turn if own.row is not None]
         try:
-            decisions = self._decide([own.row for own in turn])
+            decisions = self._decide(rows) if rows else []
         except Exception as error:  # noqa: BLE001  # whatever it is, each that waits gets it
             _fail(turn, error)
             return
@@ -109,13 +131,15 @@ class Turns(Generic[RowT, DecisionT, OutcomeT]):
         self._soon()
 
     def _go_on(self, turn: Sequence[_Row[RowT, DecisionT, OutcomeT]], decisions: Sequence[DecisionT]) -> None:
-        for own, decision in zip(turn, decisions, strict=True):
+        decided = [own for own in turn if own.row is not None]
+        for own, decision in zip(decided, decisions, strict=True):
+            own.decision = decision
+        for own in turn:
             if own.answered.done():  # it was stopped meanwhile
                 continue
-            own.decision = decision
             self._stepping += 1
             try:
-                own.environment.begin(decision, own.answered)
+                own.begin()
             except Exception as error:  # noqa: BLE001  # the one whose environment it is gets it
                 own.answered.set_exception(error)
 

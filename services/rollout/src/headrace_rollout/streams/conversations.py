@@ -14,7 +14,7 @@ from headrace_rollout.endpoint.answers import Terms
 from headrace_rollout.endpoint.desk import Place
 from headrace_rollout.endpoint.runner import AgentRunner
 from headrace_rollout.engines.samples import SlotKey, TrajectoryUpdate
-from headrace_rollout.environments.pool import SimulateStage
+from headrace_rollout.environments.stage import SimulateStage
 from headrace_rollout.runs.opened import ConversationRun, OnlineRun
 from headrace_rollout.streams.base import Serving
 from headrace_rollout.streams.generation import Generation, Produced

@@ -16,7 +16,8 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_number
 
 from headrace_rollout.engines.samples import SlotKey
-from headrace_rollout.environments.pool import Pool, SimulateStage
+from headrace_rollout.environments.pool import Pool
+from headrace_rollout.environments.stage import SimulateStage
 from headrace_rollout.robot.runner import EndedEpisode, EpisodeSample, Plan
 from headrace_rollout.runs.opened import RobotRun
 from headrace_rollout.streams.base import SampleStream, Serving

@@ -17,6 +17,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from headrace_simulator.backends.base import BackendError, Observation, Start, Transition
 from headrace_simulator.backends.gymnasium_spaces import Actions, Observations
 from headrace_simulator.pipes import MEMORY_PART
+from headrace_simulator.spaces import flag, picture
 
 _SUCCESS_KEYS = ("success", "is_success")
 Rows = Any
@@ -82,7 +83,7 @@ class Batched:
         self._over: set[int] = set()
         """Environments whose episode has ended, of a simulator that begins none by itself."""
         observation, _ = environment.reset(seed=0)
-        if count > 1 and not form.apart:
+        if not form.apart:
             self._check_partial_reset(_numpy(observation), name)
 
     def reset(self, starts: Mapping[int, Start]) -> dict[int, tuple[Observation, Mapping[str, Any]]]:
@@ -100,12 +101,13 @@ class Batched:
             self._restart(over, [None] * len(over), {})
         made: tuple[Any, ...] = self._environment.step(self._batch(actions))
         rows, rewards, terminated, truncated, info = (_numpy(part) for part in made)
+        # Also those that did nothing: a filler may end what nobody plays.
+        self._over |= {*np.flatnonzero(np.asarray(terminated) | np.asarray(truncated)).tolist()}
         found = {}
         for place in actions:
             row, said = _row(rows, place), _info(info, place)
-            by_itself, cut = bool(terminated[place]), bool(truncated[place])
+            by_itself, cut = flag("terminated", terminated[place]), flag("truncated", truncated[place])
             if by_itself or cut:
-                self._over.add(place)
                 # One that has begun the next episode already shows that, and the last observation beside it.
                 row = _row(info["final_obs"], place) if _has(info, "final_obs", place) else row
                 said = _info(info["final_info"], place) if _has(info, "final_info", place) else said
@@ -117,10 +119,7 @@ class Batched:
     def render(self, environment: int) -> np.ndarray:
         """A picture; ValueError where the environments make none."""
         frames = self._environment.render()
-        frame: np.ndarray = np.asarray(_numpy(frames)[environment]) if frames is not None else np.zeros(0)
-        if frame.ndim != 3 or frame.shape[2] != 3:
-            raise ValueError("these environments render no rgb_array")
-        return frame.astype(np.uint8)
+        return picture(None if frames is None else _numpy(frames)[environment])
 
     def close(self) -> None:
         """Frees what it holds."""
@@ -199,7 +198,7 @@ def bound_memory() -> None:
 
 def success_of(info: Mapping[str, Any]) -> bool | None:
     """What an environment's info says about success; None where it says nothing."""
-    flags = [bool(info[key]) for key in _SUCCESS_KEYS if key in info]
+    flags = [flag(f"info[{key!r}]", info[key]) for key in _SUCCESS_KEYS if info.get(key) is not None]
     return any(flags) if flags else None
 
 

@@ -17,6 +17,7 @@ from headrace_simulator.backends.base import BackendError, Knob, Observation, Tr
 from headrace_simulator.backends.batched import MASKS, Batched, success_of
 from headrace_simulator.backends.gymnasium_spaces import Actions, Observations
 from headrace_simulator.backends.user_file import is_user_environment, load_factory
+from headrace_simulator.spaces import flag, picture
 
 _NO_LIMIT = 1 << 30
 _SYNC, _OWN = "sync", "vector_entry_point"
@@ -121,14 +122,12 @@ class GymnasiumEnvironment:
         """Acts once."""
         observation, reward, terminated, truncated, info = self._environment.step(self._act(action))
         arrays = self._observe(observation)
-        return Transition(arrays, float(reward), bool(terminated), bool(truncated), success_of(info), info)
+        ends = flag("terminated", terminated), flag("truncated", truncated)
+        return Transition(arrays, float(reward), *ends, success_of(info), info)
 
     def render(self) -> np.ndarray:
         """A picture; ValueError where the environment makes none."""
-        frame = np.asarray(self._environment.render())
-        if frame.ndim != 3 or frame.shape[2] != 3:
-            raise ValueError("this environment renders no rgb_array")
-        return frame.astype(np.uint8)
+        return picture(self._environment.render())
 
     def close(self) -> None:
         """Frees what it holds."""

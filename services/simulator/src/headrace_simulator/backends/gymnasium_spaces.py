@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from headrace_simulator.backends.base import EXPERT_ACTION, BackendError
-from headrace_simulator.spaces import ArraySpace
+from headrace_simulator.spaces import ArraySpace, cast
 
 MOST_CATEGORIES = 4096
 """Of one number: an observation shows one as so many, and a policy has an output for each."""
@@ -43,13 +43,13 @@ class Observations:
         self._parts = found
 
     def __call__(self, observation: Any) -> dict[str, np.ndarray]:
-        """The arrays of an observation."""
+        """The arrays of an observation. Raises ValueError for values that their spaces' types do not hold."""
         found = {}
         for path, space, convert in self._parts:
             part = observation
             for key in path:
                 part = part[key]
-            found[space.name] = convert(np.asarray(part)).astype(space.dtype, copy=False)
+            found[space.name] = cast(_label(space.name), convert(np.asarray(part)), space.dtype)
         return found
 
 
@@ -158,12 +158,14 @@ def _shown(name: str, space: spaces.Space[Any]) -> tuple[ArraySpace, Convert]:
                 "one-hot: wrap it into numbers",
             )
         size = int(counts.sum())
-        places = np.cumsum([0, *counts[:-1]]) - first
+        places = np.cumsum([0, *counts[:-1]])
         zero, one = np.zeros(size, np.float32), np.ones(size, np.float32)
 
         def one_hot(value: np.ndarray) -> np.ndarray:
-            shown = zero.copy()
-            shown[places + value.reshape(-1)] = 1
+            shown, chosen = zero.copy(), cast(_label(name), value, first.dtype).reshape(-1) - first
+            if len(chosen) != len(counts) or (chosen < 0).any() or (chosen >= counts).any():
+                raise ValueError(f"{_label(name)} is {value.tolist()}, which is not in {space}")
+            shown[places + chosen] = 1
             return shown
 
         return ArraySpace(name, zero.dtype, (size,), zero, one), one_hot

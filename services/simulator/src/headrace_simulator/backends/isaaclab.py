@@ -18,6 +18,10 @@ from headrace_simulator.backends.batched import Batched, Began, Form, tensor
 from headrace_simulator.backends.options import require
 
 _NO_LIMIT_S = 1e9
+WAY = (
+    "install Isaac Lab by its own instructions (https://isaac-sim.github.io/IsaacLab), then pip install "
+    "headrace-simulator into its Python, and start the simulator there; no extra and no make simulators brings it"
+)
 
 
 def _by_ids(
@@ -35,7 +39,7 @@ class IsaacLabBackend:
     """Tasks by their registered name, such as `Isaac-Lift-Cube-Franka-v0`."""
 
     def __init__(self) -> None:
-        require("isaaclab", "isaaclab", "isaaclab_tasks", "torch")
+        require("isaaclab", "isaaclab", "isaaclab_tasks", "torch", way=WAY)
         from isaaclab.app import AppLauncher
 
         # Before anything else of it is imported; the process that holds it dies with the pool.

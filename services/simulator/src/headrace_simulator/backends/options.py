@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 from headrace_simulator.backends.base import BackendError
 
 Model = TypeVar("Model", bound=BaseModel)
+MADE = ("metaworld", "maniskill", "libero")
+"""Simulators that `make simulators` makes an environment of."""
 
 
 def parse(model: type[Model], options: Mapping[str, Any]) -> Model:
@@ -31,12 +33,10 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> BackendError:
     return BackendError("environment.name", f"there is no {kind} {name!r}{hint}")
 
 
-def require(extra: str, *modules: str) -> None:
-    """Raises BackendError where a module of an extra is not installed."""
+def require(extra: str, *modules: str, way: str = "") -> None:
+    """Raises BackendError where a module of an extra is not installed. `way`: how it is, where no extra brings it."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise BackendError(
-            "environment.backend",
-            f"it needs {', '.join(missing)}: pip install 'headrace-simulator[{extra}]', or, in a checkout, "
-            f"`make simulators SIM={extra}`",
-        )
+        in_checkouts = f", or, in a checkout, `make simulators SIM={extra}`" if extra in MADE else ""
+        way = way or f"pip install 'headrace-simulator[{extra}]'{in_checkouts}"
+        raise BackendError("environment.backend", f"it needs {', '.join(missing)}: {way}")

@@ -101,7 +101,7 @@ class Host:
             raise Raised("the environment is new; reset it first")
         if not isinstance(episodes, Episodes):
             raise Raised("a conversation has no picture")
-        return encode_tensor(call(episodes.environment.render)).SerializeToString()
+        return encode_tensor(episodes.render()).SerializeToString()
 
     def video(self, index: int) -> bytes:
         """The video of an environment's episode; Raised where there is none."""

@@ -25,7 +25,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
 from headrace_simulator.backends.base import BackendError, Observation, SimulatedEnvironment, Transition
-from headrace_simulator.spaces import in_shape
+from headrace_simulator.spaces import in_shape, picture
 
 FRAMES_PER_S = 20
 MAX_BYTES = 16 * 1024 * 1024
@@ -91,6 +91,7 @@ class Film:
 
 _RESULT = TypeVar("_RESULT")
 _MAX_INFO_TEXT = 1000
+_MOST_REWARD = float(np.finfo(np.float32).max)
 
 
 class Raised(Exception):
@@ -139,7 +140,7 @@ class Episodes:
         self._name = name
         self._rules = rules
         self._steps = 0
-        self._success_reported = False
+        self._success_reported = self._until_success = False
         self._film: Film | NoVideo | None = None
 
     def operate(
@@ -155,6 +156,7 @@ class Episodes:
                 json.loads(reset.options_json or "{}"),
                 init_state,
             )
+            self._until_success = reset.until_success
             if reset.record:
                 self._record()
             self._write(outcome.observation, observation)
@@ -163,6 +165,10 @@ class Episodes:
             write_chunk(self._act(decoded(operation), outcome), outcome)
         else:
             self._act(decoded(operation), outcome)
+
+    def render(self) -> np.ndarray:
+        """A picture, (height, width, 3) uint8; Raised where there is none."""
+        return call(lambda: picture(self.environment.render()))
 
     def take_video(self) -> bytes:
         """The video of the episode so far, once; Raised where there is none, with the reason."""
@@ -194,7 +200,7 @@ class Episodes:
         if not isinstance(self._film, Film):
             return
         try:
-            self._film.add(call(self.environment.render))
+            self._film.add(self.render())
         except (NoVideo, Raised, BackendError) as why:
             self.stop_recording()
             self._film = NoVideo(str(why))
@@ -228,14 +234,14 @@ class Episodes:
             reward = float(
                 bool(transition.success)
             )  # Many environments report it with their episode's end alone.
-        if not np.isfinite(reward):
-            raise Raised(f"a reward of {reward}, which is not finite")
+        if not abs(reward) <= _MOST_REWARD:
+            raise Raised(f"a reward of {reward}, which is not finite in float32")
         self._checked(transition.observation)
         self._picture()
         self._steps += 1
+        if self._until_success and transition.success:
+            return replace(transition, reward=reward, terminated=True, truncated=False)
         limit = self._steps == self._rules.max_episode_steps and not transition.terminated
-        if not (limit or self._rules.sparse):
-            return transition
         return replace(transition, reward=reward, truncated=transition.truncated or limit)
 
     def write(self, done: Sequence[Transition], outcome: simulator_pb2.EnvironmentOutcome) -> None:

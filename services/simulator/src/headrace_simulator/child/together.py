@@ -77,12 +77,15 @@ class Together:
         operations: Iterable[simulator_pb2.EnvironmentOperation],
         response: simulator_pb2.StepResponse,
     ) -> None:
-        """Resets those that are to be, then steps those that act until each has executed its actions."""
+        """Steps those that act until each has executed its actions, then resets those that are to be.
+
+        In this order: a step moves all, also one whose episode has just begun and shown its first observation.
+        """
         asked = [(operation, response.outcomes.add()) for operation in operations]
-        if resets := [each for each in asked if each[0].HasField("reset")]:
-            self._begin(resets)
         if acts := [each for each in asked if not each[0].HasField("reset")]:
             self._act(acts)
+        if resets := [each for each in asked if each[0].HasField("reset")]:
+            self._begin(resets)
 
     def _open(self) -> VectorEnvironment:
         vector, self._variant = self._make()

@@ -22,10 +22,10 @@ class Part:
 
 
 class Gathering:
-    """The operations of one child's environments.
+    """The operations of one child's environments, a batch at a time.
 
-    What holds no action runs at once. Actions wait for those of the other episodes, at most `limit_s`; an episode whose
-    action is not among those that run is abandoned, since it may go on without one.
+    Actions wait for those of the other episodes, at most `limit_s`; an episode whose action is not among those that run
+    is abandoned, since it may go on without one. A reset runs with the actions that wait as it comes, else at once.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Gathering:
         self._ledgers = {ledger.environment: ledger for ledger in ledgers}
         self._run, self._start, self._limit_s = run, start, limit_s
         self._waiting: list[Part] = []
+        self._running = self._late = False
         self._timer: asyncio.TimerHandle | None = None
 
     async def outcomes(self, operations: Sequence[Operation], authority: Authority) -> list[Outcome]:
@@ -46,19 +47,17 @@ class Gathering:
         while twice := self._holding(operations):
             await asyncio.wait({part.outcomes for part in twice})
         part = Part(operations, authority, asyncio.get_running_loop().create_future())
-        if any(self._ledgers[each.environment].acts_with(each) for each in operations):
+        if any(self._ledgers[each.environment].goes_on_with(each) for each in operations):
             self._waiting.append(part)
-            if not self._missing():
-                await self._go()
-            elif self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(self._limit_s, self.go_on)
-        else:
+            self._look()
+        else:  # Their outcomes are known, or they are refused: others wait for what their caller does next.
             await self._run([part])
         return await part.outcomes
 
     def go_on(self) -> None:
         """Waits no longer."""
-        self._start(self._go())
+        self._late = bool(self._waiting)
+        self._look()
 
     def abandon_but(self, operations: Sequence[Operation]) -> None:
         """Right before they run: the episodes without an action go on for nobody."""
@@ -82,14 +81,30 @@ class Gathering:
         return [part for part in self._waiting if mine & {each.environment for each in part.operations}]
 
     def _missing(self) -> bool:
-        there = {each.environment for part in self._waiting for each in part.operations}
-        return any(each.acting and each.environment not in there for each in self._ledgers.values())
+        """Whether actions wait for those of other episodes."""
+        waiting = {each.environment: each for part in self._waiting for each in part.operations}
+        if not any(self._ledgers[environment].acts_with(each) for environment, each in waiting.items()):
+            return False
+        return any(each.acting and each.environment not in waiting for each in self._ledgers.values())
+
+    def _look(self) -> None:
+        """Runs what waits, unless a batch runs (behind which this is asked again) or an action is missing."""
+        if self._running or not self._waiting:
+            return
+        if self._late or not self._missing():
+            self._running = True
+            self._start(self._go())
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._limit_s, self.go_on)
 
     async def _go(self) -> None:
         self._end_timer()
-        parts, self._waiting = self._waiting, []
-        if parts:
+        parts, self._waiting, self._late = self._waiting, [], False
+        try:
             await self._run(parts)
+        finally:
+            self._running = False
+        self._look()
 
     def _end_timer(self) -> None:
         if self._timer is not None:

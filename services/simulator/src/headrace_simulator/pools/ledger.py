@@ -71,6 +71,11 @@ class EnvironmentLedger:
         """Whether the operation is the next action of the episode that goes on."""
         return self.acting and operation.step_index == self._next_index and not operation.HasField("reset")
 
+    def goes_on_with(self, operation: Operation) -> bool:
+        """Whether the operation is the next one: a reset, or an action of the episode that goes on."""
+        begins = operation.HasField("reset") and operation.step_index == self._next_index
+        return begins or self.acts_with(operation)
+
     def abandon(self, why: str) -> None:
         """The running episode is lost, which its next action learns."""
         self.generation, self.gone = -1, why

@@ -13,6 +13,7 @@ from headrace_schema.model_size import model_size, text_config
 from headrace_schema.openings import role_model
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import KeyProblemView, RunView
+from headrace_schema.rules.embodied import no_policy_directory
 from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_schema.spec import RunSpec
 
@@ -31,6 +32,7 @@ BATCH_SHAPE = ("group_size", "prompts_per_step")
 def models(submission: Submission) -> Iterator[KeyProblemView]:
     """Directories of models that are not there, or hold none."""
     spec = submission.spec
+    yield from _policy_directory(spec.model) if spec.workflow == "embodied" else ()
     yield from _model_directory(spec.model, "model.path")
     if spec.trainer.reference:
         yield from _model_directory(spec.trainer.reference, "trainer.reference.path")
@@ -191,6 +193,19 @@ def _model_directory(model: ModelSection, key: str) -> Iterator[KeyProblemView]:
             yield _incomplete(path, given, key, gguf_key)
     except (OSError, ValueError) as error:
         yield problem(key, f"{given!r} cannot be read: {error}", "name a readable directory")
+
+
+def _policy_directory(model: ModelSection) -> Iterator[KeyProblemView]:
+    """An id of a hub, and a language model's directory, which hold no robot policy."""
+    path = Path(model.path)
+    if not model.path or model.path.startswith("~"):
+        return
+    if HUB_ID.fullmatch(model.path) and not path.exists():
+        yield no_policy_directory(model.path)
+    elif path.is_dir() and _holds_a_model(path) and not (path / "policy.json").is_file():
+        reason = f"{path} holds no robot policy: it has no policy.json"
+        fix = "convert a published checkpoint: python -m headrace_modelkit.robot.convert"
+        yield problem("model.path", reason, fix)
 
 
 def _holds_a_model(path: Path) -> bool:

@@ -66,6 +66,8 @@ class Jsonl(RowSource):
             if b"\\u" in line:
                 json.dumps(row, ensure_ascii=False).encode()
         except UnicodeError:
+            if number == 1 and line.startswith(b"\x1f\x8b"):
+                self._wrong(number, "begins as a gzip file does", "unpack the file (gunzip)")
             self._wrong(
                 number, "is not valid Unicode", "convert the file to UTF-8; no halves of surrogate pairs"
             )

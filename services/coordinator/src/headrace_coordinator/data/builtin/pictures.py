@@ -5,15 +5,13 @@ Each is decoded once, to be sure. Knows no prompt. Pillow is an extra, imported 
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from headrace_schema.images import MOST_IMAGE_BYTES, MOST_IMAGES, MOST_PROMPT_IMAGE_BYTES
 from headrace_schema.problems import Impossible, problem, show
-from headrace_servicekit.image_files import BadImage, check_image, png
+from headrace_servicekit.image_files import BadImage, check_image, from_base64, png
 
 from headrace_coordinator.data.builtin.values import BadRow
 
@@ -103,8 +101,8 @@ def _bytes_of(value: Any, key: str, folder: Path | None) -> bytes:
 
 def _from_base64(text: str, key: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
+        return from_base64(text)
+    except ValueError as error:
         shown = text if len(text) <= 60 else f"{text[:57]}…"
         reason = f"has {shown!r} as image {key!r}, which is no file here and no base64"
         raise BadRow(reason, "give a path that the coordinator's host has, or base64") from error

@@ -16,7 +16,7 @@ import torch
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.experts import expert_shape
 from headrace_modelkit.loading import load_architecture
-from headrace_modelkit.vision import decode_image
+from headrace_modelkit.pictures import decode_image
 from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.sections.policies import OWN
 from headrace_servicekit.process.spawn import descendants
