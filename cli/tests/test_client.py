@@ -360,7 +360,7 @@ def test_what_a_link_names_is_executed_by_its_own_name(tmp_path):
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "python").symlink_to(sys.executable)
     command, mine = ["./venv/python", "mine.py"], str(tmp_path / "venv" / "python")
-    (tmp_path / "run.yaml").write_text("")
+    (tmp_path / "run.yaml").write_text("steps: 1\n")
     overrides = {
         "agent": {"command": command},
         "environment": {"options": {"mcp": {"s": {"command": command}}}},

@@ -22,8 +22,12 @@ BY_FLEET = "by the schema and by the fleet"
 def check(spec: dict[str, Any], target: Target) -> dict[str, Any]:
     """`{"valid": true, "checked": …, "warnings": […]}`; raises CommandError (exit code 2) with every problem."""
     if not target.known:
-        judged = check_offline(spec)
-        return {"valid": True, "checked": BY_RULES if judged else BY_SCHEMA, "warnings": warnings(spec)}
+        elsewhere = check_offline(spec)
+        if elsewhere is None:
+            return {"valid": True, "checked": BY_SCHEMA, "warnings": warnings(spec)}
+        told = {item["key"] for item in elsewhere}
+        others = [item for item in warnings(spec) if item["key"] not in told]
+        return {"valid": True, "checked": BY_RULES, "warnings": [*elsewhere, *others]}
     with connect(target) as client:
         return check_with(client, spec)
 
@@ -68,9 +72,10 @@ def local_schema() -> dict[str, Any]:
     return RunSpec.model_json_schema()
 
 
-def check_offline(spec: dict[str, Any]) -> bool:
-    """Raises CommandError (exit code 2) with every problem that can be found here; whether more than the schema was
-    asked.
+def check_offline(spec: dict[str, Any]) -> list[dict[str, str]] | None:
+    """Raises CommandError (exit code 2) with every problem that can be found here.
+
+    Returns what is not on this machine, by key; None where only the schema could be asked.
     """
     check_schema(spec)
     from headrace_schema.spec import RunSpec
@@ -78,9 +83,12 @@ def check_offline(spec: dict[str, Any]) -> bool:
     from headrace_cli.offline import problems_without_a_fleet
 
     found = problems_without_a_fleet(RunSpec.model_validate(spec))
-    if found:
-        raise _refused([Problem(item.key, item.problem, item.fix) for item in found])
-    return found is not None
+    if found is None:
+        return None
+    problems, elsewhere = found
+    if problems:
+        raise _refused([Problem(item.key, item.problem, item.fix) for item in problems])
+    return [item.model_dump() for item in elsewhere]
 
 
 def check_schema(spec: dict[str, Any]) -> None:
