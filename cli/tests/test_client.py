@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import math
+import sys
 import threading
 import time
 from pathlib import Path
@@ -363,7 +364,37 @@ def test_every_file_of_data_is_relative_to_the_spec(tmp_path, where, key):
             found = load_spec(tmp_path / "run.yaml", {**given, f"{where}.{key}": name})
         for part in f"{where}.{key}".split("."):
             found = found[int(part) if part.isdigit() else part]
-        assert found == str(tmp_path / "my rows.jsonl")
+        assert found == str(tmp_path / Path(name).name), "a link stays one"
+
+
+def test_what_a_link_names_is_executed_by_its_own_name(tmp_path):
+    """Through its link a virtual environment's Python is another, without that environment's packages."""
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "python").symlink_to(sys.executable)
+    command, mine = ["./venv/python", "mine.py"], str(tmp_path / "venv" / "python")
+    (tmp_path / "run.yaml").write_text("steps: 1\n")
+    overrides = {
+        "agent": {"command": command},
+        "environment": {"options": {"mcp": {"s": {"command": command}}}},
+    }
+    found = load_spec(tmp_path / "run.yaml", overrides)
+    assert found["agent"]["command"][0] == found["environment"]["options"]["mcp"]["s"]["command"][0] == mine
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("reward.scorers.0.options.api_key_file", "reward.scorers.0.options.reward_model.path"),
+        *("policies.helper.model.path", "environment.roles.judge.path", "algorithm.options.critic_path"),
+    ],
+)
+def test_every_key_that_names_a_file_is_relative_to_the_spec(tmp_path, key):
+    (tmp_path / "here").touch()
+    (tmp_path / "run.yaml").write_text("reward: {scorers: [{name: judge, options: {reward_model: {}}}]}\n")
+    found = load_spec(tmp_path / "run.yaml", {key: "here"})
+    for part in key.split("."):
+        found = found[int(part) if part.isdigit() else part]
+    assert found == str(tmp_path / "here")
 
 
 def test_a_dictionary_that_json_lacks_is_refused():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from headrace.client.specs import load_spec
 from headrace_cli.connection import Target
-from headrace_cli.dry_run import BY_SCHEMA, check
+from headrace_cli.dry_run import BY_RULES, check
 from headrace_cli.planning import explain_file, waits_for_batch
 from headrace_coordinator.data.sources import open_source
 from headrace_reward.scorers import choose
@@ -45,7 +45,7 @@ def test_there_are_recipes():
 def test_a_recipe_is_valid_and_names_its_source(file, tmp_path):
     text = file.read_text(encoding="utf-8")
     document = read_yaml(text)
-    assert check(document, Target("", None, known=False))["checked"] == BY_SCHEMA
+    assert check(document, Target("", None, known=False))["checked"] == BY_RULES
     spec = RunSpec.model_validate(document)
     build_algorithm(spec.algorithm)
     for scorer in spec.reward.scorers:
@@ -61,7 +61,7 @@ def test_a_recipe_is_valid_and_names_its_source(file, tmp_path):
 @pytest.mark.parametrize("file", ROBOTS, ids=lambda file: file.stem)
 def test_a_recipe_for_robots_is_valid_and_names_its_source(file):
     document = read_yaml(file.read_text(encoding="utf-8"))
-    assert check(document, Target("", None, known=False))["checked"] == BY_SCHEMA
+    assert check(document, Target("", None, known=False))["checked"] == BY_RULES
     spec = RunSpec.model_validate(document)
     build_episode_algorithm(spec.algorithm)
     for scorer in spec.reward.scorers:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 import yaml
+from harness.processes import ROOT
 from harness.waiting import wait_for
-from headrace.client import HeadraceError
+from headrace.client import HeadraceError, load_spec
+from headrace_cli.dry_run import check_offline
+from headrace_cli.errors import CommandError
+
+EXAMPLES = ROOT / "examples"
 
 
 def unreadable(tmp_path):
@@ -149,3 +154,59 @@ def test_a_model_that_cannot_be_loaded_ends_the_run_with_a_sentence(fleet, spec_
     ended = fleet.client.wait(run.id, 240)
     assert ended.state == "FAILED" and str(tmp_path) in ended.reason
     wait_for(lambda: not fleet.client.leases().leases, "its devices to be free again", 60)
+
+
+OF_THE_FLEET = {"a device that is not there", "more instances than there are"}
+"""What only instances can tell."""
+OF_THE_ISSUE = {
+    "an option of another algorithm": (
+        {"algorithm__name": "dapo", "algorithm__options": {"loss_aggregation": "token-mean"}},
+        "algorithm.options.loss_aggregation",
+        "",
+    ),
+    "a scorer's file that is not there": (
+        {"reward": {"scorers": [{"name": "/no/such/mine.py:score"}]}},
+        "reward.scorers[0].name",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*(BAD.keys() - OF_THE_FLEET), *OF_THE_ISSUE])
+def test_a_dry_run_says_the_same_with_a_fleet_and_without_one(fleet, spec_of, tmp_path, name):
+    overrides, key, _ = {**BAD, **OF_THE_ISSUE}[name]
+    spec = load_spec(spec_with(spec_of, overrides, tmp_path))
+    with pytest.raises(HeadraceError) as refused:
+        fleet.client.check(spec)
+    by_fleet = {problem.key for problem in refused.value.problems}
+    try:
+        alone = {item["key"] for item in check_offline(spec) or ()}
+    except CommandError as error:
+        alone = {problem.key for problem in error.problems}
+    assert key in by_fleet and alone == by_fleet, (alone, by_fleet)
+
+
+@pytest.mark.parametrize(
+    "file", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda file: str(file.relative_to(EXAMPLES))
+)
+def test_an_example_is_judged_alike_with_a_fleet_and_without_one(fleet, tiny_model, file):
+    """But for what instances have: devices, engines, simulators."""
+    spec = load_spec(file)
+    if not {"model", "data"} <= spec.keys():
+        pytest.skip("a plan's profile, an evaluation")
+    if "policy" not in spec["model"]:
+        spec["model"]["path"] = str(tiny_model)
+    spec.pop("from_checkpoint", None)
+    by_fleet, alone = {}, {}
+    try:
+        fleet.client.check(spec)
+    except HeadraceError as error:
+        by_fleet = {problem.key: problem.problem for problem in error.problems}
+    try:
+        alone = {item["key"]: item["problem"] for item in check_offline(spec) or ()}
+    except CommandError as error:
+        alone = {problem.key: problem.problem for problem in error.problems}
+    of_instances = ("placement.", "trainer.ranks", "trainer.backend", "rollout.", "environment", "reward.load")
+    left = {key: text for key, text in by_fleet.items() if not key.startswith(of_instances)}
+    assert left.keys() <= alone.keys() | {"reward.scorers[0].options"}, (left, alone)
+    assert alone.keys() <= by_fleet.keys(), (alone, by_fleet)

@@ -1,4 +1,4 @@
-"""Checks a run spec without submitting it: by the coordinator when there is one, else by the schema alone."""
+"""Checks a run spec without submitting it: by the coordinator when there is one, else by what is installed here."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from headrace_cli.errors import EXIT_USER_ERROR, CommandError
 if TYPE_CHECKING:
     from headrace.client import Client
 
-BY_SCHEMA = "by the schema; scorers, engines and devices only with a fleet"
+BY_SCHEMA = "by the schema alone: install headrace[local], or name a fleet"
+BY_RULES = "by the schema, and this machine's models, data and plug-ins; engines, devices, your own code with a fleet"
 BY_FLEET = "by the schema and by the fleet"
 
 
 def check(spec: dict[str, Any], target: Target) -> dict[str, Any]:
     """`{"valid": true, "checked": …, "warnings": […]}`; raises CommandError (exit code 2) with every problem."""
     if not target.known:
-        check_schema(spec)
-        return {"valid": True, "checked": BY_SCHEMA, "warnings": warnings(spec)}
+        elsewhere = check_offline(spec)
+        if elsewhere is None:
+            return {"valid": True, "checked": BY_SCHEMA, "warnings": warnings(spec)}
+        told = {item["key"] for item in elsewhere}
+        others = [item for item in warnings(spec) if item["key"] not in told]
+        return {"valid": True, "checked": BY_RULES, "warnings": [*elsewhere, *others]}
     with connect(target) as client:
         return check_with(client, spec)
 
@@ -71,6 +76,25 @@ def local_schema() -> dict[str, Any]:
     return RunSpec.model_json_schema()
 
 
+def check_offline(spec: dict[str, Any]) -> list[dict[str, str]] | None:
+    """Raises CommandError (exit code 2) with every problem that can be found here.
+
+    Returns what is not on this machine, by key; None where only the schema could be asked.
+    """
+    check_schema(spec)
+    from headrace_schema.spec import RunSpec
+
+    from headrace_cli.offline import problems_without_a_fleet
+
+    found = problems_without_a_fleet(RunSpec.model_validate(spec))
+    if found is None:
+        return None
+    problems, elsewhere = found
+    if problems:
+        raise _refused([Problem(item.key, item.problem, item.fix) for item in problems])
+    return [item.model_dump() for item in elsewhere]
+
+
 def check_schema(spec: dict[str, Any]) -> None:
     """Raises CommandError (exit code 2) with every problem that the schema finds."""
     from headrace_schema.problems import explain
@@ -80,6 +104,11 @@ def check_schema(spec: dict[str, Any]) -> None:
     try:
         RunSpec.model_validate(spec)
     except ValidationError as error:
-        problems = [Problem(item.key, item.problem, item.fix) for item in explain(error, RunSpec)]
-        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the spec"
-        raise CommandError(count, reason="INVALID", exit_code=EXIT_USER_ERROR, problems=problems) from error
+        raise _refused(
+            [Problem(item.key, item.problem, item.fix) for item in explain(error, RunSpec)]
+        ) from error
+
+
+def _refused(problems: list[Problem]) -> CommandError:
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the spec"
+    return CommandError(count, reason="INVALID", exit_code=EXIT_USER_ERROR, problems=problems)

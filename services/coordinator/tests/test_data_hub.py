@@ -194,3 +194,20 @@ def test_the_suites_find_their_data_sets_by_id_configuration_split_and_columns(h
         "aime24": [["Walk?", "33"]],
         "aime25": [["Arcs?", "336"]],
     }
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["one split", "a dictionary of splits"])
+def test_what_save_to_disk_wrote_is_read(tmp_path, whole):
+    import datasets
+    from headrace_coordinator.data.builtin.huggingface import HuggingFace
+    from headrace_schema.problems import Impossible
+
+    rows = datasets.Dataset.from_list([{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(4)])
+    (rows if whole else datasets.DatasetDict({"train": rows, "test": rows.select([0])})).save_to_disk(
+        tmp_path / "d"
+    )
+    source = HuggingFace(dataset=str(tmp_path / "d"), split="train[1:3]")
+    assert [item.answer for item in source.items()] == ["2", "3"]
+    if not whole:
+        with pytest.raises(Impossible, match="Unknown split 'validation'"):
+            list(HuggingFace(dataset=str(tmp_path / "d"), split="validation").items())

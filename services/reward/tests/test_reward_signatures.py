@@ -53,16 +53,41 @@ async def test_a_function_of_verl_works_as_it_is(reward, scorer_file):
 
 @pytest.mark.parametrize(
     ("truth", "reference"),
-    [({"target": 4}, '{"target": 4}'), (4, "4"), ("4", "4"), ("of another key", "4")],
+    [({"target": 4}, '{"target": 4}'), (4, "4"), ("4", "4"), ("4", "a text to learn from")],
 )
 async def test_a_ground_truth_of_verl_is_what_its_row_holds(reward, scorer_file, truth, reference):
     """Functions of verl compare numbers with numbers, and read objects; their text would be wrong in silence."""
-    wanted = reference if truth == "of another key" else truth
-    source = f"#file\ndef score(solution_str, ground_truth):\n    return float(ground_truth == {wanted!r})\n"
+    source = f"#file\ndef score(solution_str, ground_truth):\n    return float(ground_truth == {truth!r})\n"
     await reward.open(scorer_file(source))
     metadata = {"reward_model": {"style": "rule", "ground_truth": truth}}
     (found,) = await reward.answers("4", reference=reference, metadata=metadata)
     assert found.reward == 1.0
+
+
+KWARGS = "#file\ndef score(solution_str, ground_truth, scale, bonus=0.0):\n    return scale + bonus\n"
+
+
+async def test_options_are_arguments_of_the_users_function_as_verls_reward_kwargs_are(reward, scorer_file):
+    scorer = {"name": scorer_file(KWARGS)}
+    await reward.open({**scorer, "options": {"scale": 0.25, "bonus": 0.5}})
+    (found,) = await reward.answers("4", reference="4")
+    assert found.reward == 0.75
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bonus": 1}, "its parameter 'scale' is none of"),
+        ({"scale": 1, "bonsu": 1}, "it has no parameter 'bonsu', which the options give"),
+        ({"scale": 1, "ground_truth": 1}, "'ground_truth' is a parameter that the run itself gives"),
+    ],
+)
+async def test_options_that_the_function_does_not_take_are_refused_by_name(
+    reward, scorer_file, options, words
+):
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await reward.open({"name": scorer_file(KWARGS), "options": options})
+    assert words in refused.value.details()
 
 
 @pytest.mark.parametrize("messages", [[], [USER]], ids=["text", "conversations"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,14 +42,15 @@ def load_spec(spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
     loaded: dict[str, Any] = copy.deepcopy(dict(spec)) if isinstance(spec, Mapping) else _read(Path(spec))
     for key, value in _pairs(overrides):
         _assign(loaded, key, value)
-    folder = Path.cwd() if isinstance(spec, Mapping) else Path(spec).parent
-    for path in PATHS:
-        _make_absolute(loaded, path.split("."), folder)
     try:
         json.dumps(loaded, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         fix = "use texts, finite numbers, truth values, lists and dictionaries"
         raise _mistake("the spec", f"cannot be written as JSON ({error})", fix) from error
+    folder = Path.cwd() if isinstance(spec, Mapping) else Path(spec).parent
+    _make_paths_absolute(loaded, folder)
+    for path in PATHS:
+        _make_absolute(loaded, path.split("."), folder)
     return loaded
 
 
@@ -74,15 +76,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 PATHS = (
-    "model.path",
-    "trainer.reference.path",
-    "algorithm.options.critic_path",
     "rollout.engine_options.speculative.model",
     "trainer.warmup.demonstrations",
     *(
         f"{options}.{key}"
         for options in ("data.options", "evaluation.data.*.options", "suite.options", "suite.options.options")
-        for key in ("path", "dataset", "parts.*.options.path", "parts.*.options.dataset")
+        for key in ("dataset", "parts.*.options.dataset")
     ),
     "reward.scorers.*.name",
     "reward.evaluation.*.name",
@@ -93,21 +92,30 @@ PATHS = (
         for key in (
             "tasks.*",
             "instructions.@",
-            "roles.*.path",
             "options.tools.*",
             "options.search.corpus",
             "options.mcp.*.command.*",
         )
     ),
-    "policies.*.model.path",
     "agent.python",
     "agent.command.*",
     "agent.verifiers",
 )
-"""Keys whose values may be paths (behind @: the keys below it); in those of `NAMES` a word without a slash or a suffix
-may be something else.
+"""Keys whose values may be paths (behind @: the keys below it), beside all of `PATH_KEYS`; in those of `NAMES` a word
+without a slash or a suffix may be something else.
 """
+PATH_KEYS = re.compile(r"path|\w+_path|api_key_file")
+"""Last parts of keys, wherever they stand, whose values are paths."""
 NAMES = ("name", "dataset", "verifiers")
+
+
+def _make_paths_absolute(spec: Any, folder: Path) -> None:
+    """Makes the values of `PATH_KEYS` absolute, in place and at every depth."""
+    for key, value in spec.items() if isinstance(spec, dict) else enumerate(spec):
+        if isinstance(value, dict | list):
+            _make_paths_absolute(value, folder)
+        elif isinstance(value, str) and value and PATH_KEYS.fullmatch(str(key)):
+            spec[key] = _absolute(value, folder, named=False)
 
 
 def _make_absolute(spec: Any, keys: Sequence[str], folder: Path) -> None:
@@ -134,7 +142,7 @@ def _absolute(text: str, folder: Path, *, named: bool) -> str:
     """Relative to the spec's folder, else to the working directory; `~` and `$VAR` are this machine's.
 
     What is not there stays as it is: a Hugging Face id, or a path that only the services see. `file.py:function` keeps
-    its function.
+    its function. A link stays one: a virtual environment's Python, named by what it links to, is another.
     """
     expanded = os.path.expanduser(os.path.expandvars(text))
     file, colon, function = expanded.rpartition(":") if ".py:" in expanded else (expanded, "", "")
@@ -142,7 +150,7 @@ def _absolute(text: str, folder: Path, *, named: bool) -> str:
         return text
     for place in (folder, Path.cwd()):
         if (place / file).exists():
-            return f"{(place / file).resolve()}{colon}{function}"
+            return f"{(place / file).absolute()}{colon}{function}"
     return expanded
 
 

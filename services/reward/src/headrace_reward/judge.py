@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import json
 import math
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -234,10 +235,9 @@ def _build(
     name: str, options: Mapping[str, Any], directory: Path, give: Collection[str]
 ) -> tuple[Scorer, str]:
     if is_user_scorer(name):
-        if options:
-            raise ScorerError("options", "a scorer of your own takes no options; put them into its file")
         path, function = locate(name, directory)
-        return load_user_scorer(path, function, give), _digest_of(path.read_bytes(), ())
+        code = path.read_bytes() + json.dumps(options, sort_keys=True).encode()
+        return load_user_scorer(path, function, give, options), _digest_of(code, ())
     chosen = scorers.choose(name, options)
     source = inspect.getsourcefile(inspect.unwrap(chosen.plugin.factory()))
     code = Path(source).read_bytes() if source else b""

@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
-import json
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar
 
 from headrace_reward.scorers.base import Answer, ScorerError
@@ -46,11 +45,11 @@ def _group(answer: Answer) -> list[str]:
 
 
 def _ground_truth(answer: Answer) -> Any:
-    """As the row of verl has it: a number stays one, and an object too, whose text the reference is."""
+    """As the row of verl has it: a number stays one, and an object too. `data.options.answer` may name another text,
+    to learn from; the reference is of rows without one."""
     section = (answer.metadata or {}).get("reward_model")
     given = section.get("ground_truth") if isinstance(section, Mapping) else None
-    same = given is not None and answer.reference in (str(given), json.dumps(given))
-    return given if same else answer.reference
+    return answer.reference if given is None else given
 
 
 SINGLE: dict[str, Callable[[Answer], Any]] = {
@@ -117,10 +116,20 @@ class Arguments:
     columns: tuple[str, ...] = ()
     others: bool = False
     """The function takes `**kwargs`: of a batch, all other columns of the data."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The spec's, which verl calls reward_kwargs: the same for each answer."""
 
     @classmethod
-    def of_function(cls, function: Callable[..., Any], give: Collection[str] = ()) -> Arguments:
-        """Reads a function's parameters; `give` is `reward.give`. Raises TypeError naming one that gets nothing."""
+    def of_function(
+        cls,
+        function: Callable[..., Any],
+        give: Collection[str] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Arguments:
+        """Reads a function's parameters; `give` is `reward.give`, `options` are values for parameters of its own.
+
+        Raises TypeError naming a parameter that gets nothing, or an option that no parameter takes.
+        """
         parameters = inspect.signature(function).parameters.values()
         if any(each.kind is each.VAR_POSITIONAL for each in parameters):
             raise TypeError("it takes *args, but arguments are given by name")
@@ -134,7 +143,13 @@ class Arguments:
             for what, those in (("tokens", OF_TOKENS), ("group", OF_GROUP)):
                 if name in known and name in those and what not in give:
                     raise TypeError(f"it takes {name!r}, which scorers get with reward.give: [{what}]")
-        unknown = [each for each in named if each.name.lstrip("_") not in known]
+        if taken := sorted(name for name in options if name.lstrip("_") in known):
+            raise TypeError(
+                f"the option {taken[0]!r} is a parameter that the run itself gives; call it otherwise"
+            )
+        if not others and (lost := sorted(options.keys() - {each.name for each in named})):
+            raise TypeError(f"it has no parameter {lost[0]!r}, which the options give")
+        unknown = [each for each in named if each.name.lstrip("_") not in known and each.name not in options]
         wanted = [each.name for each in unknown if each.default is each.empty]
         if batched and (of_trl := [name for name in wanted if name in OF_TRL_ALONE]):
             raise TypeError(f"it takes {of_trl[0]!r}, which only TRL's trainer has")
@@ -143,19 +158,18 @@ class Arguments:
         names = tuple(each.name for each in named if each.name.lstrip("_") in known)
         if not names:
             raise TypeError(f"it takes none of {', '.join(known)}")
-        return cls(names, batched, tuple(wanted), others)
+        return cls(names, batched, tuple(wanted), others, dict(options))
 
     def of(self, answer: Answer) -> dict[str, Any]:
         """The arguments of one answer; those of a function of batches are lists of one."""
         if self.batched:
             return self.of_batch([answer])
-        return {name: SINGLE[name.lstrip("_")](answer) for name in self.names}
+        return {**self.options, **{name: SINGLE[name.lstrip("_")](answer) for name in self.names}}
 
     def of_batch(self, answers: list[Answer]) -> dict[str, Any]:
         """The arguments of several answers. Raises LookupError naming a column that an item lacks."""
-        given: dict[str, Any] = {
-            name: [BATCHED[name.lstrip("_")](answer) for answer in answers] for name in self.names
-        }
+        given: dict[str, Any] = dict(self.options)
+        given |= {name: [BATCHED[name.lstrip("_")](answer) for answer in answers] for name in self.names}
         rows = [_columns(answer) for answer in answers]
         columns = dict.fromkeys(
             [*self.columns, *((name for row in rows for name in row) if self.others else ())]
@@ -267,13 +281,18 @@ def locate(name: str, directory: Path) -> tuple[Path, str]:
     path_text, _, function = name.rpartition(":")
     if not path_text or not function.isidentifier():
         raise ScorerError("name", f"{name}: name the function too, as {name.split(':')[0]}:score")
-    path = (directory / path_text).resolve()
+    path = (directory / path_text).absolute()  # a link, as a cache of files has them, keeps its own name
     if not path.is_file():
         raise ScorerError("name", f"{name}: no such file {path}; paths start at {directory} or are absolute")
     return path, function
 
 
-def load_user_scorer(path: Path, function_name: str, give: Collection[str] = ()) -> UserScorer:
+def load_user_scorer(
+    path: Path,
+    function_name: str,
+    give: Collection[str] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> UserScorer:
     """Imports the file and takes the function; whatever the file raises goes through. `give` is `reward.give`.
 
     Raises:
@@ -285,7 +304,7 @@ def load_user_scorer(path: Path, function_name: str, give: Collection[str] = ())
     if not callable(function):
         raise ScorerError("name", f"{path}: there is no function {function_name!r}; write {SIGNATURE}")
     try:
-        return UserScorer(function, Arguments.of_function(function, give), folder)
+        return UserScorer(function, Arguments.of_function(function, give, options), folder)
     except TypeError as error:
         raise ScorerError("name", f"{path}:{function_name}: {error}; write {SIGNATURE}") from error
 

@@ -30,25 +30,14 @@ async def mount(instance: Instance) -> Close:
     from headrace_modelkit.broadcasting import Broadcasts
     from headrace_servicekit.weights import WeightServicer
 
-    from headrace_trainer.algorithms import ALGORITHMS
-    from headrace_trainer.algorithms.episodes import EPISODE_ALGORITHMS
-    from headrace_trainer.backends import BACKENDS, installed_backends
+    from headrace_trainer.offered import capabilities
     from headrace_trainer.service import TrainerServicer
 
     # Before any thread of torch, which all do as this one then: a product with denormals takes many times as long.
     torch.set_flush_denormal(True)
     torch.set_num_threads(1)  # until a lease says more: two busy thread pools on one core cost tenfold
     servicer = TrainerServicer(instance)
-    instance.capabilities["backends"] = installed_backends()
-    instance.capabilities["backend_options"] = BACKENDS.capabilities(LOG.warning)
-    instance.capabilities["algorithms"] = ALGORITHMS.names()
-    instance.capabilities["algorithm_options"] = ALGORITHMS.capabilities(LOG.warning)
-    instance.capabilities["algorithm_features"] = ALGORITHMS.features(ALGORITHMS.names())
-    instance.capabilities["episode_algorithms"] = EPISODE_ALGORITHMS.names()
-    instance.capabilities["episode_algorithm_options"] = EPISODE_ALGORITHMS.capabilities(LOG.warning)
-    instance.capabilities["episode_algorithm_features"] = EPISODE_ALGORITHMS.features(
-        EPISODE_ALGORITHMS.names()
-    )
+    instance.capabilities |= capabilities()
     instance.capabilities["transports"] = ["cuda_ipc", "shm", "collective", "delta", "grpc"]
     instance.add_service(
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server,

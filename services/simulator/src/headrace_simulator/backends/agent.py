@@ -125,7 +125,7 @@ class PythonAgent(ForkedAgent):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self._name, self.folder = name, str(Path(name.rpartition(":")[0]).resolve().parent)
+        self._name, self.folder = name, str(Path(name.rpartition(":")[0]).absolute().parent)
         load_factory(name, "agent")
 
     @override

@@ -29,7 +29,7 @@ def load_factory(name: str, example: str = "make_env") -> Callable[..., Any]:
     path_text, _, function_name = name.rpartition(":")
     if not path_text or not function_name.isidentifier():
         raise BackendError(_FIELD, f"{name}: name the function too, as {name.split(':')[0]}:{example}")
-    path = Path(path_text).resolve()
+    path = Path(path_text).absolute()  # a link, as a cache of files has them, keeps its own name
     if not path.is_file():
         raise BackendError(_FIELD, f"{name}: no such file {path}; paths start where the service does")
     module_name = f"headrace_user_environment_{path.stem}"

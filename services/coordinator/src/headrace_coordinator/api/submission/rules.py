@@ -306,6 +306,8 @@ LOCAL: tuple[Rule, ...] = (
 )
 """What no instance mends."""
 RULES = (*OF_FLEET, *LOCAL)
+WITHOUT_INSTANCES = tuple(rule for rule in RULES if rule not in (simulated_on_gpus, instances, devices))
+"""What can be asked where no fleet runs; a facet of which nothing is known is not judged."""
 
 
 def problems_of(submission: Submission, rules: tuple[Rule, ...] = RULES) -> list[KeyProblemView]:

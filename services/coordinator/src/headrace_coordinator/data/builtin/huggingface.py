@@ -22,7 +22,7 @@ DATASET_KEY = "data.options.dataset"
 class HuggingFace(RowSource):
     """The rows of one split, in their order. Name a `revision`, so that the items of tomorrow are today's."""
 
-    dataset: str = Field(description="an id such as openai/gsm8k, or a local directory")
+    dataset: str = Field(description="an id such as openai/gsm8k, or a local directory, also of save_to_disk")
     name: str | None = Field(default=None, description="configuration of the data set, such as main")
     split: str = Field(default="train", description="split, also a slice such as train[:1000]")
     revision: str | None = Field(default=None, description="commit, tag or branch of the hub's repository")
@@ -50,9 +50,11 @@ class HuggingFace(RowSource):
         local = Path(self.dataset).expanduser()
         where = str(local) if local.is_dir() else self.dataset
         try:
-            found = datasets.load_dataset(
-                where, self.name, split=self.split, revision=None if local.is_dir() else self.revision
-            )
+            found = _saved(datasets, local, self.split)
+            if found is None:
+                found = datasets.load_dataset(
+                    where, self.name, split=self.split, revision=None if local.is_dir() else self.revision
+                )
             return _with_files(datasets, found)
         except datasets.exceptions.DatasetNotFoundError as error:
             fix = "check the id, the revision and HF_TOKEN, or name a local directory"
@@ -70,6 +72,27 @@ class HuggingFace(RowSource):
         if "BuilderConfig" in text or "Config name is missing" in text:
             return problem("data.options.name", text, "set it to one of those")
         return problem(DATASET_KEY, text, "check the id and the connection, or name a local directory")
+
+
+def _saved(datasets: Any, folder: Path, split: str) -> Any:
+    """The rows that `save_to_disk` wrote into a folder, one split or several; None where it wrote none.
+
+    Raises ValueError for a split that is not there.
+    """
+    if (folder / "state.json").is_file():
+        found = datasets.load_from_disk(str(folder))
+        name = split.partition("[")[0]  # It is one split, whatever its name.
+    elif (folder / "dataset_dict.json").is_file():
+        every = datasets.load_from_disk(str(folder))
+        name = split.partition("[")[0]
+        if name not in every:
+            raise ValueError(f"Unknown split {name!r}. Should be one of {sorted(every)}.")
+        found = every[name]
+    else:
+        return None
+    (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(found)})
+    start, end = part.from_ or 0, len(found) if part.to is None else part.to
+    return found.select(range(start, end))
 
 
 def _with_files(datasets: Any, rows: Any) -> Any:
