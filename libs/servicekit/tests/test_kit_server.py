@@ -171,17 +171,6 @@ async def test_figures_count_calls_by_method_and_code(servers, reward_stub, scri
         await servers(scripted_reward, metrics_port=port)
 
 
-async def test_too_many_calls_at_once_are_turned_away(servers, reward_stub, scripted_reward, until):
-    _, address = await servers(scripted_reward, max_concurrent_rpcs=1)
-    stub = reward_stub(address)
-    running = asyncio.ensure_future(stub.OpenRun(opening("hold")))
-    await until(lambda: scripted_reward.opened == 1, "the call to start")
-    error = await failure(stub.OpenRun(opening()))
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    scripted_reward.go_on.set()
-    await running
-
-
 def test_addresses():
     assert split_address("[::1]:80") == ("::1", "80")
     assert [split_address(each, default_port=7) for each in ("::1", "[::1]", "h", "[::1]:8")] == [

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from headrace_servicekit.descriptors import raise_limit
 from headrace_servicekit.instance_config import make_token
 from headrace_servicekit.logs import configure_logging, get_logger
 from headrace_servicekit.process.ports import LOOPBACK
@@ -87,6 +88,7 @@ class LocalFleet:
 
     def _prepare(self) -> None:
         data_dir = self.data_dir
+        raise_limit()  # The store, which is no service of ours, has it from here.
         os.environ.update(child_environment(data_dir.fleet_id))
         shared_memory = data_dir.make_shared_memory()
         self._socket = data_dir.socket_path(shared_memory)

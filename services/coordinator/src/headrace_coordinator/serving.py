@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from headrace_servicekit.descriptors import raise_limit
 from headrace_servicekit.instance_config import make_token, read_token
 from headrace_servicekit.lease.clock import boottime
 from headrace_servicekit.logs import configure_logging
@@ -92,6 +93,7 @@ def _http_token(arguments: argparse.Namespace) -> str | None:
 async def serve(arguments: argparse.Namespace) -> None:
     """Serves until SIGTERM; raises `Refusal`."""
     configure_logging(level=arguments.log_level)
+    raise_limit()
     reuse_freed_memory()
     http_token = _http_token(arguments)
     try:
