@@ -12,6 +12,15 @@ SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT})
 """What a system lacks for a while: descriptors, room on a disk."""
 
 
+def lack_behind(error: BaseException | None) -> OSError | None:
+    """The error that says what is lacking, where an error comes from that; else None."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in SCARCE:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def raise_limit() -> None:
     """Raises the soft limit of this process to the hard one, at most to MOST: 1,024 are few for a server."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
