@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import urllib.error
 import urllib.request
 
 import grpc
@@ -169,6 +170,20 @@ async def test_figures_count_calls_by_method_and_code(servers, reward_stub, scri
         assert f'headrace_rpcs_total{{code="{code}",instance="test",{method}}}'.encode() in page
     with pytest.raises(ServiceError, match=f"metrics port {port}"):
         await servers(scripted_reward, metrics_port=port)
+
+
+@pytest.mark.parametrize(("listen", "status"), [("127.0.0.1:0", 200), ("0.0.0.0:0", 401)])
+@pytest.mark.parametrize("shown", ["", "wrong", "secret"])
+async def test_figures_beyond_the_loopback_want_the_token(servers, scripted_reward, listen, status, shown):
+    port = free_port()
+    await servers(scripted_reward, token="secret", listen=listen, metrics_port=port)
+    headers = {"Authorization": f"Bearer {shown}"} if shown else {}
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
+    try:
+        found = (await asyncio.to_thread(urllib.request.urlopen, asked)).status
+    except urllib.error.HTTPError as error:
+        found = error.code
+    assert found == (200 if shown == "secret" else status)
 
 
 def test_addresses():

@@ -53,7 +53,7 @@ class Broadcasts:
         return device_id(self._device()) if dist.is_nccl_available() else ""
 
     def serve(self, host: str) -> tuple[int, Any]:
-        """Port of a new rendezvous store at this machine's `host`, and the store, which lives while it is referenced."""
+        """Port of a new rendezvous store at `host`, of this machine, and the store, which lives while referenced."""
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server(
             (host, 0), family=family

@@ -19,14 +19,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace_servicekit.descriptors import for_callers
+
 STRANGER_S = 10.0
 """Seconds that a connection may take to show the token."""
 SENDING_S = 60.0
 """The same where much comes meanwhile: the first message may be large, and the network slow."""
 SENDING_BYTES = 256 * 1024
 """What must come between two looks at such a connection."""
-OF_PEER, IN_ALL = 64, 256
-"""Connections of strangers to one port."""
+OF_PEER, IN_ALL = 1 / 4, 1 / 2
+"""What strangers may hold of a port's connections. A fleet that starts connects from one host, many at once."""
+MANY = 16
+"""Strangers that are looked at more often."""
 REFUSED_CALLS = 64
 """Calls without the token by which one connection uses up its stay."""
 LOOK_S, BUSY_LOOK_S = 1.0, 0.1
@@ -147,10 +151,10 @@ class Doors:
         newest_first = sorted(strangers, key=lambda found: -found[1].since)
         for in_all, (descriptor, each) in enumerate(newest_first, 1):
             of_peer[each.host] += 1
-            many = in_all > IN_ALL or of_peer[each.host] > OF_PEER
+            many = in_all > IN_ALL * for_callers() or of_peer[each.host] > OF_PEER * for_callers()
             if many or each.peer in tiresome or self._late(descriptor, each, now):
                 _shut(descriptor, each)
-        return len(strangers) > OF_PEER // 4
+        return len(strangers) > MANY
 
     def _late(self, descriptor: int, each: _Connection, now: float) -> bool:
         if now - each.since < STRANGER_S:

@@ -288,7 +288,7 @@ class GrpcServer:
         port = self._port = self._bind()
         DOORS.watch(port, self._guard.callers.known, self._guard.callers)
         if self._metrics_port is not None:
-            self._stop_metrics = expose_metrics(host, self._metrics_port)
+            self._stop_metrics = expose_metrics(host, self._metrics_port, self._token)
         await self._server.start()
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)

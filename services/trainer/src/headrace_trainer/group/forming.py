@@ -40,7 +40,7 @@ _CALL_LIMIT = timedelta(seconds=15)
 class Place(msgspec.Struct, frozen=True):
     """Where a trainer group meets: rank 0 is reached at `host`, and listens at `listen`.
 
-    torch's store tells whoever connects to it all that it holds. By `secret`, of the fleet's token and this meeting, the
+    torch's store tells whoever connects to it all that it holds. By `secret`, of the fleet's token and the meeting, the
     ranks know their keys and each other.
     """
 
