@@ -32,11 +32,12 @@ class Listening:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: which process, what for, and where."""
+    """One line of the table: which process, what for, where, and who may connect."""
 
     process: str
     purpose: str
     place: str
+    who: str
 
 
 def rows() -> list[Row]:
@@ -46,7 +47,7 @@ def rows() -> list[Row]:
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| `"):
-            found += [Row(process, cells[1], cells[2]) for process in PROCESS.findall(cells[0])]
+            found += [Row(process, *cells[1:4]) for process in PROCESS.findall(cells[0])]
     assert found, "SECURITY.md has no table of sockets"
     return found
 
@@ -110,7 +111,8 @@ def _tcp() -> Iterator[tuple[int, str, int]]:
                 address, _, port = fields[1].partition(":")
                 words = struct.unpack(f"<{len(address) // 8}I", bytes.fromhex(address))
                 packed = struct.pack(f">{len(words)}I", *words)
-                yield int(fields[9]), str(ipaddress.ip_address(packed)), int(port, 16)
+                host = ipaddress.ip_address(packed)
+                yield int(fields[9]), str(getattr(host, "ipv4_mapped", None) or host), int(port, 16)
 
 
 def _unix() -> Iterator[int]:
