@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 from headrace_cli.errors import CommandError
 from headrace_cli.launcher import hosts
-from headrace_cli.launcher.hosts import address_towards, collective_variables, find_head, require_own_address
+from headrace_cli.launcher.hosts import address_towards, find_head, require_own_address
 from headrace_cli.launcher.plan import FleetPlan, Head
 
 
@@ -47,13 +47,11 @@ def test_what_keeps_a_host_from_joining_is_named(coordinator, token, tmp_path):
 
 
 def test_an_address_of_another_host_is_refused_with_those_of_this_one(monkeypatch):
-    monkeypatch.setattr(hosts, "own_addresses", lambda: {"10.0.0.5": "eth3"})
+    monkeypatch.setattr(hosts, "outward_addresses", lambda: {"10.0.0.5": "eth3"})
     with pytest.raises(CommandError, match="no address of this host") as refused:
         require_own_address("--listen", "0.0.0.0")
     assert "10.0.0.5" in str(refused.value.problems)
     require_own_address("--listen", "10.0.0.5")
-    assert collective_variables("10.0.0.5") == {"GLOO_SOCKET_IFNAME": "eth3", "NCCL_SOCKET_IFNAME": "=eth3"}
-    assert collective_variables("10.0.0.6") == {}
     assert address_towards("127.0.0.1") == "127.0.0.1"
 
 

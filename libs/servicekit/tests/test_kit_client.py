@@ -73,7 +73,7 @@ def test_only_unary_methods_are_in_the_retry_policy():
     assert "headrace.trainer.v1.TrainerService/CommitStep" in methods
     for stream in ("trainer.v1.TrainerService/Learn", "coordinator.v1.FleetService/Session"):
         assert f"headrace.{stream}" not in methods
-    assert config["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
+    assert config["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE", "RESOURCE_EXHAUSTED"]
 
 
 async def test_a_refusal_is_what_a_writer_reads_when_its_next_write_comes_too_late(

@@ -3,8 +3,16 @@
 import asyncio
 import json
 import logging
+import time
 
-from headrace_servicekit.logs import HumanFormatter, JsonFormatter, get_logger, log_context
+from headrace_servicekit import logs
+from headrace_servicekit.logs import (
+    HumanFormatter,
+    JsonFormatter,
+    configure_logging,
+    get_logger,
+    log_context,
+)
 
 
 def record(**fields):
@@ -48,3 +56,51 @@ def test_an_exception_stays_in_its_line():
 
 def test_loggers_are_the_standard_librarys():
     assert get_logger("headrace.x") is logging.getLogger("headrace.x")
+
+
+def repeated(run, log, monkeypatch, capsys):
+    """What `run(log)` writes to standard error, as records, once the time of its lines is over."""
+    monkeypatch.setattr(logs, "WINDOW_S", 0.3)
+    configure_logging(json_lines=True)
+    run(log)
+    time.sleep(0.4)
+    log.info("the next one")
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_lines_that_repeat_are_counted(monkeypatch, capsys):
+    def run(log):
+        for number in range(logs.LINES + 50):
+            log.warning("it happened %s", number)
+        log.info("something else")
+
+    *lines, told, last = repeated(run, logging.getLogger("test.repeats"), monkeypatch, capsys)
+    assert [line["message"] for line in lines].count("something else") == 1
+    assert len(lines) == logs.LINES + 1 and last["message"] == "the next one"
+    assert (told["message"], told["not_written"]) == (f"it happened {logs.LINES + 49}", 50)
+
+
+def test_tracebacks_that_repeat_are_counted_as_asyncio_writes_them(monkeypatch, capsys):
+    """Its server writes one for each connection that it cannot accept, 2,048 a second."""
+
+    def run(log):
+        loop = asyncio.new_event_loop()
+        for _ in range(1000):
+            error = OSError(24, "Too many open files")
+            loop.call_exception_handler(
+                {"message": "socket.accept() out of system resource", "exception": error}
+            )
+        loop.close()
+
+    lines = repeated(run, logging.getLogger("test.repeats"), monkeypatch, capsys)
+    assert sum("exception" in line for line in lines) == logs.TRACEBACKS
+    assert [line["not_written"] for line in lines if "not_written" in line] == [1000 - logs.TRACEBACKS]
+
+
+def test_what_was_counted_is_told_at_the_end(capsys):
+    configure_logging(json_lines=True)
+    log = logging.getLogger("test.repeats")
+    for _ in range(logs.LINES + 7):
+        log.warning("again")
+    logging.getLogger().handlers[0].close()
+    assert json.loads(capsys.readouterr().err.splitlines()[-1])["not_written"] == 7

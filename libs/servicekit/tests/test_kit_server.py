@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import urllib.error
 import urllib.request
 
 import grpc
@@ -171,15 +172,18 @@ async def test_figures_count_calls_by_method_and_code(servers, reward_stub, scri
         await servers(scripted_reward, metrics_port=port)
 
 
-async def test_too_many_calls_at_once_are_turned_away(servers, reward_stub, scripted_reward, until):
-    _, address = await servers(scripted_reward, max_concurrent_rpcs=1)
-    stub = reward_stub(address)
-    running = asyncio.ensure_future(stub.OpenRun(opening("hold")))
-    await until(lambda: scripted_reward.opened == 1, "the call to start")
-    error = await failure(stub.OpenRun(opening()))
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    scripted_reward.go_on.set()
-    await running
+@pytest.mark.parametrize(("listen", "status"), [("127.0.0.1:0", 200), ("0.0.0.0:0", 401)])
+@pytest.mark.parametrize("shown", ["", "wrong", "secret"])
+async def test_figures_beyond_the_loopback_want_the_token(servers, scripted_reward, listen, status, shown):
+    port = free_port()
+    await servers(scripted_reward, token="secret", listen=listen, metrics_port=port)
+    headers = {"Authorization": f"Bearer {shown}"} if shown else {}
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
+    try:
+        found = (await asyncio.to_thread(urllib.request.urlopen, asked)).status
+    except urllib.error.HTTPError as error:
+        found = error.code
+    assert found == (200 if shown == "secret" else status)
 
 
 def test_addresses():

@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -263,6 +264,41 @@ def test_a_stranger_is_no_rank():
         stranger.sendall(b"x" * 20)
         assert done.wait(10)
     assert lost == [((1,), "rank 1 has been silent for 0.5 s")]
+
+
+def test_strangers_who_say_nothing_keep_no_rank_waiting():
+    """Each of them would have stopped the thread, and its beats, for a moment."""
+    leader, follower = (Liveness(rank, 2, silent_s=1.0) for rank in (0, 1))
+    port, secret = leader.listen()
+    lost: list[object] = []
+    leader.watch("127.0.0.1", port, secret, lambda *what: lost.append(what))
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
+    follower.watch("127.0.0.1", port, secret, lambda *what: lost.append(what))
+    time.sleep(3.0)
+    ended = [stranger for stranger in strangers if not stranger.recv(1)]
+    follower.close()
+    leader.close()
+    assert lost == [] and len(ended) == len(strangers)
+
+
+def test_ranks_listen_where_they_are_told():
+    """torch's own server would listen at all addresses, and so did the liveness."""
+    port = free_port()
+    place = f"127.0.0.1:{port}"
+    found: list[tuple[str, int]] = []
+
+    stopped = threading.Event()
+
+    def look() -> None:
+        time.sleep(1.0)
+        own = psutil.Process().net_connections("tcp")
+        found.extend((each.laddr.ip, each.laddr.port) for each in own if each.status == psutil.CONN_LISTEN)
+        stopped.set()
+
+    threading.Thread(target=look).start()
+    with pytest.raises(Refusal):
+        join_trainer_group(1, 0, 2, place, 20.0, torch.device("cpu"), stopped=stopped)
+    assert ("127.0.0.1", port) in found and {host for host, _ in found} <= {"127.0.0.1"}, found
 
 
 def test_a_thread_that_stood_still_counts_no_silence():

@@ -14,16 +14,15 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from headrace_servicekit.descriptors import raise_limit
 from headrace_servicekit.instance_config import make_token
 from headrace_servicekit.logs import configure_logging, get_logger
-from headrace_servicekit.process.ports import LOOPBACK
 from headrace_servicekit.process.supervisor import Supervisor
 from headrace_servicekit.rpc.addresses import host_port
 
 from headrace_cli.errors import CommandError
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.gpu_locks import GpuLocks
-from headrace_cli.launcher.hosts import collective_variables
 from headrace_cli.launcher.plan import KINDS, FleetPlan, Wiring
 from headrace_cli.launcher.state import DEATHS_THAT_FAIL, FleetLock, FleetState, ProcessState
 from headrace_cli.launcher.stop import (
@@ -87,15 +86,13 @@ class LocalFleet:
 
     def _prepare(self) -> None:
         data_dir = self.data_dir
+        raise_limit()  # The store, which is no service of ours, has it from here.
         os.environ.update(child_environment(data_dir.fleet_id))
         shared_memory = data_dir.make_shared_memory()
         self._socket = data_dir.socket_path(shared_memory)
         plan, redis_url = self.plan, os.environ.get("HEADRACE_REDIS_URL", "")
         if plan.tls:
             os.environ["HEADRACE_TLS_DIR"] = str(data_dir.tls)
-        if plan.listen != LOOPBACK:
-            for variable, value in collective_variables(plan.listen).items():
-                os.environ.setdefault(variable, value)
         if plan.head is not None:
             token_file, http_token_file = Path(plan.head.token_file), None
         else:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import socket
 import time
 from importlib.metadata import version
-from ipaddress import ip_address
 from pathlib import Path
 
-import psutil
 from headrace.client import Client, HeadraceError
+from headrace_servicekit.interfaces import outward_addresses
 from headrace_servicekit.rpc.addresses import host_port, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 
@@ -21,20 +20,9 @@ CLOCK_S = 5.0
 NO_ADDRESS = "name the address of this host at which the others reach it"
 
 
-def own_addresses() -> dict[str, str]:
-    """Address → interface of this host, without those of the loopback."""
-    found = {
-        item.address: interface
-        for interface, items in psutil.net_if_addrs().items()
-        for item in items
-        if item.family in (socket.AF_INET, socket.AF_INET6) and "%" not in item.address  # Of one cable alone.
-    }
-    return {address: interface for address, interface in found.items() if not ip_address(address).is_loopback}
-
-
 def require_own_address(option: str, address: str) -> None:
     """Raises CommandError (exit code 2) unless other hosts can reach this one there."""
-    known = own_addresses()
+    known = outward_addresses()
     if address not in known:
         raise user_error(
             option, f"{address!r} is no address of this host", f"{NO_ADDRESS}: {', '.join(known) or 'none'}"
@@ -52,15 +40,6 @@ def address_towards(head: str) -> str:
         raise user_error(
             "HEAD", f"{head!r} cannot be reached ({error.strerror or error})", "correct the address"
         ) from error
-
-
-def collective_variables(address: str) -> dict[str, str]:
-    """The interface that Gloo and NCCL take for a trainer group over hosts; they would choose one by themselves.
-
-    NCCL takes a name for the beginning of one, unless "=" stands before it.
-    """
-    interface = own_addresses().get(address, "")
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
 
 
 def head_place(text: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ NCCL finds the way itself. Knows no versions and no digests; whoever uses it giv
 
 from __future__ import annotations
 
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -52,9 +53,21 @@ class Broadcasts:
         return device_id(self._device()) if dist.is_nccl_available() else ""
 
     def serve(self, host: str) -> tuple[int, Any]:
-        """Port of a new rendezvous store, and the store, which lives while it is referenced."""
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STALL_S))
-        return store.port, store
+        """Port of a new rendezvous store at `host`, of this machine, and the store, which lives while referenced."""
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server(
+            (host, 0), family=family
+        ) as server:  # torch's own would listen at all addresses.
+            port = int(server.getsockname()[1])
+            store = TCPStore(
+                host,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STALL_S),
+                master_listen_fd=server.detach(),
+            )
+        return port, store
 
     def join(
         self, host: str, port: int, key: str, rank: int, size: int, backend: str, own_host: str

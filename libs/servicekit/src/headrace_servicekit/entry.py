@@ -8,7 +8,9 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from headrace_servicekit.descriptors import raise_limit
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
+from headrace_servicekit.interfaces import keep_collectives_at
 from headrace_servicekit.lease.devices import let_idle_threads_sleep
 from headrace_servicekit.logs import configure_logging
 from headrace_servicekit.rpc.errors import ServiceError
@@ -26,6 +28,8 @@ def run_service(kind: str, mount: Mount, argv: Sequence[str] | None = None) -> N
     """Runs one instance until SIGTERM, SIGINT or a drain. A refusal to start is one sentence and exit code 2."""
     config = parse_instance_config(kind, argv)
     configure_logging(config.log_level, instance=config.name)
+    raise_limit()
+    keep_collectives_at(config.listen, config.advertise)
     let_idle_threads_sleep()
     try:
         asyncio.run(_serve(config, mount))

@@ -86,6 +86,7 @@ class Instance:
         """This instance's weight store, made on first use."""
         if self._weights is None:
             self._weights = WeightStore(self.config.shm_dir, self.config.incarnation, self.address)
+            self._weights.listen, _ = split_address(self.config.listen)
         return self._weights
 
     def add_service(self, add_to_server: AddServicer, servicer: Any, full_name: str) -> None:

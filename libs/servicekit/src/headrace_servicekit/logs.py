@@ -6,10 +6,12 @@ import contextvars
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 _instance: contextvars.ContextVar[str] = contextvars.ContextVar("headrace_instance", default="")
 _run: contextvars.ContextVar[str] = contextvars.ContextVar("headrace_run", default="")
@@ -19,7 +21,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 def configure_logging(level: str = "info", *, instance: str = "", json_lines: bool | None = None) -> None:
     """Sends all logs to standard error; JSON lines unless it is a terminal. The last call counts."""
     as_json = not sys.stderr.isatty() if json_lines is None else json_lines
-    handler = logging.StreamHandler(sys.stderr)
+    handler = CountingHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else HumanFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if instance:
@@ -56,6 +58,61 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields = {"instance": _instance.get(), "run": _run.get()}
     fields.update({key: value for key, value in vars(record).items() if key not in _STANDARD})
     return {key: value for key, value in fields.items() if value != ""}
+
+
+WINDOW_S, LINES, TRACEBACKS = 10.0, 200, 10
+"""What one place in the code may write in so many seconds. More of it is counted."""
+
+
+class CountingHandler(logging.StreamHandler[TextIO]):
+    """Writes records, those of one place in the code up to a bound; the next one says how many it stands for."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._places: dict[tuple[str, int], _Place] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes or counts it; the handler's lock is held."""
+        now = time.monotonic()
+        for key, each in list(self._places.items()) if self._due(now) else ():
+            if now - each.since >= WINDOW_S:
+                del self._places[key]
+                self._tell(each)
+        place = self._places.setdefault((record.pathname, record.lineno), _Place(now))
+        place.written += 1
+        if place.written <= (TRACEBACKS if record.exc_info else LINES):
+            super().emit(record)
+        else:
+            place.left_out, place.last = place.left_out + 1, record
+
+    def close(self) -> None:
+        """Tells of what was only counted."""
+        self.acquire()
+        try:
+            for each in self._places.values():
+                self._tell(each)
+            self._places.clear()
+        finally:
+            self.release()
+        super().close()
+
+    def _due(self, now: float) -> bool:
+        oldest = next(iter(self._places.values()), None)
+        return oldest is not None and now - oldest.since >= WINDOW_S
+
+    def _tell(self, place: _Place) -> None:
+        if place.last is not None:
+            place.last.exc_info = None
+            place.last.not_written = place.left_out
+            super().emit(place.last)
+
+
+@dataclass
+class _Place:
+    since: float
+    written: int = 0
+    left_out: int = 0
+    last: logging.LogRecord | None = None
 
 
 class JsonFormatter(logging.Formatter):

@@ -15,6 +15,7 @@ from pathlib import Path
 from headrace_schema.problems import Impossible
 from headrace_schema.sections.tracking import TrackingSection
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.descriptors import lack_behind
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
@@ -32,6 +33,8 @@ from headrace_coordinator.waits import WaitTimeout
 log = logging.getLogger(__name__)
 LOOK_S = 5.0
 """A quantum ends without an event: the queue is planned again after so long."""
+LACK_S = 2.0
+"""How long a run stands still that found no descriptor, or no room on a disk; then it tries again."""
 MakeProjection = Callable[[Path, TrackingSection], Projection]
 OpenDataset = Callable[[RunSpec], Awaitable[Dataset]]
 
@@ -112,9 +115,13 @@ class Scheduler:
             await self._work(run)
         except asyncio.CancelledError:
             raise
-        except Impossible as error:
-            await self._abandon(run, str(error))
-        except Exception as error:  # a bug: it ends this run with its name, and no other
+        except Exception as error:  # a bug, or a lack: it stops this run with its name, and no other
+            if lack := lack_behind(error):
+                await self._stand_still(run, lack)
+                return
+            if isinstance(error, Impossible):
+                await self._abandon(run, str(error))
+                return
             log.exception("run %s broke", run.id)
             reason = f"a bug in the coordinator ended the run: {type(error).__name__}: {error}"
             await self._abandon(run, reason)
@@ -151,6 +158,18 @@ class Scheduler:
             context.note(text)
         else:
             log.warning("run %s: %s", context.run_id, text)
+
+    async def _stand_still(self, run: RunState, lack: OSError) -> None:
+        """The run goes on from its last event after a while, as after a restart of the coordinator; it is told why."""
+        what = f"the coordinator's host to have room again: {lack}"
+        log.warning("run %s waits for %s", run.id, what)
+        if run.state in (run_states.PLANNING, run_states.RUNNING):
+            now = self._event_log.now()
+            await self._event_log.commit(
+                *runs.plan_move(run, run_states.RECOVERING, f"waits for {what}", now)
+            )
+        with self._fleet.waits.named(run.id, what):
+            await asyncio.sleep(LACK_S)
 
     async def _abandon(self, run: RunState, reason: str) -> None:
         """Fails a run whose loop broke: its leases end, and the reconciler closes what its instances report."""

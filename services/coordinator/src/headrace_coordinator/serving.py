@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from headrace_servicekit.descriptors import raise_limit
 from headrace_servicekit.instance_config import make_token, read_token
 from headrace_servicekit.lease.clock import boottime
 from headrace_servicekit.logs import configure_logging
 from headrace_servicekit.process.allocator import give_freed_memory_back, reuse_freed_memory
 from headrace_servicekit.rpc.addresses import is_loopback, split_address
+from headrace_servicekit.rpc.doors import DOORS, peer_name
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.rpc.tls import CERTIFICATE, KEY, tls_dir
@@ -92,6 +94,7 @@ def _http_token(arguments: argparse.Namespace) -> str | None:
 async def serve(arguments: argparse.Namespace) -> None:
     """Serves until SIGTERM; raises `Refusal`."""
     configure_logging(level=arguments.log_level)
+    raise_limit()
     reuse_freed_memory()
     http_token = _http_token(arguments)
     try:
@@ -224,6 +227,8 @@ async def _serve_http(
     )
     http = uvicorn.Server(config)
     listening = listen(host, int(port))
+    # A TLS handshake that stands still is no connection of the protocol's, which would end it.
+    DOORS.watch(listening.getsockname()[1], lambda: _peers(http))
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -243,6 +248,11 @@ async def _serve_http(
     ending.cancel()
     if fenced.done():
         raise Refusal(fenced.result())
+
+
+def _peers(http: uvicorn.Server) -> set[str]:
+    clients = [getattr(each, "client", None) for each in list(http.server_state.connections)]
+    return {peer_name(*client) for client in clients if client}
 
 
 async def end_silent_connections(http: uvicorn.Server) -> None:

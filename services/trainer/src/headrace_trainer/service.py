@@ -20,6 +20,7 @@ from headrace_servicekit.failpoints import failpoint
 from headrace_servicekit.instance import Instance
 from headrace_servicekit.lease.devices import bind_cpu, gpu_uuids
 from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.rpc.addresses import split_address
 from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.client import deadlines_enabled
 from headrace_servicekit.rpc.digests import digest_bytes
@@ -60,6 +61,8 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
             name=instance.config.name,
             incarnation=instance.config.incarnation,
             on_lost=self._on_lost,
+            listen=split_address(instance.config.listen)[0],
+            token=instance.token,
         )
         super().__init__(instance, trainer, ComputeThread())
         self.copies = trainer.copies

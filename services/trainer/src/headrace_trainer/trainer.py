@@ -24,7 +24,7 @@ from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, foreign_checkpoints
 from headrace_trainer.errors import Refusal, conflict, invalid
 from headrace_trainer.group.device import LeasedDevice, current
-from headrace_trainer.group.forming import join_trainer_group, own_facts
+from headrace_trainer.group.forming import join_trainer_group, own_facts, secret_of
 from headrace_trainer.group.group import Member, OnLost, TrainerGroup
 from headrace_trainer.group.liveness import SILENT_S
 from headrace_trainer.group.rank import Rank
@@ -51,11 +51,15 @@ class Trainer:
         name: str = "",
         incarnation: str = "",
         on_lost: OnLost = lambda _members: None,
+        listen: str = "",
+        token: str | None = None,
     ) -> None:
+        """`listen` is the host at which ranks meet here, by default where the coordinator says; `token` the fleet's."""
         self._store = store
         self._holds_lease = holds_lease
         self._deadlines = deadlines
         self._name, self._incarnation, self._on_lost = name, incarnation, on_lost
+        self._listen, self._token = listen, token
         self._run = ""
         self._config: TrainerConfig | None = None
         self._directory = Path()
@@ -160,6 +164,8 @@ class Trainer:
                 rendezvous,
                 timeout_s,
                 device,
+                listen=self._listen,
+                secret=secret_of(self._token, self._run, generation),
                 member=Member(self._name or f"rank {rank}", self._incarnation, own_facts(device, dtype)),
                 on_lost=self._on_lost,
                 stopped=stopped,

@@ -52,6 +52,12 @@ def advertised_host(listen: str, advertise: str) -> str:
     return socket.gethostname() if host in ("0.0.0.0", "::") else host
 
 
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens at one address of this host, or at all for 0.0.0.0 and ::. Raises OSError."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family)
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the host name or address."""
     if host == "localhost":

@@ -46,8 +46,9 @@ def deadlines_enabled() -> bool:
 def dial(address: str, *, token: str | None, window_bytes: int = 0) -> grpc.aio.Channel:
     """Opens a channel to `address` (host:port), encrypted where this process has TLS's files. Connects on first use.
 
-    Unary calls get a deadline of 60 s unless they name one and are retried on UNAVAILABLE: every unary
-    method of the contracts is idempotent by its natural key. Streams get no default deadline and no retry.
+    Unary calls get a deadline of 60 s unless they name one. They are retried on UNAVAILABLE, and on
+    RESOURCE_EXHAUSTED unless the server says that it lasts: every unary method of the contracts is idempotent by its
+    natural key. Streams get no default deadline and no retry.
     `window_bytes` may be under way to this side from the first moment on; without it gRPC begins with 64 KiB.
     """
     options = [*channel_options(), *(_window(window_bytes) if window_bytes else ())]
@@ -84,7 +85,7 @@ def channel_options() -> list[tuple[str, Any]]:
 
 
 def service_config() -> str:
-    """The service config: retries on UNAVAILABLE for the unary methods of the contracts."""
+    """The service config: retries of the contracts' unary methods, on UNAVAILABLE and where a server has no place."""
     names = [
         {"service": service.full_name, "method": method.name}
         for module in _CONTRACTS
@@ -97,7 +98,7 @@ def service_config() -> str:
         "initialBackoff": "0.2s",
         "maxBackoff": "2s",
         "backoffMultiplier": 2,
-        "retryableStatusCodes": ["UNAVAILABLE"],
+        "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
     }
     return json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}]})
 

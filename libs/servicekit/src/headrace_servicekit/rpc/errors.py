@@ -14,6 +14,8 @@ MAX_MESSAGE_BYTES = 3000
 """Of a sentence on the wire: gRPC's trailers, which carry it twice, may hold 8 KiB."""
 _MAX_METADATA_BYTES = 300
 _DETAILS_KEY = "grpc-status-details-bin"
+_NO_RETRY = ("grpc-retry-pushback-ms", b"-1")
+"""Memory and disks do not come back so soon that the same call would be tried again, as after gRPC's own refusals."""
 
 
 class ServiceError(Exception):
@@ -38,7 +40,8 @@ class ServiceError(Exception):
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
         """Trailers that carry the status, for `context.abort`."""
-        return ((_DETAILS_KEY, self.to_status().SerializeToString()),)
+        status = (_DETAILS_KEY, self.to_status().SerializeToString())
+        return (status, _NO_RETRY) if self.code is grpc.StatusCode.RESOURCE_EXHAUSTED else (status,)
 
 
 def reason_of(error: BaseException) -> str | None:

@@ -17,28 +17,42 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from headrace_servicekit.descriptors import for_callers
 from headrace_servicekit.lease.fence import Admission, admission
 from headrace_servicekit.logs import get_logger, set_log_context
 from headrace_servicekit.metrics import RPC_SECONDS, RPCS, RPCS_IN_FLIGHT, expose_metrics
 from headrace_servicekit.rpc.addresses import host_port, is_loopback, split_address
 from headrace_servicekit.rpc.client import MAX_MESSAGE_BYTES
+from headrace_servicekit.rpc.doors import DOORS, Callers
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.health_checks import CHECK, HealthChecks
 from headrace_servicekit.rpc.requests import MAX_NAME_CHARACTERS, Decoded, decoded, tolerant
 from headrace_servicekit.rpc.tls import server_credentials
 from headrace_servicekit.tracing import incoming, is_tracing, span
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
+MOST_CALLS, OF_CONNECTION = 4096, 512
+"""At work at the same time; others wait for a place, those of one connection at their caller."""
+PENDING_CALLS = 65_536
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Admits, counts and ends the calls of one server. `token` None admits everybody.
 
-    `on_applied` gets the CommandHeader of each unary command that succeeded.
+    Calls are counted once they have shown the token: what a stranger sends takes the place of nobody. `on_applied`
+    gets the CommandHeader of each unary command that succeeded.
     """
 
     def __init__(
-        self, token: str | None, instance: str, on_applied: Callable[[Any], None] = lambda header: None
+        self,
+        token: str | None,
+        instance: str,
+        on_applied: Callable[[Any], None] = lambda header: None,
+        most: int = MOST_CALLS,
     ) -> None:
+        self.callers = Callers()
+        self._checks = HealthChecks()
+        self._places = asyncio.Semaphore(most)
         self._on_applied = on_applied
         self._expected = f"Bearer {token}".encode() if token else None
         self._instance = instance
@@ -54,16 +68,18 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Returns the handler with everything around it, or one that refuses."""
         method = handler_call_details.method
-        # A health check has no token, and a drain does not wait for it.
+        if method == CHECK:
+            return self._checks.answering(await continuation(handler_call_details))
+        # A drain waits for no one who watches its health.
         work = not method.startswith(HEALTH_PREFIX)
-        refusal = self._refusal(handler_call_details) if work else None
+        refusal = self._refusal(handler_call_details, work)
         if refusal is not None:
             RPCS.labels(self._instance, "(refused)", refusal.code.name).inc()
-            return _refuse(refusal)
+            return self._refuse(refusal)
         handler = await continuation(handler_call_details)
         return handler and self._wrap(handler, method, work)
 
-    def _refusal(self, details: grpc.HandlerCallDetails) -> ServiceError | None:
+    def _refusal(self, details: grpc.HandlerCallDetails, work: bool) -> ServiceError | None:
         if self._expected is not None:
             given = [value for key, value in details.invocation_metadata or () if key == "authorization"]
             shown = given[-1].encode() if given and isinstance(given[-1], str) else b""
@@ -74,9 +90,18 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
                     "the bearer token is missing or wrong; give this client the fleet's token file "
                     "(--token-file, HEADRACE_TOKEN_FILE)",
                 )
-        if self._draining:
+        if self._draining and work:
             return ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "this instance is shutting down")
         return None
+
+    def _refuse(self, error: ServiceError) -> grpc.RpcMethodHandler[Any, Any]:
+        async def refuse(_: Any, context: Any) -> None:
+            if error.code is grpc.StatusCode.UNAUTHENTICATED:
+                self.callers.refuse(context.peer())
+            await context.abort(error.code, error.message, error.trailing_metadata())
+
+        # The streaming shape answers before the request is read, whatever shape the caller uses.
+        return grpc.stream_stream_rpc_method_handler(refuse)  # type: ignore[arg-type]
 
     async def drain(self, grace_s: float) -> int:
         """Refuses new calls and waits for those in flight; returns how many are left after `grace_s`."""
@@ -127,12 +152,14 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
     @asynccontextmanager
     async def _call(self, method: str, request: Any, context: Any, work: bool) -> AsyncIterator[Admission]:
         started, code = time.perf_counter(), "OK"
+        self.callers.admit(context.peer())
         self._enter(work)
         run = getattr(getattr(request, "header", None), "run", "")
         set_log_context(instance=self._instance, run=run[:MAX_NAME_CHARACTERS])
         try:
             with self._traced(method, context, run), admission() as call:
-                yield call
+                async with self._places:  # Waits as long as the caller does.
+                    yield call
         except ServiceError as error:
             code = error.code.name
             if error.code is grpc.StatusCode.INVALID_ARGUMENT:
@@ -182,14 +209,6 @@ _MAKERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]]
 }
 
 
-def _refuse(error: ServiceError) -> grpc.RpcMethodHandler[Any, Any]:
-    async def refuse(_: Any, context: Any) -> None:
-        await context.abort(error.code, error.message, error.trailing_metadata())
-
-    # The streaming shape answers before the request is read, whatever shape the caller uses.
-    return grpc.stream_stream_rpc_method_handler(refuse)  # type: ignore[arg-type]
-
-
 def _unexpected(error: Exception, method: str, instance: str) -> ServiceError:
     where = f"the log of {instance}" if instance else "the server's log"
     message = f"{method} failed unexpectedly ({type(error).__name__}: {error}); the traceback is in {where}"
@@ -224,8 +243,8 @@ def check_listen(listen: str, token: str | None) -> str:
 class GrpcServer:
     """One listening gRPC server.
 
-    `listen` is host:port, port 0 picks a free one; `token` is the bearer token every caller must show (the
-    health service is exempt); beyond loopback there must be one.
+    `listen` is host:port, port 0 picks a free one; `token` is the bearer token every caller must show (but for
+    a Check of its health); beyond loopback there must be one.
     """
 
     def __init__(
@@ -236,7 +255,7 @@ class GrpcServer:
         instance: str = "",
         reflection: bool = False,
         metrics_port: int | None = None,
-        max_concurrent_rpcs: int = 512,
+        max_concurrent_rpcs: int = MOST_CALLS,
         on_applied: Callable[[Any], None] = lambda header: None,
     ) -> None:
         self._listen = listen
@@ -244,12 +263,12 @@ class GrpcServer:
         self._reflection = reflection
         self._metrics_port = metrics_port
         self._stop_metrics: Callable[[], None] | None = None
-        self._guard = CallGuard(token, instance, on_applied)
+        self._guard = CallGuard(token, instance, on_applied, max_concurrent_rpcs)
+        self._port = 0
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names: list[str] = []
-        self._server = grpc.aio.server(
-            interceptors=[self._guard], options=_server_options(), maximum_concurrent_rpcs=max_concurrent_rpcs
-        )
+        # No `maximum_concurrent_rpcs`: gRPC would count calls that are refused for want of the token.
+        self._server = grpc.aio.server(interceptors=[self._guard], options=_server_options())
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.draining = asyncio.Event()
 
@@ -266,9 +285,10 @@ class GrpcServer:
         host = check_listen(self._listen, self._token)
         if self._reflection:
             reflection.enable_server_reflection([*self._names, reflection.SERVICE_NAME], self._server)
-        port = self._bind()
+        port = self._port = self._bind()
+        DOORS.watch(port, self._guard.callers.known, self._guard.callers)
         if self._metrics_port is not None:
-            self._stop_metrics = expose_metrics(host, self._metrics_port)
+            self._stop_metrics = expose_metrics(host, self._metrics_port, self._token)
         await self._server.start()
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -306,6 +326,7 @@ class GrpcServer:
         except TimeoutError:
             # Seen once in thousands of stops: gRPC's poller never reports the end. The process goes on to its own.
             _logger.warning("the gRPC server did not confirm its stop", extra={"waited_s": STOP_S})
+        DOORS.leave(self._port)
         if self._stop_metrics is not None:
             self._stop_metrics()
             self._stop_metrics = None
@@ -313,6 +334,11 @@ class GrpcServer:
 
 def _server_options() -> list[tuple[str, int]]:
     return [
+        ("grpc.max_allowed_incoming_connections", for_callers()),
+        ("grpc.max_concurrent_streams", OF_CONNECTION),
+        # Calls that have come wait for their turn: none is turned away.
+        ("grpc.server.max_pending_requests", PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
         # Two servers on one port would each get half of the calls.
         ("grpc.so_reuseport", 0),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -153,7 +153,7 @@ class BroadcastSource:
         host, _ = split_address(self._store.address)
         devices = [self._groups.device_id(), *(member.request.device for member in broadcast.members)]
         nccl = all(devices) and len(set(devices)) == len(devices)
-        port, store = self._groups.serve(host)
+        port, store = self._groups.serve(self._store.listen or host)
         seat = weights_pb2.JoinBroadcastResponse(
             host=host, port=port, key=secrets.token_hex(16), size=len(devices)
         )

@@ -47,6 +47,8 @@ class WeightStore:
     def __init__(self, root: Path, incarnation: str, address: str = "") -> None:
         self.incarnation = incarnation
         self.address = address
+        self.listen = ""
+        """The host that broadcasts listen at; empty: that of `address`."""
         self._stored: dict[tuple[str, int], StoredWeights] = {}
         self._changes: dict[tuple[str, int], list[Changes]] = {}
         self._arriving: dict[tuple[str, int], Arrival] = {}

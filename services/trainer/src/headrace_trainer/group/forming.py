@@ -5,6 +5,7 @@ Nobody waits longer than the deadline for a rank that has died or stands still, 
 
 from __future__ import annotations
 
+import hmac
 import os
 import platform
 import socket
@@ -19,14 +20,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 from headrace_modelkit.devices import model_name
-from headrace_servicekit.rpc.addresses import split_address
+from headrace_servicekit.rpc.addresses import listening, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group import connections
 from headrace_trainer.group.group import COLLECTIVE_LIMIT, IDLE_LIMIT, Member, OnLost, TrainerGroup
-from headrace_trainer.group.liveness import SILENT_S, Liveness
+from headrace_trainer.group.liveness import SECRET_BYTES, SILENT_S, Liveness
 
 LOOK_S = 0.05
 _VERSIONS = ("torch", "headrace-trainer")
@@ -36,12 +37,39 @@ _CALL_LIMIT = timedelta(seconds=15)
 """Of one exchange with rank 0's store."""
 
 
+class Place(msgspec.Struct, frozen=True):
+    """Where a trainer group meets: rank 0 is reached at `host`, and listens at `listen`.
+
+    torch's store tells whoever connects to it all that it holds. By `secret`, of the fleet's token and the meeting, the
+    ranks know their keys and each other.
+    """
+
+    host: str
+    port: int
+    listen: str
+    secret: bytes
+
+    @property
+    def prefix(self) -> str:
+        """Before all keys of this meeting; a late rank of an older one has another."""
+        return self.secret[SECRET_BYTES:].hex()
+
+    @property
+    def hello(self) -> bytes:
+        """What the ranks' liveness shows to each other."""
+        return self.secret[:SECRET_BYTES]
+
+
+def secret_of(token: str | None, run: str, generation: int) -> bytes:
+    """The secret of one meeting, which each holder of the fleet's token can tell."""
+    return hmac.digest((token or "").encode(), f"{run}/{generation}".encode(), "sha256")
+
+
 class _Hello(msgspec.Struct, frozen=True):
     """What a rank tells at a meeting. Rank 0 adds where its liveness listens."""
 
     member: Member
     liveness_port: int = 0
-    secret: bytes = b""
 
 
 class MeetingStopped(Exception):
@@ -51,11 +79,10 @@ class MeetingStopped(Exception):
 class Meeting:
     """The ranks of one generation under `store`; `members` by rank, once all are there."""
 
-    def __init__(self, store: Store, members: list[Member], liveness_port: int, secret: bytes) -> None:
+    def __init__(self, store: Store, members: list[Member], liveness_port: int) -> None:
         self.store = store
         self.members = members
         self.liveness_port = liveness_port
-        self.secret = secret
 
 
 def own_facts(device: torch.device, dtype: str = "") -> dict[str, str]:
@@ -75,24 +102,20 @@ def own_facts(device: torch.device, dtype: str = "") -> dict[str, str]:
 
 
 def meet(
-    generation: int,
+    place: Place,
     rank: int,
     world_size: int,
-    address: tuple[str, int],
     deadline: float,
     member: Member,
-    liveness: tuple[int, bytes],
+    liveness_port: int,
     stopped: threading.Event,
 ) -> Meeting:
-    """Waits for all ranks; `deadline` is a time of `time.monotonic`, `liveness` rank 0's port and secret.
+    """Waits for all ranks; `deadline` is a time of `time.monotonic`, `liveness_port` rank 0's.
 
     Raises RuntimeError when not all come in time, MeetingStopped, and Refusal INVALID for ranks that do not fit.
     """
-    host, port = address
-    server = _store(host, port, rank, world_size, deadline, stopped)
-    # A late rank of an older generation must not meet this one's keys.
-    store = PrefixStore(f"generation-{generation}", server)
-    hello = _Hello(member, *(liveness if rank == 0 else (0, b"")))
+    store = PrefixStore(place.prefix, _store(place, rank, world_size, deadline, stopped))
+    hello = _Hello(member, liveness_port)
     store.set(f"rank-{rank}", msgspec.json.encode(hello).decode())
     keys = [f"rank-{other}" for other in range(world_size)]
     found: set[str] = set()
@@ -108,7 +131,7 @@ def meet(
     hellos = [msgspec.json.decode(store.get(key), type=_Hello) for key in keys]
     members = [each.member for each in hellos]
     check_alike(members)
-    return Meeting(store, members, hellos[0].liveness_port, hellos[0].secret)
+    return Meeting(store, members, hellos[0].liveness_port)
 
 
 def check_alike(members: list[Member]) -> None:
@@ -135,17 +158,15 @@ def _await(
             raise RuntimeError(missing())
 
 
-def _store(
-    host: str, port: int, rank: int, world_size: int, deadline: float, stopped: threading.Event
-) -> TCPStore:
+def _store(place: Place, rank: int, world_size: int, deadline: float, stopped: threading.Event) -> TCPStore:
     """Rank 0's store: served here, or connected to once it listens, by short tries."""
     found: list[TCPStore] = []
 
     def connect() -> bool:
-        if rank and not _listens(host, port):
+        if rank and not _listens(place.host, place.port):
             return False
         try:
-            found.append(TCPStore(host, port, world_size, rank == 0, CONNECT_LIMIT, wait_for_workers=False))
+            found.append(_tcp_store(place, rank, world_size))
         except (RuntimeError, dist.DistNetworkError):
             if rank == 0:
                 raise
@@ -154,6 +175,20 @@ def _store(
     _await(connect, deadline, stopped, lambda: "rank 0 does not listen")
     found[0].set_timeout(_CALL_LIMIT)
     return found[0]
+
+
+def _tcp_store(place: Place, rank: int, world_size: int) -> TCPStore:
+    """torch's own server would listen at all addresses."""
+    descriptor = None if rank else listening(place.listen, place.port).detach()
+    return TCPStore(
+        place.host,
+        place.port,
+        world_size,
+        rank == 0,
+        CONNECT_LIMIT,
+        wait_for_workers=False,
+        master_listen_fd=descriptor,
+    )
 
 
 def _listens(host: str, port: int) -> bool:
@@ -192,6 +227,8 @@ def join_trainer_group(
     timeout_s: float,
     device: torch.device,
     *,
+    listen: str = "",
+    secret: bytes = b"",
     member: Member | None = None,
     on_lost: OnLost = lambda _members: None,
     stopped: threading.Event | None = None,
@@ -199,7 +236,8 @@ def join_trainer_group(
 ) -> TrainerGroup:
     """Meets the other ranks; rank 0 serves the rendezvous store at host:port.
 
-    A single rank needs no rendezvous. `member` is this rank; `on_lost` hears of ranks that end, or are not heard for
+    A single rank needs no rendezvous. Rank 0 listens at the host `listen`, by default the rendezvous'; all ranks have
+    the same `secret`. `member` is this rank; `on_lost` hears of ranks that end, or are not heard for
     `silent_s` (infinite: only their end counts). Setting `stopped` ends the wait for the others.
 
     Raises Refusal RENDEZVOUS_TIMEOUT when not all come in time, and INVALID for ranks that do not fit together.
@@ -214,21 +252,21 @@ def join_trainer_group(
         host, port = split_address(rendezvous)
     except ServiceError as refused:
         raise invalid(f"rendezvous {refused.message}") from refused
+    place = Place(host, int(port), listen or host, secret or secret_of(None, "", generation))
     deadline = time.monotonic() + timeout_s
     liveness = Liveness(rank, world_size, silent_s=silent_s)
     member = member or Member(f"rank {rank}", "", own_facts(device))
     stopped = stopped or threading.Event()
-    forming = _Forming(int(port), deadline, stopped)
+    forming = _Forming(place.port, deadline, stopped)
     error: Exception | None
     try:
         with forming.guarded():
-            heard_at = liveness.listen() if rank == 0 else (0, b"")
-            address = host, int(port)
-            met = meet(generation, rank, world_size, address, deadline, member, heard_at, stopped)
+            heard_at, _ = liveness.listen(place.listen, place.hello) if rank == 0 else (0, b"")
+            met = meet(place, rank, world_size, deadline, member, heard_at, stopped)
             liveness.watch(
                 host,
                 met.liveness_port,
-                met.secret,
+                place.hello,
                 lambda ranks, why: forming.lose(ranks, why, on_lost, may_exit=silent_s < float("inf")),
             )
             return forming.form(generation, rank, world_size, device, met, liveness)

@@ -16,11 +16,15 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
+from headrace_servicekit.rpc.addresses import listening
+
 BEAT_S = 1.0
 SILENT_S = 10.0
 """A rank that is not heard for so long counts as lost: ten beats, so that a busy machine does not lose one."""
-_SECRET_BYTES = 16
-_HELLO_BYTES = _SECRET_BYTES + 4
+UNKNOWN_S, MOST_UNKNOWN = 2.0, 64
+"""How long a connection may take to show the secret, and how many may be about it."""
+SECRET_BYTES = 16
+_HELLO_BYTES = SECRET_BYTES + 4
 _ALIVE, _LEFT, _LOST = b".", b"q", b"x"
 """What is sent: it lives; it leaves in order; it has ended the group, for whichever rank is lost."""
 Lost = Callable[[tuple[int, ...], str], None]
@@ -44,20 +48,17 @@ class Liveness:
         self._secret = b""
         self._peers: dict[socket.socket, _Peer] = {}
         self._absent: set[int] = set()
+        self._unknown: dict[socket.socket, tuple[float, bytes]] = {}
+        """Connections that have not shown the secret: since when, and what of it has come."""
         self._closing: bytes = b""
         self._thread: threading.Thread | None = None
         self._on_lost: Lost = lambda _ranks, _reason: None
 
-    def listen(self) -> tuple[int, bytes]:
-        """Port and secret by which the other ranks find rank 0."""
-        self._listener = socket.create_server(
-            ("", 0),
-            family=socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET,
-            dualstack_ipv6=socket.has_dualstack_ipv6(),
-            backlog=self._world_size,
-        )
+    def listen(self, host: str = "127.0.0.1", secret: bytes = b"") -> tuple[int, bytes]:
+        """Port and secret by which the other ranks find rank 0, which listens at `host`. Raises OSError."""
+        self._listener = listening(host, 0)
         self._listener.setblocking(False)
-        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self._secret = secret or secrets.token_bytes(SECRET_BYTES)
         port: int = self._listener.getsockname()[1]
         return port, self._secret
 
@@ -98,7 +99,10 @@ class Liveness:
                         peer.heard_at = now
                 looked_at = now
                 if self._listener in ready:
-                    self._admit(selector)
+                    self._accept(selector, now)
+                for connection in [each for each in self._unknown if each in ready]:
+                    self._admit(connection, selector, now)
+                self._end_unknown(selector, now)
                 lost = self._hear(selector, ready, now) or self._silent(now, began)
                 if now - beaten_at >= self._beat_s:
                     beaten_at = now
@@ -110,21 +114,43 @@ class Liveness:
         else:
             self._end()
 
-    def _admit(self, selector: selectors.BaseSelector) -> None:
-        """A rank connects. One that does not know the secret is none."""
+    def _accept(self, selector: selectors.BaseSelector, now: float) -> None:
+        """Somebody connects: a rank, or a stranger, for whom this thread never waits."""
         assert self._listener is not None
         with suppress(OSError):
             connection, _ = self._listener.accept()
-            connection.settimeout(self._beat_s)
-            hello = connection.recv(_HELLO_BYTES, socket.MSG_WAITALL)
-            rank = int.from_bytes(hello[_SECRET_BYTES:], "big")
-            if not secrets.compare_digest(hello[:_SECRET_BYTES], self._secret) or rank not in self._absent:
-                connection.close()
-                return
             connection.setblocking(False)
-            self._absent.discard(rank)
-            self._peers[connection] = _Peer(rank, time.monotonic())
+            self._unknown[connection] = now, b""
             selector.register(connection, selectors.EVENT_READ)
+
+    def _admit(self, connection: socket.socket, selector: selectors.BaseSelector, now: float) -> None:
+        """Reads a hello. One that does not know the secret is of no rank."""
+        since, hello = self._unknown[connection]
+        try:
+            came = connection.recv(_HELLO_BYTES - len(hello))
+        except BlockingIOError:
+            return
+        except OSError:
+            came = b""
+        hello += came
+        self._unknown[connection] = (since if came else now - 2 * UNKNOWN_S), hello
+        if len(hello) < _HELLO_BYTES:
+            return
+        rank = int.from_bytes(hello[SECRET_BYTES:], "big")
+        if secrets.compare_digest(hello[:SECRET_BYTES], self._secret) and rank in self._absent:
+            del self._unknown[connection]
+            self._absent.discard(rank)
+            self._peers[connection] = _Peer(rank, now)
+        else:
+            self._unknown[connection] = now - 2 * UNKNOWN_S, b""
+
+    def _end_unknown(self, selector: selectors.BaseSelector, now: float) -> None:
+        """Those that take too long, and the oldest of too many."""
+        for connection, (since, _) in list(self._unknown.items()):
+            if now - since > UNKNOWN_S or len(self._unknown) > MOST_UNKNOWN:
+                del self._unknown[connection]
+                selector.unregister(connection)
+                connection.close()
 
     def _hear(
         self, selector: selectors.BaseSelector, ready: Collection[object], now: float
@@ -168,7 +194,7 @@ class Liveness:
 
     def _end(self) -> None:
         self._send(self._closing)
-        for connection in (self._listener, *self._peers):
+        for connection in (self._listener, *self._peers, *self._unknown):
             if connection is not None:
                 connection.close()
-        self._listener, self._peers = None, {}
+        self._listener, self._peers, self._unknown = None, {}, {}
