@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 import uuid
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 from headrace_servicekit.process.spawn import TREE_VARIABLE
 from headrace_servicekit.sandbox import run
+from headrace_servicekit.sandbox.inside.calls import CHECKED, FREE
+from headrace_servicekit.sandbox.inside.seccomp import filter_of
 from headrace_servicekit.sandbox.inside.values import NotPlain, decode, encode
 from headrace_servicekit.sandbox.run import Limits, Outcome, run_calls, run_programs, run_tests
 
@@ -133,6 +136,25 @@ def test_floods_end_at_their_limit(way, end, said):
         ("import atexit\natexit.register(print, 'end')\nraise SystemExit", "", "end\n"),
         ("from dataclasses import dataclass\n@dataclass\nclass A:\n  a: int\nprint(A(1))", "", "A(a=1)\n"),
         ("if __name__ == '__main__': print('é')", "", "é\n"),
+        (
+            "import resource, sys, threading\nresource.setrlimit(resource.RLIMIT_STACK, (1 << 25, 1 << 25))\n"
+            "threading.stack_size(1 << 25); sys.setrecursionlimit(20000)\ndef f(n): return n and 1 + f(n - 1)\n"
+            "t = threading.Thread(target=lambda: print(f(9000))); t.start(); t.join()",
+            "",
+            "9000\n",
+        ),
+        (
+            "import queue, concurrent.futures as c\nprint(sum(c.ThreadPoolExecutor(3).map(abs, [-1, 2])))",
+            "",
+            "3\n",
+        ),
+        ("import sqlite3\nprint(sqlite3.connect(':memory:').execute('select 1').fetchone()[0])", "", "1\n"),
+        ("import numpy as np\nprint(int((np.ones((99, 99)) @ np.ones((99, 99))).sum()))", "", "970299\n"),
+        (
+            "import time, datetime, zoneinfo, uuid, secrets, socket, subprocess, ssl; print('loaded')",
+            "",
+            "loaded\n",
+        ),
         ("import random, heapq, re, decimal, itertools; print(len({str(n) for n in range(9)}))", "", "9\n"),
     ],
 )
@@ -146,6 +168,38 @@ def test_an_error_is_told_with_its_own_lines_alone():
     assert outcome.err.startswith('Traceback (most recent call last):\n  File "solution.py", line 2')
     assert outcome.err.endswith("ZeroDivisionError: division by zero\n")
     assert "SyntaxError" in program("print(").err
+
+
+FILES = """
+import os, shutil, sqlite3, tempfile, pathlib
+pathlib.Path("a/b").mkdir(parents=True)
+pathlib.Path("a/b/c").write_text("1")
+shutil.copyfile("a/b/c", "d"); shutil.move("d", "e"); os.replace("e", "a/f")
+with tempfile.NamedTemporaryFile() as file: file.write(b"2"); file.flush()
+base = sqlite3.connect("base"); base.execute("create table t (n)"); base.commit(); base.close()
+print(sorted(os.listdir("a"))); shutil.rmtree("a")
+"""
+
+
+def test_files_in_its_folder_are_used_as_usual(walls):
+    if walls == "namespaces":
+        assert program(FILES).out == "['b', 'f']\n"
+
+
+HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"}
+
+
+def test_numbers_of_calls_are_those_of_the_kernel():
+    """Of this machine, where its headers are installed."""
+    machine = os.uname().machine
+    if not (header := Path(HEADERS.get(machine, "none"))).exists():
+        pytest.skip("no kernel headers")
+    found = dict(re.findall(r"#define __NR_(\w+) (\d+)", header.read_text()))
+    column = ("x86_64", "aarch64").index(machine)
+    table = {name: numbers[column] for name, numbers in FREE.items()}
+    table |= {name: numbers[column] for name, (numbers, _) in CHECKED.items()}
+    assert {name: number for name, number in table.items() if str(number) != found.get(name)} == {}
+    assert all(len(filter_of(each)) // 8 < 4096 for each in ("x86_64", "aarch64"))
 
 
 def test_the_folder_for_files_is_new_for_each_answer(walls):
