@@ -7,7 +7,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,15 +37,20 @@ def _judged() -> Iterator[tuple[str, str, str]]:
         yield code, test.rstrip(), "" if verdict == "never" else verdict
 
 
-@pytest.fixture(params=["namespaces", "none"])
-def walls(request, monkeypatch):
-    """All walls of this machine, and those that a container without user namespaces leaves."""
-    found = run.walls()
-    if request.param == "none":
-        monkeypatch.setattr(run, "walls", lambda: replace(found, namespaces=False))
-    elif not found.namespaces:
-        pytest.skip("this kernel allows no user namespace")
-    return request.param
+@pytest.fixture(scope="module", params=["namespaces", "none"])
+def walls(request):
+    """All walls of this machine, and those that a container without namespaces leaves."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "none":
+            patch.setattr(run, "_WAYS", (False,))
+        patch.setenv(TREE_VARIABLE, f"sandbox-{uuid.uuid4().hex}/1")
+        patch.setenv("SECRET_TOKEN", SECRET)
+        run._opened.cache_clear()
+        if run.walls().namespaces is (request.param == "none"):
+            pytest.skip("this kernel allows no namespaces")
+        yield request.param
+        run._opened()[0].end()
+    run._opened.cache_clear()
 
 
 def program(code: str, given: str = "", **limits) -> Outcome:
@@ -57,26 +62,16 @@ ESCAPES = dict(_sections("sandbox_escapes.txt"))
 """Code by what it tries; it prints ESCAPED where it comes through."""
 
 
-@pytest.fixture(scope="module")
-def started() -> Iterator[Callable[[], list[Path]]]:
-    """Tells the processes that sandboxes of these tests have started, by a name in their environment."""
-    tree = f"sandbox-{uuid.uuid4().hex}/1"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(TREE_VARIABLE, tree)
-        forker = run._Forker()
-        patch.setattr(run, "_forker", forker)
-        patch.setenv("SECRET_TOKEN", SECRET)
-        program("pass")
-        own = forker._process.pid
-        yield lambda: [
-            pid for pid in Path("/proc").glob("[0-9]*") if tree in _environment(pid) and int(pid.name) != own
-        ]
-        forker._end()
+def started() -> list[Path]:
+    """The processes that sandboxes of these tests have started, by a name in their environment."""
+    tree, own = os.environ[TREE_VARIABLE], run._opened()[0]._process.pid
+    return [
+        pid for pid in Path("/proc").glob("[0-9]*") if tree in _environment(pid) and int(pid.name) != own
+    ]
 
 
 @pytest.mark.parametrize("way", ESCAPES)
-def test_no_way_out(way, walls, started, tmp_path, monkeypatch):
-    monkeypatch.setenv("SECRET_TOKEN", SECRET)
+def test_no_way_out(way, walls, tmp_path):
     secrets, path = tmp_path / "secrets", str(tmp_path / "socket")
     secrets.write_text(SECRET)
     code = ESCAPES[way]
@@ -281,7 +276,7 @@ def test_where_the_entry_is_told_the_code_gives_nothing_else():
 
 
 def test_what_is_not_held_is_said():
-    bare = run.Walls(namespaces=False, landlock=0, seccomp=False)
-    assert len(bare.missing) == 3 and "NOT HELD: it can start processes" in str(bare)
-    full = run.Walls(namespaces=True, landlock=7, seccomp=True)
+    bare = run.Walls(namespaces=False, other_user=False, landlock=0, seccomp=False)
+    assert len(bare.missing) == 4 and "NOT HELD: it can start processes" in str(bare)
+    full = run.Walls(namespaces=True, other_user=False, landlock=7, seccomp=True)
     assert not full.missing and str(full) == "code runs behind namespaces, Landlock 7, seccomp, limits"
