@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 from headrace.reward.v1 import reward_pb2
 from headrace_reward import scorers
-from headrace_reward.scorers.base import Answer
+from headrace_reward.scorers.base import Answer, ScorerError
 from headrace_reward.scorers.coding import code_of, read_cases, same_text, same_value
 from headrace_reward.scorers.contract import check_scorer
+from headrace_servicekit.sandbox import run
 
 REVERSE = json.dumps({"inputs": ["abc\n", "de\n"], "outputs": ["cba\n", "ed\n"]})
 ADD = json.dumps({"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [[1, 2]]]})
@@ -30,11 +32,27 @@ def fenced(code: str) -> str:
 
 
 def score(completion, reference="", metadata=None, **options):
+    options = {"sandbox": "best_effort", **options}  # whatever this machine allows
     return scorers.choose("code", options).build().score(Answer("", completion, reference, metadata or {}))
 
 
+def test_where_the_machine_holds_less_code_is_refused_by_the_key_and_the_fix(monkeypatch):
+    found = run.walls()
+    monkeypatch.setattr(run, "_opened", lambda: (None, replace(found, namespaces=False)))
+    with pytest.raises(ScorerError, match=r"no root.*user namespaces.*or set sandbox: best_effort") as refused:
+        scorers.choose("code", {}).build()
+    assert refused.value.field == "options.sandbox"
+    scorers.choose("code", {"sandbox": "best_effort"}).build()
+    monkeypatch.undo()
+    if found.missing:
+        with pytest.raises(ScorerError):
+            scorers.choose("code", {}).build()
+    else:
+        scorers.choose("code", {}).build()
+
+
 def test_it_holds_the_contract():
-    check_scorer("code", {}, Answer("", GOOD_ADD, "assert add(1, 2) == 3"))
+    check_scorer("code", {"sandbox": "best_effort"}, Answer("", GOOD_ADD, "assert add(1, 2) == 3"))
 
 
 @pytest.mark.parametrize(

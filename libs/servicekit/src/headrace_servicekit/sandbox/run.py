@@ -119,6 +119,31 @@ class Walls:
         return f"{text}; NOT HELD: {'; '.join(self.missing)}" if self.missing else text
 
 
+Policy = Literal["required", "best_effort"]
+"""Whether code runs only where all walls are up, or behind those that are."""
+POLICY = "required: refused where the machine does not allow every wall; best_effort: behind those that it allows"
+_FIX = (
+    "allow this process user namespaces and mounts (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
+    "kernel.apparmor_restrict_unprivileged_userns=0; in a container a seccomp profile with unshare, mount, open_tree, "
+    "move_mount, mount_setattr and pivot_root), Linux 5.13 on x86_64 or aarch64, or set sandbox: best_effort"
+)
+
+
+class NotHeld(RuntimeError):
+    """The machine does not allow every wall; the sentence names what is not held, and the fix."""
+
+
+def require(policy: Policy) -> Walls:
+    """The walls of this machine. Raises NotHeld where they are `required` and some are missing."""
+    try:
+        found = walls()
+    except RuntimeError as error:
+        raise NotHeld(str(error)) from error
+    if policy == "required" and found.missing:
+        raise NotHeld(f"this machine does not hold a model's code: {'; '.join(found.missing)}. To mend it, {_FIX}")
+    return found
+
+
 Outcomes = Generator[Outcome, None, None]
 """They come one by one. Close it to run no more."""
 
