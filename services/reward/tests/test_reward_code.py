@@ -141,7 +141,9 @@ def test_outputs_are_compared_by_line_and_number():
 async def test_answers_side_by_side_through_the_service(reward):
     """One that hangs, one that floods and good ones: each has its own verdict, and nothing is left behind."""
     before = set(_sandboxes())
-    await reward.open({"name": "code", "options": {"timeout_s": 1.5, "total_s": 3.0}})
+    await reward.open(
+        {"name": "code", "options": {"timeout_s": 1.5, "total_s": 3.0, "sandbox": "best_effort"}}
+    )
     hang, flood = "def add(a, b):\n    while True: pass", "def add(a, b):\n    return 'x' * 10**10"
     begun = time.monotonic()
     found = await reward.answers(GOOD_ADD, hang, GOOD_ADD, flood, GOOD_ADD, metadata=MBPP)
@@ -163,7 +165,7 @@ def _sandboxes() -> list[int]:
 
 
 async def test_an_item_without_tests_is_the_scorers_fault_and_says_so(reward):
-    await reward.open({"name": "code"})
+    await reward.open({"name": "code", "options": {"sandbox": "best_effort"}})
     (broken,) = await reward.answers("print(1)")
     assert (
         broken.status == reward_pb2.SCORE_STATUS_SCORER_BROKEN

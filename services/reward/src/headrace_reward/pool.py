@@ -117,7 +117,7 @@ class ScorerPool(Pool):
         *,
         leased: bool = False,
     ) -> None:
-        self._place = Place(leased=leased)
+        self._place = Place(UsersCode(names=opening["sets"], variables=opening["env"]), leased=leased)
         self._opening = opening
         self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s
@@ -332,7 +332,9 @@ async def list_scorers(settings: PoolSettings) -> list[Message]:
     Raises:
         WorkerGone, WorkerTimeout: the child could not tell.
     """
-    child = await Worker.start("headrace_reward.child", JSON_CODEC, settings.memory_bytes)
+    child = await Worker.start(
+        "headrace_reward.child", JSON_CODEC, settings.memory_bytes, code=UsersCode()
+    )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(child.kill)
         child.send({"operation": "catalogue"})
