@@ -65,9 +65,7 @@ ESCAPES = dict(_sections("sandbox_escapes.txt"))
 def started() -> list[Path]:
     """The processes that sandboxes of these tests have started, by a name in their environment."""
     tree, own = os.environ[TREE_VARIABLE], run._opened()[0]._process.pid
-    return [
-        pid for pid in Path("/proc").glob("[0-9]*") if tree in _environment(pid) and int(pid.name) != own
-    ]
+    return [pid for pid in Path("/proc").glob("[0-9]*") if tree in _environment(pid) and int(pid.name) != own]
 
 
 @pytest.mark.parametrize("way", ESCAPES)

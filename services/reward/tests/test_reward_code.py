@@ -39,7 +39,9 @@ def score(completion, reference="", metadata=None, **options):
 def test_where_the_machine_holds_less_code_is_refused_by_the_key_and_the_fix(monkeypatch):
     found = run.walls()
     monkeypatch.setattr(run, "_opened", lambda: (None, replace(found, namespaces=False)))
-    with pytest.raises(ScorerError, match=r"no root.*user namespaces.*or set sandbox: best_effort") as refused:
+    with pytest.raises(
+        ScorerError, match=r"no root.*user namespaces.*or set sandbox: best_effort"
+    ) as refused:
         scorers.choose("code", {}).build()
     assert refused.value.field == "options.sandbox"
     scorers.choose("code", {"sandbox": "best_effort"}).build()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout, exit_description
+from headrace_servicekit.process.worker import UsersCode, Worker, WorkerGone, WorkerTimeout, exit_description
 from headrace_servicekit.process.worker_pipes import JSON_CODEC
 from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 
@@ -332,9 +332,7 @@ async def list_scorers(settings: PoolSettings) -> list[Message]:
     Raises:
         WorkerGone, WorkerTimeout: the child could not tell.
     """
-    child = await Worker.start(
-        "headrace_reward.child", JSON_CODEC, settings.memory_bytes, code=UsersCode()
-    )
+    child = await Worker.start("headrace_reward.child", JSON_CODEC, settings.memory_bytes, code=UsersCode())
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(child.kill)
         child.send({"operation": "catalogue"})

@@ -93,7 +93,9 @@ def installation() -> list[str]:
 def _arrange(mounts: Mounts, given: Confinement) -> None:
     hidden = {os.path.realpath(path) for path in (*given.hidden, *_DAEMONS) if os.path.lexists(path)}
     kept = dict.fromkeys(map(os.path.realpath, installation()), False)
-    kept |= {path: False for path in map(os.path.realpath, given.read) if _in_the_way(path, hidden, given.user)}
+    kept |= {
+        path: False for path in map(os.path.realpath, given.read) if _in_the_way(path, hidden, given.user)
+    }
     kept |= dict.fromkeys((os.path.realpath(path) for path in given.write if os.path.exists(path)), True)
     kept = {path: writable for path, writable in kept.items() if path not in hidden}
     closed = {each for path in kept if (each := closed_above(path, given.user)) and each not in kept}

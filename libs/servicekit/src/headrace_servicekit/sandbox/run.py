@@ -121,7 +121,9 @@ class Walls:
 
 Policy = Literal["required", "best_effort"]
 """Whether code runs only where all walls are up, or behind those that are."""
-POLICY = "required: refused where the machine does not allow every wall; best_effort: behind those that it allows"
+POLICY = (
+    "required: refused where the machine does not allow every wall; best_effort: behind those that it allows"
+)
 _FIX = (
     "allow this process user namespaces and mounts (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
     "kernel.apparmor_restrict_unprivileged_userns=0; in a container a seccomp profile with unshare, mount, open_tree, "
@@ -133,14 +135,16 @@ class NotHeld(RuntimeError):
     """The machine does not allow every wall; the sentence names what is not held, and the fix."""
 
 
-def require(policy: Policy) -> Walls:
+def require_walls(policy: Policy) -> Walls:
     """The walls of this machine. Raises NotHeld where they are `required` and some are missing."""
     try:
         found = walls()
     except RuntimeError as error:
         raise NotHeld(str(error)) from error
     if policy == "required" and found.missing:
-        raise NotHeld(f"this machine does not hold a model's code: {'; '.join(found.missing)}. To mend it, {_FIX}")
+        raise NotHeld(
+            f"this machine does not hold a model's code: {'; '.join(found.missing)}. To mend it, {_FIX}"
+        )
     return found
 
 
@@ -190,7 +194,10 @@ def _opened() -> tuple[_Forker, Walls]:
     said = ""
     for namespaces in _WAYS:
         forker = _Forker(namespaces)
-        with suppress(_NotStarted), _Supervisor(forker, _request("program", "pass", 1, Limits())) as supervisor:
+        with (
+            suppress(_NotStarted),
+            _Supervisor(forker, _request("program", "pass", 1, Limits())) as supervisor,
+        ):
             supervisor.give("")
             first, outcome = supervisor.line(_STARTING_S, 1 << 16), supervisor.line(_STARTING_S, 1 << 16)
             if first and outcome and outcome["status"] == 0:

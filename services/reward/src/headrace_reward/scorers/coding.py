@@ -25,7 +25,7 @@ from headrace_servicekit.sandbox.run import (
     Outcome,
     Outcomes,
     Policy,
-    require,
+    require_walls,
     run_calls,
     run_programs,
     run_tests,
@@ -203,7 +203,7 @@ class Code:
         )
         # To the service's log: each child says what holds the code there.
         try:
-            held = require(options.sandbox)
+            held = require_walls(options.sandbox)
         except NotHeld as error:
             raise ScorerError("options.sandbox", str(error)) from error
         sys.stderr.write(f"scorer code: {held}\n")

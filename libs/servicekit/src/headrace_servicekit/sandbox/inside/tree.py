@@ -99,7 +99,9 @@ def _place(libc: ctypes.CDLL, handle: int, target: str) -> None:
     os.makedirs(target if folder else os.path.dirname(target), 0o755, exist_ok=True)
     if not folder:
         Path(target).touch()
-    moved = libc.syscall(_MOVE_MOUNT, handle, b"", _HERE, os.fsencode(target), ctypes.c_uint(_FROM_EMPTY_PATH))
+    moved = libc.syscall(
+        _MOVE_MOUNT, handle, b"", _HERE, os.fsencode(target), ctypes.c_uint(_FROM_EMPTY_PATH)
+    )
     _checked(moved, f"mount {target}")
     os.close(handle)
 

@@ -22,6 +22,7 @@ _REFER = 1 << 13
 _FILES_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """How many of Landlock's rights over files each of its versions knows."""
 
+
 def drop_privileges(*, other_user: bool) -> None:
     """No capability, none to be had, and no look into this process by others of its user; as root, another user."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace_servicekit.registry import Options
+from headrace_servicekit.sandbox.run import POLICY, NotHeld, Policy, require_walls, run_programs
 from headrace_servicekit.sandbox.run import Limits as SandboxLimits
-from headrace_servicekit.sandbox.run import POLICY, NotHeld, Policy, require, run_programs
 from headrace_servicekit.tool_calls import PARSERS
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -193,7 +193,7 @@ def _bounded(value: Any) -> int | float:
 def python_tool(memory_bytes: int, output_bytes: int, sandbox: Policy) -> Tool:
     """The tool `python`, whose code runs in the sandbox; its walls are told to the service's log."""
     try:
-        sys.stderr.write(f"tool python: {require(sandbox)}\n")
+        sys.stderr.write(f"tool python: {require_walls(sandbox)}\n")
     except NotHeld as error:
         raise BackendError("options_json.sandbox", str(error)) from error
 
