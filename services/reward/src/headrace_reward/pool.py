@@ -117,7 +117,9 @@ class ScorerPool(Pool):
         *,
         leased: bool = False,
     ) -> None:
-        self._place = Place(UsersCode(names=opening["sets"], variables=opening["env"]), leased=leased)
+        self._place = Place(
+            UsersCode(opening["sets"], Path(opening["directory"]), opening["env"]), leased=leased
+        )
         self._opening = opening
         self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s

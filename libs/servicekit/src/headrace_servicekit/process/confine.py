@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import site
 import stat
 import struct
@@ -159,26 +158,19 @@ def _check(given: Confinement) -> None:
             raise NotConfined(f"users' code can read {path}: chmod 600 it, and 700 the folder that it is in")
 
 
-def end_with(parent: int) -> None:
-    """As `spawn.die_with_parent`, again: another user id forgets it."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+def named_paths(given: object, closed: Iterable[Path], base: Path) -> list[str]:
+    """Folders of the files, and the folders, that the strings of a JSON value name below `base`.
 
-
-def named_paths(given: object, closed: Iterable[Path]) -> list[str]:
-    """Folders of the files, and the folders, that the strings of a JSON value name; PATH:NAME counts as PATH.
-
-    Of a file in the home directory, in a `closed` folder or at the top, itself alone.
+    PATH:NAME counts as PATH. Of a file in the home directory, in a `closed` folder or at the top, itself alone.
     """
     if isinstance(given, dict):
-        return [path for each in given.values() for path in named_paths(each, closed)]
+        return [path for each in given.values() for path in named_paths(each, closed, base)]
     if isinstance(given, list | tuple):
-        return [path for each in given for path in named_paths(each, closed)]
+        return [path for each in given for path in named_paths(each, closed, base)]
     if not isinstance(given, str) or not given or len(given) > 4096 or "\0" in given:
         return []
     text = given if ".py:" not in given else given.rpartition(":")[0]
-    path = Path(text).expanduser().absolute()
+    path = (base / Path(text).expanduser()).absolute()
     narrow = {Path("/"), Path.home(), Path("/tmp"), *closed}
     if os.path.isdir(path):
         return [] if path in narrow or os.path.realpath(path) in map(str, narrow) else [str(path)]

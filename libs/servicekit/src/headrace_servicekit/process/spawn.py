@@ -64,8 +64,8 @@ def adopt_orphans() -> None:
 def forbid_signals_to_others() -> bool:
     """Keeps this process and all that it starts from signalling any other, and from abstract sockets of others.
 
-    False where the kernel cannot. By Landlock (Linux 6.12), for good. It holds for the calling thread and what that starts: call it first. A process
-    under it gains no privileges from a setuid program.
+    False where the kernel cannot. By Landlock (Linux 6.12), for good. It holds for the calling thread and what that
+    starts: call it first. A process under it gains no privileges from a setuid program.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))

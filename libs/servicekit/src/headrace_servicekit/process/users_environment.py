@@ -1,4 +1,4 @@
-"""The environment of a process with users' code: what Python and its libraries need, and what a spec names. No secrets."""
+"""The environment of a process with users' code: what Python and libraries need, and what a spec names."""
 
 from __future__ import annotations
 

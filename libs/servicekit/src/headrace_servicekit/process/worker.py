@@ -50,6 +50,8 @@ class UsersCode:
 
     names: object = None
     """A JSON value whose strings name files and folders that it may read; see `named_paths`."""
+    base: Path = Path()
+    """Where relative ones begin."""
     variables: Collection[str] = ()
     """Of this service's environment, what a spec names for it."""
     writes: Sequence[Path] = ()
@@ -92,7 +94,7 @@ class Worker(Generic[Message]):
         if code is None:
             environment = dict(os.environ)
         else:
-            scratch = Path(tempfile.mkdtemp(prefix="headrace-code-")).resolve()
+            scratch = _scratch()
             environment = environment_of(os.environ, code.variables, scratch)
             confinement = _confinement(code, scratch)
             environment[CONFINED_VARIABLE] = json.dumps(asdict(confinement))
@@ -168,12 +170,16 @@ class Worker(Generic[Message]):
         raise WorkerTimeout(f"no reply within {timeout_s:g} s")
 
 
+def _scratch() -> Path:
+    return Path(tempfile.mkdtemp(prefix="headrace-code-")).resolve()
+
+
 def _confinement(code: UsersCode, scratch: Path) -> Confinement:
     user = other_user()
     for path in (scratch, *code.writes):
         if user:
             os.chown(path, user, user)
-    named = named_paths(code.names, closed=_hidden)
+    named = named_paths(code.names, _hidden, code.base.absolute())
     models = [str(path / "models") for path in _hidden]  # a fleet keeps those of `headrace demo` there
     return Confinement(
         hidden=[str(path) for path in _hidden],

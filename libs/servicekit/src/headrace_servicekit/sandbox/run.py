@@ -32,7 +32,7 @@ _MEBIBYTE = 1 << 20
 _SOURCE = Path(__file__).parents[2]
 _BEGIN = (
     f"import sys; sys.path.append({str(_SOURCE)!r}); "
-    "from headrace_servicekit.sandbox.inside.__main__ import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
+    "from headrace_servicekit.sandbox.inside.__main__ import main; main(*sys.argv[1:])"
 )
 _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",

@@ -49,7 +49,9 @@ class ChildHost:
         self._bound: tuple[str, ...] = ()
         self._opening = json.dumps(opening).encode()
         shelf = [Path(opening["shelf"][0])] if opening.get("shelf") else []
-        self._code = UsersCode({**opening, "shelf": None}, opening.get("env", ()), shelf)
+        self._code = UsersCode(
+            opening["options"] | {"": opening["name"]}, variables=opening.get("env", ()), writes=shelf
+        )
         self._open_timeout_s = open_timeout_s
         self._starting: asyncio.Task[Worker[Message]] | None = None
 

@@ -179,16 +179,16 @@ OPERATIONS: dict[str, Callable[[dict[str, Any], Case], dict[str, Any]]] = {
 }
 
 
-def main(handle: int, parent: int, place: str) -> None:
+def main(handle: str, parent: str, place: str) -> None:
     """Forks a supervisor for each three descriptors (its stdin, stdout, stderr) that come, and tells its pid."""
     global _place
-    _end_with(parent)
+    _end_with(int(parent))
     _place = Place(**json.loads(place))
     _place.enter()
     if supported():
         filter_of(os.uname().machine)  # once, for all that are forked
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    forker, link = os.getpid(), socket.socket(fileno=handle)
+    forker, link = os.getpid(), socket.socket(fileno=int(handle))
     while True:
         message, streams, _, _ = socket.recv_fds(link, 1, 3)
         if not message:
