@@ -199,8 +199,8 @@ def main(handle: str, parent: str, place: str) -> None:
             try:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.setsid()
-                for place, stream in enumerate(streams):
-                    os.dup2(stream, place)
+                for target, stream in enumerate(streams):
+                    os.dup2(stream, target)
                 os.closerange(3, _MOST_HANDLES)
                 supervise(forker)
             except BaseException:  # noqa: BLE001 - said on its stderr; it must not go on as a forker
