@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from headrace_servicekit.process.spawn import TREE_VARIABLE
 from headrace_servicekit.sandbox import run
+from headrace_servicekit.sandbox.inside.calls import CHECKED, FREE
+from headrace_servicekit.sandbox.inside.seccomp import filter_of
 from headrace_servicekit.sandbox.inside.values import NotPlain, decode, encode
 from headrace_servicekit.sandbox.run import Limits, Outcome, run_calls, run_programs, run_tests
 
@@ -34,15 +37,20 @@ def _judged() -> Iterator[tuple[str, str, str]]:
         yield code, test.rstrip(), "" if verdict == "never" else verdict
 
 
-@pytest.fixture(params=["namespaces", "none"])
-def walls(request, monkeypatch):
-    """All walls of this machine, and those that a container without user namespaces leaves."""
-    found = run.walls()
-    if request.param == "none":
-        monkeypatch.setattr(run, "walls", lambda: replace(found, namespaces=False))
-    elif not found.namespaces:
-        pytest.skip("this kernel allows no user namespace")
-    return request.param
+@pytest.fixture(scope="module", params=["namespaces", "none"])
+def walls(request):
+    """All walls of this machine, and those that a container without namespaces leaves."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "none":
+            patch.setattr(run, "_WAYS", (False,))
+        patch.setenv(TREE_VARIABLE, f"sandbox-{uuid.uuid4().hex}/1")
+        patch.setenv("SECRET_TOKEN", SECRET)
+        run._opened.cache_clear()
+        if run.walls().namespaces is (request.param == "none"):
+            pytest.skip("this kernel allows no namespaces")
+        yield request.param
+        run._opened()[0].end()
+    run._opened.cache_clear()
 
 
 def program(code: str, given: str = "", **limits) -> Outcome:
@@ -54,26 +62,14 @@ ESCAPES = dict(_sections("sandbox_escapes.txt"))
 """Code by what it tries; it prints ESCAPED where it comes through."""
 
 
-@pytest.fixture(scope="module")
-def started() -> Iterator[Callable[[], list[Path]]]:
-    """Tells the processes that sandboxes of these tests have started, by a name in their environment."""
-    tree = f"sandbox-{uuid.uuid4().hex}/1"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(TREE_VARIABLE, tree)
-        forker = run._Forker()
-        patch.setattr(run, "_forker", forker)
-        patch.setenv("SECRET_TOKEN", SECRET)
-        program("pass")
-        own = forker._process.pid
-        yield lambda: [
-            pid for pid in Path("/proc").glob("[0-9]*") if tree in _environment(pid) and int(pid.name) != own
-        ]
-        forker._end()
+def started() -> list[Path]:
+    """The processes that sandboxes of these tests have started, by a name in their environment."""
+    tree, own = os.environ[TREE_VARIABLE], run._opened()[0]._process.pid
+    return [pid for pid in Path("/proc").glob("[0-9]*") if tree in _environment(pid) and int(pid.name) != own]
 
 
 @pytest.mark.parametrize("way", ESCAPES)
-def test_no_way_out(way, walls, started, tmp_path, monkeypatch):
-    monkeypatch.setenv("SECRET_TOKEN", SECRET)
+def test_no_way_out(way, walls, tmp_path):
     secrets, path = tmp_path / "secrets", str(tmp_path / "socket")
     secrets.write_text(SECRET)
     code = ESCAPES[way]
@@ -133,6 +129,25 @@ def test_floods_end_at_their_limit(way, end, said):
         ("import atexit\natexit.register(print, 'end')\nraise SystemExit", "", "end\n"),
         ("from dataclasses import dataclass\n@dataclass\nclass A:\n  a: int\nprint(A(1))", "", "A(a=1)\n"),
         ("if __name__ == '__main__': print('é')", "", "é\n"),
+        (
+            "import resource, sys, threading\nresource.setrlimit(resource.RLIMIT_STACK, (1 << 25, 1 << 25))\n"
+            "threading.stack_size(1 << 25); sys.setrecursionlimit(20000)\ndef f(n): return n and 1 + f(n - 1)\n"
+            "t = threading.Thread(target=lambda: print(f(9000))); t.start(); t.join()",
+            "",
+            "9000\n",
+        ),
+        (
+            "import queue, concurrent.futures as c\nprint(sum(c.ThreadPoolExecutor(3).map(abs, [-1, 2])))",
+            "",
+            "3\n",
+        ),
+        ("import sqlite3\nprint(sqlite3.connect(':memory:').execute('select 1').fetchone()[0])", "", "1\n"),
+        ("import numpy as np\nprint(int((np.ones((99, 99)) @ np.ones((99, 99))).sum()))", "", "970299\n"),
+        (
+            "import time, datetime, zoneinfo, uuid, secrets, socket, subprocess, ssl; print('loaded')",
+            "",
+            "loaded\n",
+        ),
         ("import random, heapq, re, decimal, itertools; print(len({str(n) for n in range(9)}))", "", "9\n"),
     ],
 )
@@ -146,6 +161,38 @@ def test_an_error_is_told_with_its_own_lines_alone():
     assert outcome.err.startswith('Traceback (most recent call last):\n  File "solution.py", line 2')
     assert outcome.err.endswith("ZeroDivisionError: division by zero\n")
     assert "SyntaxError" in program("print(").err
+
+
+FILES = """
+import os, shutil, sqlite3, tempfile, pathlib
+pathlib.Path("a/b").mkdir(parents=True)
+pathlib.Path("a/b/c").write_text("1")
+shutil.copyfile("a/b/c", "d"); shutil.move("d", "e"); os.replace("e", "a/f")
+with tempfile.NamedTemporaryFile() as file: file.write(b"2"); file.flush()
+base = sqlite3.connect("base"); base.execute("create table t (n)"); base.commit(); base.close()
+print(sorted(os.listdir("a"))); shutil.rmtree("a")
+"""
+
+
+def test_files_in_its_folder_are_used_as_usual(walls):
+    if walls == "namespaces":
+        assert program(FILES).out == "['b', 'f']\n"
+
+
+HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"}
+
+
+def test_numbers_of_calls_are_those_of_the_kernel():
+    """Of this machine, where its headers are installed."""
+    machine = os.uname().machine
+    if not (header := Path(HEADERS.get(machine, "none"))).exists():
+        pytest.skip("no kernel headers")
+    found = dict(re.findall(r"#define __NR_(\w+) (\d+)", header.read_text()))
+    column = ("x86_64", "aarch64").index(machine)
+    table = {name: numbers[column] for name, numbers in FREE.items()}
+    table |= {name: numbers[column] for name, (numbers, _) in CHECKED.items()}
+    assert {name: number for name, number in table.items() if str(number) != found.get(name)} == {}
+    assert all(len(filter_of(each)) // 8 < 4096 for each in ("x86_64", "aarch64"))
 
 
 def test_the_folder_for_files_is_new_for_each_answer(walls):
@@ -227,7 +274,7 @@ def test_where_the_entry_is_told_the_code_gives_nothing_else():
 
 
 def test_what_is_not_held_is_said():
-    bare = run.Walls(namespaces=False, landlock=0, seccomp=False)
-    assert len(bare.missing) == 3 and "NOT HELD: it can start processes" in str(bare)
-    full = run.Walls(namespaces=True, landlock=7, seccomp=True)
+    bare = run.Walls(namespaces=False, other_user=False, landlock=0, seccomp=False)
+    assert len(bare.missing) == 4 and "NOT HELD: it can start processes" in str(bare)
+    full = run.Walls(namespaces=True, other_user=False, landlock=7, seccomp=True)
     assert not full.missing and str(full) == "code runs behind namespaces, Landlock 7, seccomp, limits"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -101,6 +103,14 @@ async def reward(instance):
     channel = dial(instance.address, token=None)
     yield RewardClient(reward_pb2_grpc.RewardServiceStub(channel))
     await channel.close()
+
+
+@pytest.fixture
+def shared():
+    """A folder in which users' code may write, whose user is another one where this is root."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
 
 
 @pytest.fixture

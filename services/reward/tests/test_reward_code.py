@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 from headrace.reward.v1 import reward_pb2
 from headrace_reward import scorers
-from headrace_reward.scorers.base import Answer
+from headrace_reward.scorers.base import Answer, ScorerError
 from headrace_reward.scorers.coding import code_of, read_cases, same_text, same_value
 from headrace_reward.scorers.contract import check_scorer
+from headrace_servicekit.sandbox import run
 
 REVERSE = json.dumps({"inputs": ["abc\n", "de\n"], "outputs": ["cba\n", "ed\n"]})
 ADD = json.dumps({"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [[1, 2]]]})
@@ -30,11 +32,29 @@ def fenced(code: str) -> str:
 
 
 def score(completion, reference="", metadata=None, **options):
+    options = {"sandbox": "best_effort", **options}  # whatever this machine allows
     return scorers.choose("code", options).build().score(Answer("", completion, reference, metadata or {}))
 
 
+def test_where_the_machine_holds_less_code_is_refused_by_the_key_and_the_fix(monkeypatch):
+    found = run.walls()
+    monkeypatch.setattr(run, "_opened", lambda: (None, replace(found, namespaces=False)))
+    with pytest.raises(
+        ScorerError, match=r"no root.*user namespaces.*or set sandbox: best_effort"
+    ) as refused:
+        scorers.choose("code", {}).build()
+    assert refused.value.field == "options.sandbox"
+    scorers.choose("code", {"sandbox": "best_effort"}).build()
+    monkeypatch.undo()
+    if found.missing:
+        with pytest.raises(ScorerError):
+            scorers.choose("code", {}).build()
+    else:
+        scorers.choose("code", {}).build()
+
+
 def test_it_holds_the_contract():
-    check_scorer("code", {}, Answer("", GOOD_ADD, "assert add(1, 2) == 3"))
+    check_scorer("code", {"sandbox": "best_effort"}, Answer("", GOOD_ADD, "assert add(1, 2) == 3"))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +143,9 @@ def test_outputs_are_compared_by_line_and_number():
 async def test_answers_side_by_side_through_the_service(reward):
     """One that hangs, one that floods and good ones: each has its own verdict, and nothing is left behind."""
     before = set(_sandboxes())
-    await reward.open({"name": "code", "options": {"timeout_s": 1.5, "total_s": 3.0}})
+    await reward.open(
+        {"name": "code", "options": {"timeout_s": 1.5, "total_s": 3.0, "sandbox": "best_effort"}}
+    )
     hang, flood = "def add(a, b):\n    while True: pass", "def add(a, b):\n    return 'x' * 10**10"
     begun = time.monotonic()
     found = await reward.answers(GOOD_ADD, hang, GOOD_ADD, flood, GOOD_ADD, metadata=MBPP)
@@ -145,7 +167,7 @@ def _sandboxes() -> list[int]:
 
 
 async def test_an_item_without_tests_is_the_scorers_fault_and_says_so(reward):
-    await reward.open({"name": "code"})
+    await reward.open({"name": "code", "options": {"sandbox": "best_effort"}})
     (broken,) = await reward.answers("print(1)")
     assert (
         broken.status == reward_pb2.SCORE_STATUS_SCORER_BROKEN

@@ -63,16 +63,16 @@ async def test_catastrophic_backtracking_is_an_endless_answer(reward):
     assert (evil_result.status, good.reward) == (FAILED, 1)
 
 
-async def test_the_hung_child_is_gone_with_what_it_started(reward, scorer_file, tmp_path):
-    body = """
+async def test_the_hung_child_is_gone_with_what_it_started(reward, scorer_file, shared):
+    body = f"""
 import subprocess, time
 if completion == "hang":
-    with open("pid", "w") as file:
+    with open("{shared}/pid", "w") as file:
         file.write(str(subprocess.Popen(["sleep", "60"]).pid))
     time.sleep(60)
 return 1.0"""
     await reward.open(scorer_file(body), timeout_s=0.5)
-    pid = tmp_path / "pid"
+    pid = shared / "pid"
     while not (pid.exists() and pid.read_text()):  # on a busy machine it may be killed before it starts one
         await reward.answers("hang", "a")
     started = int(pid.read_text())
@@ -86,11 +86,12 @@ return 1.0"""
     tuple(map(int, platform.release().split(".")[:2])) < (6, 12),
     reason="Landlock scopes signals from Linux 6.12 on",
 )
-async def test_a_scorer_cannot_signal_the_service(reward, scorer_file):
+async def test_a_scorer_cannot_signal_the_service(reward, scorer_file, shared):
     """It is refused, the service lives on, and what the scorer itself starts can be signalled."""
-    body = """
+    body = f"""
 import os, subprocess
 refused = 0
+os.chdir("{shared}")
 try:
     os.kill(os.getppid(), 9)
 except PermissionError:
@@ -106,19 +107,19 @@ return refused + (child.wait() == -9) * 10.0"""
 
 
 @pytest.mark.parametrize("end", ["pass", "os._exit(3)"])
-async def test_a_daemon_that_a_scorer_starts_ends_with_the_run(reward, scorer_file, tmp_path, end):
+async def test_a_daemon_that_a_scorer_starts_ends_with_the_run(reward, scorer_file, shared, end):
     """It has its own session and its parent has ended; with `os._exit`, the scoring process has ended before, too."""
     body = f"""
 import os, subprocess, sys
 starts = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
-with open("pids", "a") as file:
+with open("{shared}/pids", "a") as file:
     subprocess.run([sys.executable, "-c", starts], stdout=file, stdin=0)
 if completion: {end}
 return 1.0"""
     await reward.open(scorer_file(body))
     await reward.answers("a")
     await reward.close()
-    daemons = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    daemons = [int(pid) for pid in (shared / "pids").read_text().split()]
     assert daemons
     for _ in range(100):
         left = [pid for pid in daemons if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from headrace_servicekit.lease.devices import bind_cpu, gpu_uuids
-from headrace_servicekit.process.worker import Worker
+from headrace_servicekit.process.worker import UsersCode, Worker
 from headrace_servicekit.process.worker_pipes import JSON_CODEC
 from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 
@@ -22,8 +22,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 class Place:
     """The devices of one run's children. Without `leased`, they need no lease and see no GPU."""
 
-    def __init__(self, *, leased: bool) -> None:
-        self._leased = leased
+    def __init__(self, code: UsersCode, *, leased: bool) -> None:
+        self._code, self._leased = code, leased
         self._devices: tuple[str, ...] = ()
         self._holds: Callable[[], bool] = lambda: not leased
         self._changed = asyncio.Event()
@@ -74,7 +74,7 @@ class Place:
         gpus = gpu_uuids(self._devices)
         variables = {VISIBLE: ",".join(gpus)}
         child = await Worker.start(
-            "headrace_reward.child", JSON_CODEC, 0 if gpus else memory_bytes, variables
+            "headrace_reward.child", JSON_CODEC, 0 if gpus else memory_bytes, variables, self._code
         )
         bind_cpu(self._devices, child.process.pid)
         living = {pid: each for pid, each in self._children.items() if each[0].process.returncode is None}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout, exit_description
+from headrace_servicekit.process.worker import UsersCode, Worker, WorkerGone, WorkerTimeout, exit_description
 from headrace_servicekit.process.worker_pipes import JSON_CODEC
 from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 
@@ -117,7 +117,9 @@ class ScorerPool(Pool):
         *,
         leased: bool = False,
     ) -> None:
-        self._place = Place(leased=leased)
+        self._place = Place(
+            UsersCode(opening["sets"], Path(opening["directory"]), opening["env"]), leased=leased
+        )
         self._opening = opening
         self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s
@@ -332,7 +334,7 @@ async def list_scorers(settings: PoolSettings) -> list[Message]:
     Raises:
         WorkerGone, WorkerTimeout: the child could not tell.
     """
-    child = await Worker.start("headrace_reward.child", JSON_CODEC, settings.memory_bytes)
+    child = await Worker.start("headrace_reward.child", JSON_CODEC, settings.memory_bytes, code=UsersCode())
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(child.kill)
         child.send({"operation": "catalogue"})

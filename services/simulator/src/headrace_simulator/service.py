@@ -268,6 +268,7 @@ def _plan(request: simulator_pb2.OpenPoolRequest, settings: SimulatorSettings) -
         without_info=request.without_info,
         leased=request.leased or bool(request.header.lease_epoch),
         vectorized=request.vectorized,
+        variables=tuple(request.variables),
     )
 
 

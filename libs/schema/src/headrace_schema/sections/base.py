@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 # Strict: `true` and "8" are no numbers. Bounded: every count fits the wire's int32 (bytes: int64).
 Count = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
@@ -14,6 +14,18 @@ Rate = Annotated[float, Field(gt=0, le=10)]
 Bytes = Annotated[int, Field(strict=True, ge=1, le=2**48)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+
+
+def _of_users(name: str) -> str:
+    if name.startswith("HEADRACE_"):
+        raise ValueError(f"{name} is a setting of the service's own; name another variable")
+    return name
+
+
+VariableName = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200), AfterValidator(_of_users)
+]
+"""Of a service's environment, to be given to users' code. Those of the service's own settings never are."""
 
 
 class Section(BaseModel):

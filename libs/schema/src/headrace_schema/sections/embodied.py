@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from headrace_schema.sections.base import Count, CountOrZero, Section, Tokens
+from headrace_schema.sections.base import Count, CountOrZero, Section, Tokens, VariableName
 
 
 class RoleSection(Section):
@@ -72,6 +72,11 @@ class EnvironmentSection(Section):
         description="names of environments in the backend, or a file of one's own: path/to/file.py:NAME",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the environment")
+    env: list[VariableName] = Field(
+        default_factory=list,
+        description="variables of the simulator's environment that environments, tools and agents get; without it they "
+        "get none that holds a secret",
+    )
     variants: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="variants by name, each as `options.variant` says one: TASK@NAME among the tasks is the task in it",

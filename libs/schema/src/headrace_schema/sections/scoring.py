@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from headrace_schema.sections.base import Section
+from headrace_schema.sections.base import Section, VariableName
 
 
 class ScorerSection(Section):
@@ -34,6 +34,11 @@ class RewardSection(Section):
         default_factory=list,
         description="what scorers get beside text. tokens: ids, and prompt and answer with special tokens; group: all "
         "answers to the prompt, in stages behind an edge of granularity group",
+    )
+    env: list[VariableName] = Field(
+        default_factory=list,
+        description="variables of the reward service's environment that scorers get, such as HF_TOKEN; without it they "
+        "get none that holds a secret",
     )
     timeout_s: PositiveFloat = Field(
         default=5.0, description="limit of one answer; beyond it the answer failed"

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Generic
 
+from headrace_servicekit.process.confine import Confinement, named_paths, other_user
 from headrace_servicekit.process.spawn import TREE_VARIABLE, descendants, kill_tree
+from headrace_servicekit.process.users_environment import caches, environment_of
 from headrace_servicekit.process.worker_pipes import (
     BUFFER_BYTES,
-    HIDDEN_VARIABLE,
+    CONFINED_VARIABLE,
     MEMORY_VARIABLE,
     PARENT_VARIABLE,
     Codec,
@@ -31,12 +36,26 @@ _EXIT_TIMEOUT_S = 1.0
 _GRACE_S = 0.05
 
 
-_secrets: list[Path] = []
+_hidden: list[Path] = []
 
 
-def hide_from_workers(*secrets: Path) -> None:
-    """Workers with users' code that are started from now on cannot read these files; see `spawn.hide_files`."""
-    _secrets[:] = [path.absolute() for path in secrets]
+def hide_from_workers(*own: Path) -> None:
+    """Workers with users' code that are started from now on do not see these files and folders; see `confine`."""
+    _hidden[:] = [path.absolute() for path in own]
+
+
+@dataclass(frozen=True)
+class UsersCode:
+    """What a worker's code was given, beside the installation."""
+
+    names: object = None
+    """A JSON value whose strings name files and folders that it may read; see `named_paths`."""
+    base: Path = Path()
+    """Where relative ones begin."""
+    variables: Collection[str] = ()
+    """Of this service's environment, what a spec names for it."""
+    writes: Sequence[Path] = ()
+    """Folders of this service in which it may write."""
 
 
 class WorkerGone(Exception):
@@ -57,6 +76,8 @@ class Worker(Generic[Message]):
     writer: asyncio.StreamWriter
     tree: str = ""
     """Of the worker and all that it starts, daemons too; see `spawn.TREE_VARIABLE`."""
+    scratch: Path | None = None
+    """A folder of the worker's own, which goes with it."""
     _killed: bool = False
 
     @classmethod
@@ -66,14 +87,20 @@ class Worker(Generic[Message]):
         codec: Codec[Message],
         memory_bytes: int = 0,
         variables: Mapping[str, str] | None = None,
+        code: UsersCode | None = None,
     ) -> Worker[Message]:
-        """Starts `python -m module` in a session of its own, without this service's settings and secrets."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
+        """Starts `python -m module` in a session of its own; without users' `code`, in this service's environment."""
+        scratch = None
+        if code is None:
+            environment = dict(os.environ)
+        else:
+            scratch = _scratch()
+            environment = environment_of(os.environ, code.variables, scratch)
+            confinement = _confinement(code, scratch)
+            environment[CONFINED_VARIABLE] = json.dumps(asdict(confinement))
         tree = f"{os.environ.get('HEADRACE_INCARNATION') or os.getpid()}/{uuid.uuid4().hex}"
         environment |= {**(variables or {}), TREE_VARIABLE: tree}
         environment |= {PARENT_VARIABLE: str(os.getpid()), MEMORY_VARIABLE: str(memory_bytes)}
-        if _secrets:
-            environment[HIDDEN_VARIABLE] = os.pathsep.join(map(str, _secrets))
         # -P: a file in the current directory must not stand in for a library.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", module),
@@ -85,7 +112,7 @@ class Worker(Generic[Message]):
         )
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the worker has no pipes")
-        return cls(codec, process, FrameReader(process.stdout), process.stdin, tree)
+        return cls(codec, process, FrameReader(process.stdout), process.stdin, tree, scratch)
 
     def send(self, message: Message) -> None:
         """Queues a message; a dead worker is noticed by the next `receive`."""
@@ -126,7 +153,10 @@ class Worker(Generic[Message]):
             # Those whose parents had ended before: nothing but their environment tells whose they are.
             await asyncio.to_thread(kill_tree, self.tree)
         async with asyncio.timeout(_REAP_TIMEOUT_S):
-            return await self.process.wait()
+            status = await self.process.wait()
+        if self.scratch is not None:
+            await asyncio.to_thread(shutil.rmtree, self.scratch, ignore_errors=True)
+        return status
 
     async def _next(self, timeout_s: float) -> bytes:
         for limit in (timeout_s, _GRACE_S):
@@ -138,6 +168,25 @@ class Worker(Generic[Message]):
             except TimeoutError:
                 continue
         raise WorkerTimeout(f"no reply within {timeout_s:g} s")
+
+
+def _scratch() -> Path:
+    return Path(tempfile.mkdtemp(prefix="headrace-code-")).resolve()
+
+
+def _confinement(code: UsersCode, scratch: Path) -> Confinement:
+    user = other_user()
+    for path in (scratch, *code.writes):
+        if user:
+            os.chown(path, user, user)
+    named = named_paths(code.names, _hidden, code.base.absolute())
+    models = [str(path / "models") for path in _hidden]  # a fleet keeps those of `headrace demo` there
+    return Confinement(
+        hidden=[str(path) for path in _hidden],
+        read=[*named, *models, *caches(os.environ)],
+        write=[str(path.resolve()) for path in (scratch, *code.writes)],
+        user=user,
+    )
 
 
 def exit_description(status: int) -> str:

@@ -9,22 +9,17 @@ import resource
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
-from headrace_servicekit.process.spawn import (
-    adopt_orphans,
-    die_with_parent,
-    forbid_signals_to_others,
-    hide_files,
-)
+from headrace_servicekit.process.confine import Confinement, confine
+from headrace_servicekit.process.spawn import adopt_orphans, die_with_parent, forbid_signals_to_others
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 PARENT_VARIABLE = "HEADRACE_CHILD_PARENT"
 MEMORY_VARIABLE = "HEADRACE_CHILD_MEMORY_BYTES"
-HIDDEN_VARIABLE = "HEADRACE_CHILD_HIDDEN"
-"""Files that a worker with users' code may not read, separated as PATH is."""
+CONFINED_VARIABLE = "HEADRACE_CHILD_CONFINED"
+"""The `Confinement` of a worker with users' code, as JSON."""
 
 
 Message = TypeVar("Message")
@@ -103,8 +98,8 @@ def become_worker(*, trusted: bool = False) -> tuple[BinaryIO, BinaryIO]:
     """Called first in a worker: returns the protocol's two ends, out of reach of other people's code.
 
     What that code prints goes to stderr, and it reads nothing from stdin. The worker dies with its
-    parent, writes no core file, and stays below its memory limit. One that is not `trusted` can signal no process
-    but its own, and reads the service's secrets as empty files, where the kernel can forbid that.
+    parent, writes no core file, and stays below its memory limit. One that is not `trusted` is confined, see
+    `confine`, and can signal no process but its own where the kernel can forbid that. Raises NotConfined.
     """
     reader, writer = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -118,9 +113,9 @@ def become_worker(*, trusted: bool = False) -> tuple[BinaryIO, BinaryIO]:
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         limit = memory if most == resource.RLIM_INFINITY else min(memory, most)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    hidden = os.environ.pop(HIDDEN_VARIABLE, "")
-    if hidden and not trusted:
-        hide_files(map(Path, hidden.split(os.pathsep)))
+    confined = os.environ.pop(CONFINED_VARIABLE, "")
+    if confined and not trusted:
+        confine(Confinement(**json.loads(confined)))
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     adopt_orphans()
     if not trusted:

@@ -32,7 +32,7 @@ _MEBIBYTE = 1 << 20
 _SOURCE = Path(__file__).parents[2]
 _BEGIN = (
     f"import sys; sys.path.append({str(_SOURCE)!r}); "
-    "from headrace_servicekit.sandbox.inside.__main__ import main; main(*map(int, sys.argv[1:]))"
+    "from headrace_servicekit.sandbox.inside.__main__ import main; main(*sys.argv[1:])"
 )
 _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
@@ -42,6 +42,8 @@ _ENVIRONMENT = {
 }
 _STARTING_S, _GRACE_S = 10.0, 1.0
 _PIECE = 1 << 16
+_WAYS = (True, False)
+"""With namespaces, else without."""
 _REPLY_BYTES_PER_OUTPUT_BYTE = 24
 """JSON of a reply over the bytes in it: three files, each byte at most `\\ud83d\\ude00` long, with room."""
 
@@ -82,6 +84,9 @@ class Walls:
     """What holds foreign code on this machine."""
 
     namespaces: bool
+    """A root, processes, network and IPC of its own."""
+    other_user: bool
+    """Another user id than this service's, which root can give."""
     landlock: int
     """Version of the kernel's Landlock; 0: none."""
     seccomp: bool
@@ -97,18 +102,50 @@ class Walls:
         if not self.landlock:
             found.append("it can read what this service's user can (no Landlock)")
         if not self.namespaces:
-            found.append("it has this service's user id, and no folder to write to (no user namespace)")
+            found.append("it has no root, processes and folder of its own (no namespaces)")
+            if not self.other_user:
+                found.append("it has this service's user id")
         return found
 
     def __str__(self) -> str:
         up = [
             *(["namespaces"] if self.namespaces else []),
+            *(["another user"] if self.other_user else []),
             *([f"Landlock {self.landlock}"] if self.landlock else []),
             *(["seccomp"] if self.seccomp else []),
             "limits",
         ]
         text = f"code runs behind {', '.join(up)}"
         return f"{text}; NOT HELD: {'; '.join(self.missing)}" if self.missing else text
+
+
+Policy = Literal["required", "best_effort"]
+"""Whether code runs only where all walls are up, or behind those that are."""
+POLICY = (
+    "required: refused where the machine does not allow every wall; best_effort: behind those that it allows"
+)
+_FIX = (
+    "allow this process user namespaces and mounts (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
+    "kernel.apparmor_restrict_unprivileged_userns=0; in a container a seccomp profile with unshare, mount, open_tree, "
+    "move_mount, mount_setattr and pivot_root), Linux 5.13 on x86_64 or aarch64, or set sandbox: best_effort"
+)
+
+
+class NotHeld(RuntimeError):
+    """The machine does not allow every wall; the sentence names what is not held, and the fix."""
+
+
+def require_walls(policy: Policy) -> Walls:
+    """The walls of this machine. Raises NotHeld where they are `required` and some are missing."""
+    try:
+        found = walls()
+    except RuntimeError as error:
+        raise NotHeld(str(error)) from error
+    if policy == "required" and found.missing:
+        raise NotHeld(
+            f"this machine does not hold a model's code: {'; '.join(found.missing)}. To mend it, {_FIX}"
+        )
+    return found
 
 
 Outcomes = Generator[Outcome, None, None]
@@ -147,17 +184,26 @@ def run_tests(
     yield from _run("test", code, tests, limits, total_s, entry=entry)
 
 
-@cache
 def walls() -> Walls:
     """What this machine allows, tried once in this process. RuntimeError where nothing runs at all."""
+    return _opened()[1]
+
+
+@cache
+def _opened() -> tuple[_Forker, Walls]:
     said = ""
-    for namespaces in (True, False):
-        with _Supervisor(_request("program", "pass", 1, Limits(), namespaces)) as supervisor:
+    for namespaces in _WAYS:
+        forker = _Forker(namespaces)
+        with (
+            suppress(_NotStarted),
+            _Supervisor(forker, _request("program", "pass", 1, Limits())) as supervisor,
+        ):
             supervisor.give("")
             first, outcome = supervisor.line(_STARTING_S, 1 << 16), supervisor.line(_STARTING_S, 1 << 16)
             if first and outcome and outcome["status"] == 0:
-                return Walls(**first)
+                return forker, Walls(**first)
             said = outcome["err"] if outcome else supervisor.last_words()
+        forker.end()
     raise RuntimeError(f"the sandbox does not start: {said}")
 
 
@@ -165,9 +211,9 @@ def _run(
     operation: str, code: str, cases: Sequence[Any], limits: Limits, total_s: float | None, **more: Any
 ) -> Outcomes:
     ends = time.monotonic() + (len(cases) * limits.wall_s + _STARTING_S if total_s is None else total_s)
-    request = _request(operation, code, len(cases), limits, walls().namespaces) | more
+    request = _request(operation, code, len(cases), limits) | more
     longest = limits.output_bytes * _REPLY_BYTES_PER_OUTPUT_BYTE + (1 << 16)
-    with _Supervisor(request) as supervisor:
+    with _Supervisor(_opened()[0], request) as supervisor:
         told = supervisor.line(min(_STARTING_S, ends - time.monotonic()), 1 << 16)
         for index, case in enumerate(cases):
             # One at a time: what is judged and what is expected of it never wait in one pipe.
@@ -180,23 +226,21 @@ def _run(
             yield Outcome(**reply)
 
 
-def _request(operation: str, code: str, count: int, limits: Limits, namespaces: bool) -> dict[str, Any]:
-    packages = [path for path in site.getsitepackages() if Path(path).is_dir()]
-    return {
-        "operation": operation,
-        "code": code,
-        "count": count,
-        "limits": asdict(limits),
-        "namespaces": namespaces,
-        "path": packages,
-        "readable": [*packages, os.path.join(sys.base_prefix, "lib")],
-    }
+def _request(operation: str, code: str, count: int, limits: Limits) -> dict[str, Any]:
+    return {"operation": operation, "code": code, "count": count, "limits": asdict(limits)}
+
+
+class _NotStarted(RuntimeError):
+    """The process that starts supervisors has ended at once."""
 
 
 class _Forker:
     """The process that starts supervisors: one in this process, made anew where it has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: bool) -> None:
+        packages = [path for path in site.getsitepackages() if Path(path).is_dir()]
+        readable = [*packages, os.path.join(sys.base_prefix, "lib")]
+        self._place = json.dumps({"path": packages, "readable": readable, "namespaces": namespaces})
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
@@ -212,7 +256,7 @@ class _Forker:
                         return int.from_bytes(pid, "little")
                 self._end()
                 if last:
-                    raise RuntimeError("the sandbox does not start")
+                    raise _NotStarted("the sandbox does not start")
         raise AssertionError
 
     def _running(self) -> socket.socket:
@@ -224,7 +268,7 @@ class _Forker:
             self._link.settimeout(_STARTING_S)
             python = getattr(sys, "_base_executable", sys.executable)
             self._process = subprocess.Popen(
-                [python, "-s", "-S", "-P", "-c", _BEGIN, str(theirs.fileno()), str(os.getpid())],
+                [python, "-s", "-S", "-P", "-c", _BEGIN, str(theirs.fileno()), str(os.getpid()), self._place],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=environment,
@@ -233,6 +277,11 @@ class _Forker:
             )
             theirs.close()
         return self._link
+
+    def end(self) -> None:
+        """Ends it; what it has started ends with it."""
+        with self._lock:
+            self._end()
 
     def _end(self) -> None:
         if self._link is not None:
@@ -243,17 +292,14 @@ class _Forker:
         self._link = self._process = None
 
 
-_forker = _Forker()
-
-
 class _Supervisor:
     """The process that shuts itself in and runs the cases of a request; see `inside.__main__`."""
 
-    def __init__(self, request: Mapping[str, Any]) -> None:
+    def __init__(self, forker: _Forker, request: Mapping[str, Any]) -> None:
         (stdin, self._stdin), (self._stdout, stdout), (self._stderr, stderr) = (os.pipe() for _ in range(3))
         self._process = -1
         try:
-            pid = _forker.start(stdin, stdout, stderr)
+            pid = forker.start(stdin, stdout, stderr)
             with suppress(ProcessLookupError):
                 self._process = os.pidfd_open(pid)
         finally:

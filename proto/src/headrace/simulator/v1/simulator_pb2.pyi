@@ -58,7 +58,7 @@ class Environment(_message.Message):
     def __init__(self, backend: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class OpenPoolRequest(_message.Message):
-    __slots__ = ("header", "environment", "count", "options_json", "seed", "max_episode_steps", "step_timeout", "reward_mode", "auto_reset", "processes", "blob_bytes", "leased", "without_info", "vectorized")
+    __slots__ = ("header", "environment", "count", "options_json", "seed", "max_episode_steps", "step_timeout", "reward_mode", "auto_reset", "processes", "blob_bytes", "leased", "without_info", "vectorized", "variables")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class OpenPoolRequest(_message.Message):
     LEASED_FIELD_NUMBER: _ClassVar[int]
     WITHOUT_INFO_FIELD_NUMBER: _ClassVar[int]
     VECTORIZED_FIELD_NUMBER: _ClassVar[int]
+    VARIABLES_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     environment: Environment
     count: int
@@ -87,7 +88,8 @@ class OpenPoolRequest(_message.Message):
     leased: bool
     without_info: bool
     vectorized: bool
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., environment: _Optional[_Union[Environment, _Mapping]] = ..., count: _Optional[int] = ..., options_json: _Optional[str] = ..., seed: _Optional[int] = ..., max_episode_steps: _Optional[int] = ..., step_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reward_mode: _Optional[_Union[RewardMode, str]] = ..., auto_reset: _Optional[bool] = ..., processes: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., leased: _Optional[bool] = ..., without_info: _Optional[bool] = ..., vectorized: _Optional[bool] = ...) -> None: ...
+    variables: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., environment: _Optional[_Union[Environment, _Mapping]] = ..., count: _Optional[int] = ..., options_json: _Optional[str] = ..., seed: _Optional[int] = ..., max_episode_steps: _Optional[int] = ..., step_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reward_mode: _Optional[_Union[RewardMode, str]] = ..., auto_reset: _Optional[bool] = ..., processes: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., leased: _Optional[bool] = ..., without_info: _Optional[bool] = ..., vectorized: _Optional[bool] = ..., variables: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Space(_message.Message):
     __slots__ = ("name", "data_type", "shape", "low", "high", "categories")

@@ -19,17 +19,20 @@ from headrace_servicekit.registry import Options, plugin
 from headrace_servicekit.sandbox.inside.judging import PASSED
 from headrace_servicekit.sandbox.inside.values import NotPlain, decode
 from headrace_servicekit.sandbox.run import (
+    POLICY,
     Limits,
+    NotHeld,
     Outcome,
     Outcomes,
+    Policy,
+    require_walls,
     run_calls,
     run_programs,
     run_tests,
-    walls,
 )
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from headrace_reward.scorers.base import Answer
+from headrace_reward.scorers.base import Answer, ScorerError
 
 KEYS = ("input_output", "test_list", "test", "tests", "public_test_cases")
 """Where an item's tests are looked for, before its answer."""
@@ -184,6 +187,7 @@ class CodeOptions(Options):
     tolerance: NonNegativeFloat = Field(
         1e-6, description="relative error of floating-point numbers that counts as none"
     )
+    sandbox: Policy = Field("required", description=POLICY)
 
 
 @plugin(CodeOptions)
@@ -198,7 +202,11 @@ class Code:
             output_bytes=options.output_kib << 10,
         )
         # To the service's log: each child says what holds the code there.
-        sys.stderr.write(f"scorer code: {walls()}\n")
+        try:
+            held = require_walls(options.sandbox)
+        except NotHeld as error:
+            raise ScorerError("options.sandbox", str(error)) from error
+        sys.stderr.write(f"scorer code: {held}\n")
 
     def score(self, answer: Answer) -> float:
         """Between 0 and 1; ValueError where the item has no tests that can be read."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from headrace_servicekit.lease.devices import bind_cpu, gpu_uuids
-from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout, exit_description
+from headrace_servicekit.process.worker import UsersCode, Worker, WorkerGone, WorkerTimeout, exit_description
 
 from headrace_simulator.pipes import CODEC, MEMORY_PART, Kind, Message
 
@@ -47,6 +48,10 @@ class ChildHost:
         self.memory_part = 1.0
         self._bound: tuple[str, ...] = ()
         self._opening = json.dumps(opening).encode()
+        shelf = [Path(opening["shelf"][0])] if opening.get("shelf") else []
+        self._code = UsersCode(
+            opening["options"] | {"": opening["name"]}, variables=opening.get("env", ()), writes=shelf
+        )
         self._open_timeout_s = open_timeout_s
         self._starting: asyncio.Task[Worker[Message]] | None = None
 
@@ -132,7 +137,7 @@ class ChildHost:
         gpus = gpu_uuids(self.devices)
         part = {MEMORY_PART: str(self.memory_part / self.share)} if self.memory_part < 1 else {}
         variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **part} if gpus else None
-        child = await Worker.start(MODULE, CODEC, variables=variables)
+        child = await Worker.start(MODULE, CODEC, variables=variables, code=self._code)
         self._bound = self.devices
         try:
             if self.devices:
@@ -165,7 +170,7 @@ async def list_environments(timeout_s: float) -> list[tuple[str, str]]:
     Raises:
         WorkerGone, WorkerTimeout: the child could not tell.
     """
-    child = await Worker.start(MODULE, CODEC)
+    child = await Worker.start(MODULE, CODEC, code=UsersCode())
     try:
         child.send((Kind.CATALOGUE, b""))
         _, payload = await child.receive(timeout_s)

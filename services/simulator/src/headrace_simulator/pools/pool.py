@@ -49,6 +49,8 @@ class PoolPlan:
     """Whether its operations need a lease."""
     vectorized: bool = False
     """Whether the environments of a process are stepped in one call."""
+    variables: tuple[str, ...] = ()
+    """Of this service's environment, what the environments get."""
 
 
 class EnvironmentPool:
@@ -333,6 +335,7 @@ def _openings(plan: PoolPlan, children: int) -> list[dict[str, Any]]:
             "without_info": plan.without_info,
             "vectorized": plan.vectorized,
             "environments": environments,
+            "env": plan.variables,
         }
         for environments in held
     ]

@@ -19,15 +19,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from headrace_servicekit.sandbox.inside import judging, programs
 from headrace_servicekit.sandbox.inside.frames import read_case
-from headrace_servicekit.sandbox.inside.seccomp import supported
-from headrace_servicekit.sandbox.inside.walls import (
-    SCRATCH,
-    drop_privileges,
+from headrace_servicekit.sandbox.inside.seccomp import filter_of, supported
+from headrace_servicekit.sandbox.inside.tree import (
+    can_become_nobody,
     enter_namespaces,
+    enter_tree,
+    scratch_of,
+)
+from headrace_servicekit.sandbox.inside.walls import (
+    drop_privileges,
     landlock_version,
     limit_process,
     shut_in,
@@ -37,6 +42,29 @@ _PR_SET_PDEATHSIG = 1
 _STDIN, _STDOUT = 0, 1
 _ERROR_CHARACTERS = 2000
 _MOST_HANDLES = 256
+
+
+@dataclass
+class Place:
+    """Where foreign code runs, for all requests."""
+
+    path: list[str]
+    """Folders of packages."""
+    readable: list[str]
+    namespaces: bool
+    scratch: str = ""
+    """The folder that it may write to; empty: none."""
+    other_user: bool = False
+
+    def enter(self) -> None:
+        """Once, before the first request. OSError where there are no namespaces."""
+        if self.namespaces:
+            self.scratch = scratch_of(self.readable)
+            enter_tree(self.readable)
+        self.other_user = os.getuid() == 0 and (self.namespaces or can_become_nobody(self.readable))
+
+
+_place = Place([], [], False)
 
 
 class Case:
@@ -59,7 +87,7 @@ class Case:
             for place, handle in enumerate(safe):
                 os.dup2(handle, place)
             os.closerange(len(handles), _MOST_HANDLES)
-            programs.fresh_streams(self._request["path"])
+            programs.fresh_streams(_place.path)
             limits = self._request["limits"]
             limit_process(
                 memory_bytes=limits["memory_bytes"],
@@ -67,7 +95,7 @@ class Case:
                 cpu_s=limits["wall_s"],
                 threads=limits["threads"],
             )
-            shut_in(self._request["readable"], scratch=self._request["namespaces"])
+            shut_in(_place.readable, _place.scratch)
             status = programs.finish(body)
         finally:
             os._exit(status)
@@ -151,11 +179,16 @@ OPERATIONS: dict[str, Callable[[dict[str, Any], Case], dict[str, Any]]] = {
 }
 
 
-def main(handle: int, parent: int) -> None:
+def main(handle: str, parent: str, place: str) -> None:
     """Forks a supervisor for each three descriptors (its stdin, stdout, stderr) that come, and tells its pid."""
-    _end_with(parent)
+    global _place
+    _end_with(int(parent))
+    _place = Place(**json.loads(place))
+    _place.enter()
+    if supported():
+        filter_of(os.uname().machine)  # once, for all that are forked
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    forker, link = os.getpid(), socket.socket(fileno=handle)
+    forker, link = os.getpid(), socket.socket(fileno=int(handle))
     while True:
         message, streams, _, _ = socket.recv_fds(link, 1, 3)
         if not message:
@@ -166,8 +199,8 @@ def main(handle: int, parent: int) -> None:
             try:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.setsid()
-                for place, stream in enumerate(streams):
-                    os.dup2(stream, place)
+                for target, stream in enumerate(streams):
+                    os.dup2(stream, target)
                 os.closerange(3, _MOST_HANDLES)
                 supervise(forker)
             except BaseException:  # noqa: BLE001 - said on its stderr; it must not go on as a forker
@@ -183,11 +216,13 @@ def supervise(parent: int) -> None:
     """Serves one request and ends."""
     request = json.loads(read_case(_STDIN))
     _end_with(parent)
-    if request["namespaces"]:
+    if _place.namespaces:
         _become_first(request["limits"]["scratch_bytes"], parent)
-    drop_privileges()
-    os.chdir(SCRATCH if request["namespaces"] else "/")
-    _say({"namespaces": request["namespaces"], "landlock": landlock_version(), "seccomp": supported()})
+    drop_privileges(other_user=_place.other_user)
+    _end_with(0 if _place.namespaces else parent)  # again: another user id forgets it
+    os.chdir(_place.scratch or "/")
+    walls = {"landlock": landlock_version(), "seccomp": supported()}
+    _say({"namespaces": _place.namespaces, "other_user": _place.other_user, **walls})
     for _ in range(request["count"]):
         case = Case(request)
         _say(OPERATIONS[request["operation"]](request, case))
@@ -196,7 +231,7 @@ def supervise(parent: int) -> None:
 
 def _become_first(scratch_bytes: int, parent: int) -> None:
     """Goes on as the first process of its own namespaces; what stays behind waits for it."""
-    enter_namespaces(scratch_bytes)
+    enter_namespaces(_place.scratch, scratch_bytes)
     inner = os.fork()
     if inner:
         _end_with(parent)

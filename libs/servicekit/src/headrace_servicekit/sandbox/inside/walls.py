@@ -1,4 +1,4 @@
-"""The walls: namespaces of this process's own, Landlock, limits. What cannot be put up is reported, not hidden."""
+"""The walls within a process: another user, Landlock, limits, the filter of calls."""
 
 from __future__ import annotations
 
@@ -10,61 +10,26 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from headrace_servicekit.sandbox.inside.seccomp import forbid_system_calls, supported
+from headrace_servicekit.sandbox.inside.tree import FILES, SYSTEM, become_nobody
 
-NOBODY = 65534
-"""User and group inside, where there are namespaces."""
-SCRATCH = "/tmp"
-"""The one folder that may be written, where there are namespaces: in memory, of bounded size, gone at the end."""
-_NEWNS, _NEWUTS, _NEWIPC = 0x00020000, 0x04000000, 0x08000000
-_NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 16384, 1 << 18
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 4, 24, 38
 _CAPABILITIES_V3, _MOST_CAPABILITIES = 0x20080522, 64
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _PATH_BENEATH = 1
 _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
-_REMOVE, _MAKE_DIR, _MAKE_REG, _MAKE_SYM = (1 << 4) | (1 << 5), 1 << 7, 1 << 8, 1 << 12
+_REMOVE, _MAKE_DIR, _MAKE_REG = (1 << 4) | (1 << 5), 1 << 7, 1 << 8
 _REFER = 1 << 13
 _FILES_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """How many of Landlock's rights over files each of its versions knows."""
-_READABLE = (
-    "/usr",
-    "/lib",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-    "/dev/urandom",
-    "/dev/random",
-    "/dev/zero",
-)
 
 
-def enter_namespaces(scratch_bytes: int) -> None:
-    """Own users, mounts, processes (of children), network and IPC; OSError where the kernel allows none of it.
-
-    Its one user is nobody, its only network interface is down, and nothing is written but a `SCRATCH` in memory.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    uid, gid = os.getuid(), os.getgid()
-    _checked(libc.unshare(_NEWUSER | _NEWNS | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS), "unshare")
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{NOBODY} {uid} 1"),
-        ("gid_map", f"{NOBODY} {gid} 1"),
-    ):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
-    _checked(libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None), "mount /")
-    options = f"size={scratch_bytes},nr_inodes=1024,mode=700".encode()
-    flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-    _checked(libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", flags, options), f"mount {SCRATCH}")
-
-
-def drop_privileges() -> None:
-    """No capability, none to be had, and no look into this process by others of its user."""
+def drop_privileges(*, other_user: bool) -> None:
+    """No capability, none to be had, and no look into this process by others of its user; as root, another user."""
     libc = ctypes.CDLL(None, use_errno=True)
     for capability in range(_MOST_CAPABILITIES):
         libc.prctl(_PR_CAPBSET_DROP, *map(ctypes.c_ulong, (capability, 0, 0, 0)))
+    if other_user:
+        become_nobody()
     header, sets = struct.pack("=Ii", _CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
     libc.capset(header, sets)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))
@@ -77,8 +42,8 @@ def landlock_version() -> int:
     return max(0, int(found))
 
 
-def confine_files(readable: Iterable[str], *, scratch: bool) -> None:
-    """Reads what Python needs and `readable`, writes `SCRATCH` alone, signals nobody else: by Landlock, for good."""
+def confine_files(readable: Iterable[str], scratch: str) -> None:
+    """Reads what Python needs and `readable`, writes `scratch` alone, signals nobody else: by Landlock, for good."""
     version = landlock_version()
     files = (1 << _FILES_BY_VERSION.get(version, 16)) - 1
     rules = struct.pack("=Q", files)
@@ -89,12 +54,12 @@ def confine_files(readable: Iterable[str], *, scratch: bool) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     ruleset = libc.syscall(_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), ctypes.c_uint32(0))
     _checked(ruleset, "landlock_create_ruleset")
-    write = _WRITE_FILE | _REMOVE | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _TRUNCATE | _REFER
+    write = _WRITE_FILE | _REMOVE | _MAKE_DIR | _MAKE_REG | _TRUNCATE | _REFER
     _allow(libc, ruleset, "/dev/null", (_READ_FILE | _WRITE_FILE | _TRUNCATE) & files)
-    for path in (*_READABLE, *readable):
+    for path in (*SYSTEM, *FILES, *readable):
         _allow(libc, ruleset, path, _READ_FILE | _READ_DIR)
     if scratch:
-        _allow(libc, ruleset, SCRATCH, (_READ_FILE | _READ_DIR | write) & files)
+        _allow(libc, ruleset, scratch, (_READ_FILE | _READ_DIR | write) & files)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))
     _checked(
         libc.syscall(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0)), "landlock_restrict_self"
@@ -133,10 +98,10 @@ def limit_process(*, memory_bytes: int, file_bytes: int, cpu_s: float, threads: 
         resource.setrlimit(which, (own, own))
 
 
-def shut_in(readable: Iterable[str], *, scratch: bool) -> None:
+def shut_in(readable: Iterable[str], scratch: str) -> None:
     """The last walls around a process that is about to run foreign code."""
     if landlock_version():
-        confine_files(readable, scratch=scratch)
+        confine_files(readable, scratch)
     if supported():
         forbid_system_calls()
 

@@ -311,6 +311,7 @@ def opening(section: EnvironmentSection, task: str, count: int) -> simulator.Ope
         processes=count if section.backend == AGENTS else section.processes and min(section.processes, count),
         without_info=True,
         vectorized=section.vectorized,
+        variables=section.env,
     )
     request.step_timeout.FromMilliseconds(int(section.step_timeout_s * 1000))
     return request

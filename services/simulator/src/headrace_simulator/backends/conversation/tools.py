@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace_servicekit.registry import Options
+from headrace_servicekit.sandbox.run import POLICY, NotHeld, Policy, require_walls, run_programs
 from headrace_servicekit.sandbox.run import Limits as SandboxLimits
-from headrace_servicekit.sandbox.run import run_programs, walls
 from headrace_servicekit.tool_calls import beside_calls
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -109,6 +109,7 @@ class ToolOptions(Options):
     )
     search: SearchOptions | None = Field(None, description="what the tool search searches")
     python_memory_mib: PositiveInt = Field(512, description="memory of the code that the tool python runs")
+    sandbox: Policy = Field("required", description=f"of the tool python; {POLICY}")
     parser: Literal["hermes", "json", "llama3", "mistral", "qwen3_coder", "glm"] = Field(
         "hermes",
         description="form of calls: hermes (Hermes, Qwen 2.5, Qwen 3), qwen3_coder (Qwen3-Coder, Qwen 3.5 and later, "
@@ -200,9 +201,12 @@ def _bounded(value: Any) -> int | float:
     return found
 
 
-def python_tool(memory_bytes: int, output_bytes: int) -> Tool:
+def python_tool(memory_bytes: int, output_bytes: int, sandbox: Policy) -> Tool:
     """The tool `python`, whose code runs in the sandbox; its walls are told to the service's log."""
-    sys.stderr.write(f"tool python: {walls()}\n")
+    try:
+        sys.stderr.write(f"tool python: {require_walls(sandbox)}\n")
+    except NotHeld as error:
+        raise BackendError("options_json.sandbox", str(error)) from error
 
     def python(code: str, left_s: float) -> str:
         """Runs Python code in a fresh interpreter without network; returns what it prints and the last line's value."""
@@ -237,7 +241,8 @@ def _needs(extra: str, module: str) -> None:
 
 def _built_in(name: str, options: ToolOptions) -> Tool:
     if name == "python":
-        return python_tool(options.python_memory_mib << 20, max(4 * options.most_characters, 1 << 16))
+        output_bytes = max(4 * options.most_characters, 1 << 16)
+        return python_tool(options.python_memory_mib << 20, output_bytes, options.sandbox)
     if name == "search":
         if options.search is None:
             raise BackendError(

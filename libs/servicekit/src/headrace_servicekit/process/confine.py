@@ -1,0 +1,179 @@
+"""What users' code may reach: mounts of its own, and another user id where the service may change it.
+
+In the mounts the installation is read-only, what the service keeps to itself is hidden, and what the code was given is
+there even where a folder above it is closed to that user. By most specific path; nothing of it is seen outside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import site
+import stat
+import struct
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace_servicekit.process.mounts import Mounts, checked
+
+_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
+_CAPABILITIES_V3, _MOST_CAPABILITIES = 0x20080522, 64
+_DAEMONS = (
+    *("/sys/fs/cgroup", "/run/user", "/run/dbus", "/run/docker.sock", "/run/podman", "/run/containerd"),
+    *("/run/systemd/private", "/run/snapd.socket"),
+)
+"""Ways to have something done outside: cgroups of the user, D-Bus, daemons that start containers."""
+_FIRST_ID, _ANY_ID = 0x7F000000, 65533
+"""Users of users' code: one for each service's process where ids are plenty, else one for all."""
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What one worker with users' code gets."""
+
+    hidden: list[str] = field(default_factory=list)
+    """Files and folders of the service; they are empty there."""
+    read: list[str] = field(default_factory=list)
+    """What the code was given: its own folders, models."""
+    write: list[str] = field(default_factory=list)
+    user: int = 0
+    """User and group id; 0: the service's own."""
+
+
+class NotConfined(RuntimeError):
+    """A wall that this machine has could not be put up; the sentence says which."""
+
+
+def other_user() -> int:
+    """The id that users' code of this process's children gets; 0 where this process may not change it."""
+    if os.getuid() != 0 or not _may_change_user():
+        return 0
+    known = Path("/proc/self/uid_map").read_text().split()
+    plenty = len(known) == 3 and int(known[2]) > 0x7FFFFFFF
+    return _FIRST_ID + os.getpid() if plenty else _ANY_ID
+
+
+def _may_change_user() -> bool:
+    """Whether it has CAP_SETUID and CAP_SETGID."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return int(line.split()[1], 16) >> 6 & 3 == 3
+    return False
+
+
+def confine(given: Confinement) -> None:
+    """Puts this process, and all that it starts, behind these walls for good; call it before threads are started.
+
+    Where neither the kernel nor a container allows mounts of its own, another user id is all. Raises NotConfined.
+    """
+    if sys.platform != "linux":
+        return
+    try:
+        if mounts := Mounts.enter():
+            _arrange(mounts, given)
+        _drop(given.user)
+    except OSError as error:
+        raise NotConfined(f"users' code cannot be confined: {error.strerror or error}") from error
+    _check(given)
+
+
+def installation() -> list[str]:
+    """Folders of this Python and of its packages, those of editable installs too."""
+    found = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *sys.path}
+    if site.ENABLE_USER_SITE:  # another process would read a package that is put there
+        own = Path(site.getusersitepackages())
+        found.add(str(next(each for each in (own, *own.parents) if each.exists())))
+    folders = sorted(os.path.abspath(path) for path in found if path and os.path.isdir(path))
+    return [path for path in folders if path != "/" and not any(path.startswith(f"{up}/") for up in folders)]
+
+
+def _arrange(mounts: Mounts, given: Confinement) -> None:
+    hidden = {os.path.realpath(path) for path in (*given.hidden, *_DAEMONS) if os.path.lexists(path)}
+    kept = dict.fromkeys(map(os.path.realpath, installation()), False)
+    kept |= {
+        path: False for path in map(os.path.realpath, given.read) if _in_the_way(path, hidden, given.user)
+    }
+    kept |= dict.fromkeys((os.path.realpath(path) for path in given.write if os.path.exists(path)), True)
+    kept = {path: writable for path, writable in kept.items() if path not in hidden}
+    closed = {each for path in kept if (each := closed_above(path, given.user)) and each not in kept}
+    for path, writable in kept.items():
+        as_user = given.user if not writable and not _open_to(path, given.user) else 0
+        mounts.take(path, writable=writable, as_user=as_user)
+    for path in sorted({*hidden, *closed, *kept}, key=lambda each: (each.count("/"), each)):
+        if path in kept:
+            mounts.place(path)
+        else:
+            mounts.hide(path)
+    mounts.finish()
+
+
+def _in_the_way(path: str, hidden: set[str], user: int) -> bool:
+    """Whether it is there, and something keeps that user from it."""
+    if not os.path.exists(path):
+        return False
+    within = any(path.startswith(f"{each}/") for each in hidden)
+    return within or bool(closed_above(path, user)) or not _open_to(path, user)
+
+
+def closed_above(path: str, user: int) -> str:
+    """The first folder above a path that this user may not pass; empty where there is none."""
+    for folder in reversed(Path(path).parents):
+        if user and not _has(os.stat(folder), user, 1):
+            return str(folder)
+    return ""
+
+
+def _open_to(path: str, user: int) -> bool:
+    found = os.stat(path)
+    return not user or _has(found, user, 5 if stat.S_ISDIR(found.st_mode) else 4)
+
+
+def _has(found: os.stat_result, user: int, wanted: int) -> bool:
+    mode = found.st_mode >> 6 if found.st_uid == user else found.st_mode
+    return mode & wanted == wanted
+
+
+def _drop(user: int) -> None:
+    """No capability, none to be had; another user, in the groups of devices that compute alone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for capability in range(_MOST_CAPABILITIES):
+        libc.prctl(_PR_CAPBSET_DROP, *map(ctypes.c_ulong, (capability, 0, 0, 0)))
+    if user:
+        os.setgroups(sorted({path.stat().st_gid for path in Path("/dev/dri").glob("render*")} - {0}))
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    header, sets = struct.pack("=Ii", _CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
+    checked(libc.capset(header, sets), "capset")
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))
+
+
+def _check(given: Confinement) -> None:
+    """What is there to hide must be hidden where this process is another user, or has mounts of its own."""
+    if not given.user:
+        return
+    for path in given.hidden:
+        if os.path.isfile(path) and os.access(path, os.R_OK) and os.path.getsize(path):
+            raise NotConfined(f"users' code can read {path}: chmod 600 it, and 700 the folder that it is in")
+
+
+def named_paths(given: object, closed: Iterable[Path], base: Path) -> list[str]:
+    """Folders of the files, and the folders, that the strings of a JSON value name below `base`.
+
+    PATH:NAME counts as PATH. Of a file in the home directory, in a `closed` folder or at the top, itself alone.
+    """
+    if isinstance(given, dict):
+        return [path for each in given.values() for path in named_paths(each, closed, base)]
+    if isinstance(given, list | tuple):
+        return [path for each in given for path in named_paths(each, closed, base)]
+    if not isinstance(given, str) or not given or len(given) > 4096 or "\0" in given:
+        return []
+    text = given if ".py:" not in given else given.rpartition(":")[0]
+    path = (base / Path(text).expanduser()).absolute()
+    narrow = {Path("/"), Path.home(), Path("/tmp"), *closed}
+    if os.path.isdir(path):
+        return [] if path in narrow or os.path.realpath(path) in map(str, narrow) else [str(path)]
+    if not os.path.isfile(path):
+        return []
+    return [str(path)] if path.parent in narrow else [str(path.parent)]
