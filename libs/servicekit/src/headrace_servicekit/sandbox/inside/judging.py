@@ -21,8 +21,8 @@ from typing import Any, TextIO
 from headrace_servicekit.sandbox.inside.evidence import missing
 from headrace_servicekit.sandbox.inside.frames import read_case
 from headrace_servicekit.sandbox.inside.programs import free_names, implied, load, lookup
+from headrace_servicekit.sandbox.inside.shared import Shared, classes_of
 from headrace_servicekit.sandbox.inside.suites import carry_out
-from headrace_servicekit.sandbox.inside.values import decode, encode
 
 READ, PASSED, BROKEN = "read ", "passed", "broken: "
 """How a result begins once the test was read; what it is where all holds; how it begins where the test is at fault."""
@@ -41,8 +41,10 @@ def serve(code: str, before: str, read: int, write: int) -> None:
         return {"awaitable" if inspect.isawaitable(value) else "object": len(kept) - 1}
 
     namespace: dict[str, Any] = {}
+    shared = Shared(frozenset(), namespace)
     try:
-        namespace = load(code, before)
+        shared = Shared(classes_of(load(before)), namespace)
+        namespace.update(load(code, before))
         error: BaseException | None = None
     except BaseException as raised:  # noqa: BLE001 - the test is told at its first question
         error = raised
@@ -51,22 +53,22 @@ def serve(code: str, before: str, read: int, write: int) -> None:
         try:
             if error is not None:
                 raise error
-            value = _asked(asked, namespace, kept)
-            reply: dict[str, Any] = {"value": encode(value, keep)}
+            given = shared.unpack(asked, lambda kind, index: kept[index])
+            reply: dict[str, Any] = dict(shared.pack([_asked(asked, given, namespace)], keep))
         except BaseException as raised:  # noqa: BLE001 - foreign code raises anything
             reply = {"raised": type(raised).__name__, "text": str(raised)[:500]}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
 
-def _asked(asked: dict[str, Any], namespace: dict[str, Any], kept: list[Any]) -> Any:
+def _asked(asked: dict[str, Any], given: list[Any], namespace: dict[str, Any]) -> Any:
+    """Of what was given the first is the object that is asked, and the last are given by name."""
     if asked["do"] == "get":
-        return lookup(namespace, asked["name"])
-    target = kept[asked["object"]]
-    given = [decode(each, lambda kind, index: kept[index]) for each in asked["given"]]
+        return lookup(namespace, given[0])
+    target, *given = given
     if asked["do"] == "call":
-        named = {name: decode(each, lambda kind, index: kept[index]) for name, each in asked["named"].items()}
-        return target(*given, **named)
+        plain = len(given) - len(asked["named"])
+        return target(*given[:plain], **dict(zip(asked["named"], given[plain:], strict=True)))
     operations: dict[str, Callable[..., Any]] = {
         "attribute": getattr,
         "item": lambda thing, key: thing[key],
@@ -86,15 +88,17 @@ class Link:
 
     def __init__(self, replies: TextIO, requests: TextIO) -> None:
         self._replies, self._requests = replies, requests
+        self.shared = Shared(frozenset(), {})
         self.ended = False
         """The code has ended itself: whatever the test makes of that, it does not pass."""
         self.refused = ""
         """What the test wanted to give the code and cannot."""
 
-    def ask(self, do: str, **fields: Any) -> Any:
+    def ask(self, do: str, *given: Any, **named: Any) -> Any:
         """What came of it; raises what the code raised, as the built-in error of that name."""
+        packed = self.shared.pack([*given, *named.values()], self._reference)
         try:
-            self._requests.write(json.dumps({"do": do, **fields}) + "\n")
+            self._requests.write(json.dumps({"do": do, "named": list(named), **packed}) + "\n")
             self._requests.flush()
             line = self._replies.readline(_LONGEST_LINE)
         except BrokenPipeError:
@@ -108,16 +112,14 @@ class Link:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 kind = RuntimeError
             raise kind(str(reply["text"]))
-        return decode(reply["value"], self._remote)
+        (value,) = self.shared.unpack(reply, self._remote)
+        return value
 
     def _remote(self, kind: str, index: int) -> Any:
-        return self._awaited(index) if kind == "awaitable" else Remote(self, index)
+        remote = Remote(self, index)
+        return remote.awaited() if kind == "awaitable" else remote
 
-    async def _awaited(self, index: int) -> Any:
-        return self.ask("await", object=index, given=[])
-
-    def reference(self, value: Any) -> dict[str, int]:
-        """An object of the code's own; others raise TypeError."""
+    def _reference(self, value: Any) -> dict[str, int]:
         if isinstance(value, Remote):
             return {"object": value._index}
         self.refused = f"it gives the code an object of {type(value).__name__}; only plain data can be given"
@@ -132,31 +134,25 @@ class Remote:
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         """Calls it there."""
-        return self._link.ask(
-            "call",
-            object=self._index,
-            given=[encode(each, self._link.reference) for each in given],
-            named={name: encode(each, self._link.reference) for name, each in named.items()},
-        )
+        return self._link.ask("call", self, *given, **named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._ask("attribute", name)
+        return self._link.ask("attribute", self, name)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._ask("item", key)
+        return self._link.ask("item", self, key)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._ask("list"))
+        return iter(self._link.ask("list", self))
 
     def __len__(self) -> int:
-        return int(self._ask("len"))
+        return int(self._link.ask("len", self))
 
-    def _ask(self, do: str, *given: Any) -> Any:
-        return self._link.ask(
-            do, object=self._index, given=[encode(each, self._link.reference) for each in given]
-        )
+    async def awaited(self) -> Any:
+        """What a coroutine comes to, there."""
+        return self._link.ask("await", self)
 
 
 def judge(entry: str, before: str, read: int, write: int, result: int, source: int) -> None:
@@ -164,7 +160,9 @@ def judge(entry: str, before: str, read: int, write: int, result: int, source: i
     test = _read(result, source)
     link = Link(os.fdopen(read), os.fdopen(write, "w"))
     try:
-        names = _names(ast.parse(test), entry, before, lambda name: link.ask("get", name=name))
+        defined = _defined(before)
+        link.shared = Shared(classes_of(defined), defined)
+        names = _names(ast.parse(test), entry, defined, lambda name: link.ask("get", name))
         verdict = PASSED if carry_out(test, names) else "no check was reached"
     except BaseException as error:  # noqa: BLE001 - tests raise anything
         verdict = "".join(traceback.format_exception_only(error)).strip() + _where(error, test)
@@ -176,7 +174,7 @@ def judge(entry: str, before: str, read: int, write: int, result: int, source: i
 def examine(entry: str, before: str, result: int, source: int) -> None:
     """Writes what the first of the tests that prove nothing lacks to `result`; see `evidence`."""
     for test in json.loads(_read(result, source)):
-        found = missing(test, lambda tree, get: _names(tree, entry, before, get))
+        found = missing(test, lambda tree, get: _names(tree, entry, _defined(before), get))
         if found:
             os.write(result, f"{found}: {test.strip()[-160:]!r}".encode("utf-8", "replace"))
             return
@@ -202,14 +200,21 @@ class _Solution(ModuleType):
         return self._get(name)
 
 
-def _names(tree: ast.Module, entry: str, before: str, get: Callable[[str], Any]) -> dict[str, Any]:
-    """What the test uses and does not define: of `before`, modules of the library, and from the code what is left.
+def _defined(before: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": "before"}
+    exec(compile(before, "before.py", "exec", dont_inherit=True), namespace)
+    return namespace
+
+
+def _names(
+    tree: ast.Module, entry: str, defined: dict[str, Any], get: Callable[[str], Any]
+) -> dict[str, Any]:
+    """What the test uses and does not define: of what stands before it, modules of the library, and the code's rest.
 
     The code never stands in for a built-in or a module: one that redefines `abs` or `math` would judge itself. Only a
     test that uses nothing else of it is about such a function. Where `entry` is told, that alone is the code's.
     """
-    namespace: dict[str, Any] = {}
-    exec(compile(before, "before.py", "exec", dont_inherit=True), namespace)
+    namespace = {name: value for name, value in defined.items() if not name.startswith("__")}
     sys.modules[SOLUTION] = _Solution(get)
     namespace[SOLUTION] = sys.modules[SOLUTION]
     wanted = {name for name in free_names(tree) - set(namespace) if not name.startswith("__")}

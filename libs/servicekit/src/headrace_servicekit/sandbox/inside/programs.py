@@ -52,6 +52,8 @@ def fresh_streams(path: list[str]) -> None:
         *path,
     ]
     sys.argv = [FILE]
+    for name in ("exit", "quit"):  # of the module `site`, which is left out
+        builtins.__dict__.setdefault(name, sys.exit)
 
 
 def finish(body: Callable[[], None]) -> int:
