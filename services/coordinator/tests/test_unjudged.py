@@ -24,7 +24,6 @@ def test_a_run_without_a_verdict_warns_and_fails_by_name(monkeypatch, judged, st
                 result.status = reward.SCORE_STATUS_OK
                 if count[0] > judged:
                     result.status = reward.SCORE_STATUS_ANSWER_FAILED
-                    result.reward = count[0] % 2
                     result.detail = "judge: the judge's verdict cannot be read: hm"
             yield response
 
