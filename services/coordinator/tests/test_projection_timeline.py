@@ -166,7 +166,7 @@ def test_each_device_has_one_label_at_any_time(tmp_path):
         (0.0, 0.5, "sync", "sync"),
         (0.5, 3.0, "generate", "decode"),
         (3.0, 5.0, "generate", "wait for tail"),
-        (5.0, 6.0, "generate", "wait for reward"),
+        (5.0, 6.0, "score", "wait for reward"),
         (6.0, 9.0, "generate", "wait for data"),
         (9.0, 10.0, "-", "wait for lease"),
     ]
@@ -224,15 +224,44 @@ def test_a_device_that_changes_hands_is_labelled_switch(tmp_path):
     ]
 
 
-def test_rest_ends_with_new_work_and_stays_the_stages_time():
+def test_a_rollout_that_waits_for_scores_generates_nothing():
     timer = StepTimer(lambda: 9.0)
     timer.add("generate", (0.0, 6.0), ["h/cpu:0"])
+    timer.add("generate", (0.0, 6.0), ["h/cpu:1"])
+    timer.add("score", (1.0, 6.0))
     timer.rested((2.0, 3.0), ["h/cpu:0"])
     timer.rested((5.0, 6.0), ["h/cpu:0"])
-    assert timer.stages()["generate"] == 6.0
-    assert timer.rests() == [("", ["h/cpu:0"], 2.0, 3.0), ("", ["h/cpu:0"], 5.0, 6.0)]
+    timer.rested((1.0, 6.0), ["h/cpu:1"])
+    assert timer.stages() == {"generate": 4.0, "score": 5.0, "protocol": 0.0}
+    assert timer.devices() == {"h/cpu:0": {"generate": 4.0}, "h/cpu:1": {"generate": 1.0}}
+    assert timer.worked("generate") == 2.5
+    assert max(end for stage, _, _, end in timer.spans() if stage == "generate") == 5.0
+    assert timer.rests() == [
+        ("", ["h/cpu:1"], 1.0, 6.0),
+        ("", ["h/cpu:0"], 2.0, 3.0),
+        ("", ["h/cpu:0"], 5.0, 6.0),
+    ]
     timer.restart()
     assert timer.rests() == []
+
+
+def test_a_device_that_waits_for_a_scorer_is_charged_to_the_score_stage(tmp_path):
+    """Though its rollout holds the lease to generate, and its stream of work is open."""
+    line = Part(
+        kind="step",
+        step=1,
+        start=0.0,
+        end=8.0,
+        work=[Span("generate", ["h/gpu:0"], 0.0, 1.0), Span("score", [], 1.0, 8.0)],
+        rests=[Span("", ["h/gpu:0"], 1.0, 8.0)],
+        holds=[Hold(1, "rollout-0", "generate", ["h/gpu:0"], 0.0, 8.0, "released")],
+    )
+    TimelineFile(tmp_path).append(line)
+    found = [each for each in read_timeline(tmp_path, 1, labels=True).labels if each.devices]
+    assert [(each.start, each.end, each.stage, each.label) for each in found] == [
+        (0.0, 1.0, "generate", "decode"),
+        (1.0, 8.0, "score", "wait for reward"),
+    ]
 
 
 def run_of(name, state):

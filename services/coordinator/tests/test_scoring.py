@@ -38,7 +38,7 @@ class Judge:
 
     @property
     def instance(self):
-        return SimpleNamespace(kind="reward", incarnation=self.incarnation)
+        return SimpleNamespace(kind="reward", instance=self.incarnation, incarnation=self.incarnation)
 
     async def score(self, batches, timeout):
         self.streams += 1

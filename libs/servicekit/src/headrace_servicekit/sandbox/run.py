@@ -75,7 +75,7 @@ class Outcome:
     err: str = ""
     """The end of what it wrote to standard error."""
     result: str = ""
-    """Of a call: the returned value, see `inside.values`. Of a test: `passed`, or what did not hold."""
+    """Of a call: the returned value, see `inside.values`. Of a test: `passed`, what did not hold, or its own fault."""
     wall_s: float = 0.0
 
 
@@ -153,13 +153,20 @@ Outcomes = Generator[Outcome, None, None]
 
 
 def run_programs(
-    code: str, inputs: Sequence[str], limits: Limits, *, echo: bool = False, total_s: float | None = None
+    code: str,
+    inputs: Sequence[str],
+    limits: Limits,
+    *,
+    echo: bool = False,
+    lenient: bool = False,
+    total_s: float | None = None,
 ) -> Outcomes:
     """Runs the code as a program once for each input; see `Outcomes`.
 
-    With `echo`, what the last line comes to is printed, as in a notebook. After `total_s` all that is left is `lost`.
+    With `echo`, what the last line comes to is printed, as in a notebook. `lenient`: it may use without an import what
+    judges of contests import. After `total_s` all that is left is `lost`.
     """
-    yield from _run("program", code, inputs, limits, total_s, echo=echo)
+    yield from _run("program", code, inputs, limits, total_s, echo=echo, lenient=lenient)
 
 
 def run_calls(
@@ -175,13 +182,26 @@ def run_calls(
 
 
 def run_tests(
-    code: str, tests: Sequence[str], limits: Limits, *, entry: str = "", total_s: float | None = None
+    code: str,
+    tests: Sequence[str],
+    limits: Limits,
+    *,
+    entry: str = "",
+    before: str = "",
+    total_s: float | None = None,
 ) -> Outcomes:
     """Runs tests, which are code with assertions, in another process than what they test.
 
     `entry` is the one name that tests have of the code; left out, they have what they do not define themselves.
+    `before` is code that stands before both.
     """
-    yield from _run("test", code, tests, limits, total_s, entry=entry)
+    yield from _run("test", code, tests, limits, total_s, entry=entry, before=before)
+
+
+def examine_tests(tests: Sequence[str], limits: Limits, *, entry: str = "", before: str = "") -> str:
+    """Tries tests on code that does nothing; why the first that cannot tell it from other code proves nothing."""
+    (outcome,) = _run("examine", "", [json.dumps(tests)], limits, None, entry=entry, before=before)
+    return outcome.result if outcome.end == "exit" else ""
 
 
 def walls() -> Walls:
@@ -194,10 +214,8 @@ def _opened() -> tuple[_Forker, Walls]:
     said = ""
     for namespaces in _WAYS:
         forker = _Forker(namespaces)
-        with (
-            suppress(_NotStarted),
-            _Supervisor(forker, _request("program", "pass", 1, Limits())) as supervisor,
-        ):
+        request = _request("program", "pass", 1, Limits()) | {"echo": False, "lenient": False}
+        with suppress(_NotStarted), _Supervisor(forker, request) as supervisor:
             supervisor.give("")
             first, outcome = supervisor.line(_STARTING_S, 1 << 16), supervisor.line(_STARTING_S, 1 << 16)
             if first and outcome and outcome["status"] == 0:

@@ -278,22 +278,23 @@ class _LabelledPart:
         )
         name = holder.instance if holder else ""
         stages = {span.stage for span in self._work.get(device, ()) if span.start <= at < span.end}
+        if stages.issubset(DECODES) and _covers(self._rests.get(device, ()), at):
+            return *self._waits_for(at), name
         if stages:
             stage = min(stages, key=lambda each: ORDER.get(each, len(ORDER)))
-            if stage in DECODES and _covers(self._rests.get(device, ()), at):
-                return stage, self._waits_for(at), name
             return stage, AT_WORK.get(stage, Label.WORK), name
         for span in self._for_all:
             if span.start <= at < span.end:
                 return span.stage, AT_WORK.get(span.stage, Label.WORK), name
         return (holder.stage, Label.WAIT_DATA, name) if holder else (UNPLANNED, Label.WAIT_LEASE, "")
 
-    def _waits_for(self, at: float) -> Label:
-        """The label of a device that has decoded all its sequences: what it waits for."""
+    def _waits_for(self, at: float) -> tuple[str, Label]:
+        """Of a device that has decoded all its sequences: the stage that it waits for, and the label of that."""
         place = bisect_left(self._decoding, (at, at))
         if place and self._decoding[place - 1][1] > at:
-            return Label.WAIT_TAIL
-        return Label.WAIT_REWARD if _covers(self.nowhere, at) else Label.WAIT_DATA
+            return "generate", Label.WAIT_TAIL
+        scoring = next((span.stage for span in self.nowhere if span.start <= at < span.end), None)
+        return (scoring, Label.WAIT_REWARD) if scoring else ("generate", Label.WAIT_DATA)
 
     def _times_of_decoding(self) -> list[Interval]:
         """The times in which some device decodes, joined and in order."""

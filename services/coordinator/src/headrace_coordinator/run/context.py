@@ -103,7 +103,10 @@ class RunContext:
         """The start of a checkpoint, while rollouts work: until the trainer has its copy."""
         self.without_figure: set[tuple[str, int]] = set()
         """Evaluations that had too few answers, by kind and number of the version: they are not made again."""
-        self.scorer_failed = False
+        self.scorer_failed = ""
+        """What a scorer said of the last answer that it failed at."""
+        self.judged = False
+        """Whether any answer has a verdict."""
         """The run's user was told of an answer that a scorer failed at."""
         self.failed_in_a_row = 0
         """Groups that environments failed at since the last episode that ended well."""

@@ -118,7 +118,8 @@ class RunLoop:
                 await evaluate_if_due(self.context, published, self._timer)
                 if self.context.finished:
                     await self.context.snapshot_taken()
-                    return await finish(self.context, self._checkpointer)
+                    ended = await finish(self.context, self._checkpointer)
+                    return self._unjudged() or ended
                 await self._checkpointer.announce()
                 if boundary := self._at_boundary():
                     await self.context.snapshot_taken()
@@ -126,6 +127,16 @@ class RunLoop:
                         return boundary
                     continue  # The trainers have the devices now: they were needed for saving.
                 await self._work_on()
+
+    def _unjudged(self) -> Outcome | None:
+        """A run none of whose answers has a verdict has learned nothing that anybody measured."""
+        failed = self.context.scorer_failed
+        if self.context.judged or not failed:
+            return None
+        return Outcome(
+            run_states.FAILED,
+            f"reward.scorers: no answer has a verdict: the scorer failed at every one, the last: {failed}",
+        )
 
     async def _prepare(self) -> None:
         """Instances opened, leases held, trainer group formed, ledger and trainer at one version."""

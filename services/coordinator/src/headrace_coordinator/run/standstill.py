@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, FINISHED
 from headrace_coordinator.domain.runs import STALLED
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.waits import WaitTimeout
@@ -96,12 +97,13 @@ class Standstill:
         context, ledger = self._context, self._context.state.ledger
         index, workers = ledger.index, context.workers
         said = context.fleet.waits.of(context.run_id)
-        if held := {who: len(keys) for who, keys in index.held.items() if keys}:
+        made = all(slot.state in (FINISHED, ACCUMULATED, DROPPED) for slot in ledger.step_slots)
+        if made and ledger.members(FINISHED):  # Whatever is made of the next steps meanwhile.
+            stage, who = "score", [f"{worker.instance.instance} to score" for worker in workers.rewards]
+        elif held := {who: len(keys) for who, keys in index.held.items() if keys}:
             stage, who = "generate", [f"{name} to finish {count} answers" for name, count in held.items()]
         elif index.waiting:
             stage, who = "generate", ["a rollout to take answers"]
-        elif ledger.finished():
-            stage, who = "score", [f"{worker.instance.instance} to score" for worker in workers.rewards]
         elif workers.trainers:
             stage, who = "learn", [f"{workers.leader.instance.instance} to learn"]
         else:

@@ -1,6 +1,6 @@
 """Code that passes its tests: programs by their output, functions by what they return, assertions.
 
-Tests come in the forms that data sets of code have: APPS and TACO, LiveCodeBench, MBPP, HumanEval. The code runs in a
+Tests that code which does nothing would pass are the item's fault and give no verdict. The code runs in a
 sandbox (`headrace_servicekit.sandbox`); outputs are compared here, and assertions in a process of their own, so that
 nothing that the code does can say that it is right.
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 from headrace_servicekit.registry import Options, plugin
-from headrace_servicekit.sandbox.inside.judging import PASSED
+from headrace_servicekit.sandbox.inside.judging import BROKEN, PASSED
 from headrace_servicekit.sandbox.inside.values import NotPlain, decode
 from headrace_servicekit.sandbox.run import (
     POLICY,
@@ -25,6 +26,7 @@ from headrace_servicekit.sandbox.run import (
     Outcome,
     Outcomes,
     Policy,
+    examine_tests,
     require_walls,
     run_calls,
     run_programs,
@@ -33,145 +35,10 @@ from headrace_servicekit.sandbox.run import (
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from headrace_reward.scorers.base import Answer, ScorerError
+from headrace_reward.scorers.code_tests import Cases, code_of, read_cases
 
-KEYS = ("input_output", "test_list", "test", "tests", "public_test_cases")
-"""Where an item's tests are looked for, before its answer."""
-FORMS = '{"inputs": […], "outputs": […]}, a list of {"input", "output"}, a list of assertions, or code that asserts'
-
-
-@dataclass(frozen=True)
-class Cases:
-    """Tests of one item: `given` to programs as text, to calls as arguments; of kind `test`, the code of each test."""
-
-    kind: Literal["program", "call", "test"]
-    given: Sequence[Any]
-    expected: Sequence[Any] = ()
-    function: str = ""
-    """The function that is called, or that the tests are about; empty where they do not say."""
-    begin: str = ""
-    """What an answer goes on with, where the question is the beginning of the code."""
-
-
-def read_cases(answer: Answer, key: str, most: int) -> Cases:
-    """The item's tests; ValueError says what it has in their place."""
-    row = answer.metadata or {}
-    found = _found(answer, row, key)
-    entry = str(row.get("entry_point") or row.get("fn_name") or "")
-    if isinstance(found, str):
-        found = _parsed(found)
-    if isinstance(found, Mapping):
-        return _paired(found, entry, most)
-    if isinstance(found, list) and found and all(isinstance(each, Mapping) for each in found):
-        return _listed(found, entry, most)
-    tests = [found] if isinstance(found, str) else found
-    if not isinstance(tests, list) or not tests or not all(isinstance(each, str) for each in tests):
-        raise ValueError(f"the tests of the item are {_shown(found)}; they may be {FORMS}")
-    before = "\n".join([*_texts(row.get("test_imports")), *_texts(row.get("test_setup_code"))])
-    after = f"\ncheck({entry})" if entry and "def check(" in tests[0] else ""
-    begin = str(row.get("prompt") or answer.prompt) if entry else ""
-    code = [f"{before}\n{test}{after}" if before else f"{test}{after}" for test in tests[:most]]
-    return Cases("test", code, function=entry, begin=begin if f"def {entry}" in begin else "")
-
-
-def _found(answer: Answer, row: Mapping[str, Any], key: str) -> Any:
-    if key:
-        if key not in row:
-            raise ValueError(f"options.tests: the item has no key {key!r}; keys: {', '.join(row) or 'none'}")
-        return row[key]
-    for known in KEYS:
-        if row.get(known):
-            return row[known]
-    if not answer.reference.strip():
-        raise ValueError(
-            f"the item has no tests: neither an answer nor {', '.join(KEYS)}; name their key as options.tests"
-        )
-    return answer.reference
-
-
-def _parsed(text: str) -> Any:
-    """JSON where it is, else the text, which is code."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text
-    return found if isinstance(found, Mapping | list) else text
-
-
-def _paired(found: Mapping[str, Any], entry: str, most: int) -> Cases:
-    """APPS, TACO, and the `ground_truth` of verl's data: `inputs` and `outputs` of the same length."""
-    inputs, outputs = found.get("inputs"), found.get("outputs")
-    if (
-        not isinstance(inputs, list)
-        or not isinstance(outputs, list)
-        or len(inputs) != len(outputs)
-        or not inputs
-    ):
-        raise ValueError(f"the tests of the item are {_shown(found)}; they may be {FORMS}")
-    return _cases(inputs[:most], outputs[:most], str(found.get("fn_name") or entry))
-
-
-def _listed(found: list[Mapping[str, Any]], entry: str, most: int) -> Cases:
-    """LiveCodeBench, DeepCoder: an object a test."""
-    for each in found:
-        if "input" not in each or "output" not in each:
-            raise ValueError(f"a test of the item is {_shown(each)}; give it as input and output")
-    named = found[0].get("fn_name") or (found[0].get("metadata") or {}).get("func_name") or entry
-    calls = found[0].get("testtype", found[0].get("type", "")) in ("functional", "function_call", "")
-    inputs, outputs = ([each[key] for each in found[:most]] for key in ("input", "output"))
-    return _cases(inputs, outputs, str(named or "") if calls else "")
-
-
-def _cases(inputs: list[Any], outputs: list[Any], function: str) -> Cases:
-    if not function:
-        return Cases("program", [_lines(each) for each in inputs], [_lines(each) for each in outputs])
-    # LiveCodeBench writes each argument as a line of JSON.
-    arguments = [
-        [json.loads(line) for line in each.splitlines()] if isinstance(each, str) else [*_sequence(each)]
-        for each in inputs
-    ]
-    returned = [
-        _parsed_value(each) if isinstance(given, str) else each
-        for each, given in zip(outputs, inputs, strict=True)
-    ]
-    return Cases("call", [[_plain(each) for each in given] for given in arguments], returned, function)
-
-
-def _sequence(given: Any) -> list[Any]:
-    if not isinstance(given, list):
-        raise ValueError(f"the arguments of a call are {_shown(given)}; give a list of them")
-    return given
-
-
-def _plain(value: Any) -> Any:
-    """As the sandbox writes what JSON reads."""
-    if isinstance(value, list):
-        return {"list": [_plain(each) for each in value]}
-    if isinstance(value, dict):
-        return {"dict": [[key, _plain(each)] for key, each in value.items()]}
-    return value
-
-
-def _parsed_value(text: Any) -> Any:
-    try:
-        return json.loads(text)
-    except (TypeError, ValueError):
-        return text
-
-
-def _lines(text: Any) -> str:
-    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
-
-
-def _texts(given: Any) -> list[str]:
-    return [] if not given else [given] if isinstance(given, str) else [str(each) for each in given]
-
-
-def _shown(value: Any) -> str:
-    return f"{str(value)[:80]!r} ({type(value).__name__})"
-
-
-_FENCE = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _MEBIBYTE = 1 << 20
+_DEFINES = r"^(?:async\s+)?(?:def|class)\s+{0}\b|^{0}\s*=|^from\s.*\bimport\b.*\b{0}\b"
 
 
 class CodeOptions(Options):
@@ -201,6 +68,7 @@ class Code:
             memory_bytes=options.memory_mib * _MEBIBYTE,
             output_bytes=options.output_kib << 10,
         )
+        self._examined = lru_cache(maxsize=1024)(self._examine)
         # To the service's log: each child says what holds the code there.
         try:
             held = require_walls(options.sandbox)
@@ -209,13 +77,15 @@ class Code:
         sys.stderr.write(f"scorer code: {held}\n")
 
     def score(self, answer: Answer) -> float:
-        """Between 0 and 1; ValueError where the item has no tests that can be read."""
+        """Between 0 and 1; ValueError where the item has no tests that can be read, or that prove something."""
         options = self._options
         cases = read_cases(answer, options.tests, options.most_tests)
+        if lacking := self._lacking(cases):
+            raise ValueError(f"the tests of the item prove nothing: {lacking}")
         code = code_of(answer.completion)
         if not code.strip():
             return 0.0
-        if cases.begin and cases.function and not re.search(rf"\b{re.escape(cases.function)}\b\s*[(=]", code):
+        if cases.begin and not re.search(_DEFINES.format(re.escape(cases.function)), code, re.MULTILINE):
             code = cases.begin + code  # HumanEval asks for the rest of a function
         passed = 0
         with closing(self._outcomes(cases, code)) as outcomes:
@@ -226,18 +96,37 @@ class Code:
                     return 0.0
         return passed / len(cases.given)
 
+    def _lacking(self, cases: Cases) -> str:
+        """Why code that does nothing passes, or no code does; empty where the tests tell them apart."""
+        if cases.kind == "test":
+            return self._examined(tuple(cases.given), cases.function, cases.before)
+        nothing = Outcome("exit", result="null")
+        if all(self._passes(cases, index, nothing) for index in range(len(cases.given))):
+            what = "output" if cases.kind == "program" else "returned value"
+            return f"each expected {what} is empty, which code that does nothing gives too"
+        return ""
+
+    def _examine(self, tests: tuple[str, ...], entry: str, before: str) -> str:
+        limits = replace(self._limits, wall_s=self._options.total_s)
+        return examine_tests(tests, limits, entry=entry, before=before)
+
     def _outcomes(self, cases: Cases, code: str) -> Outcomes:
         limits, total_s = self._limits, self._options.total_s
         if cases.kind == "program":
-            return run_programs(code, cases.given, limits, total_s=total_s)
+            return run_programs(code, cases.given, limits, lenient=True, total_s=total_s)
         if cases.kind == "call":
             return run_calls(code, cases.function, cases.given, limits, total_s=total_s)
-        return run_tests(code, cases.given, limits, entry=cases.function, total_s=total_s)
+        entry, before = cases.function, cases.before
+        return run_tests(code, cases.given, limits, entry=entry, before=before, total_s=total_s)
 
     def _passes(self, cases: Cases, index: int, outcome: Outcome) -> bool:
         if outcome.end != "exit":
             return False
         if cases.kind == "test":
+            if outcome.result.startswith(BROKEN):
+                raise ScorerError(
+                    "options.tests", f"a test of the item {outcome.result.removeprefix(BROKEN)}"
+                )
             return outcome.result == PASSED
         expected = cases.expected[index]
         if cases.kind == "program":
@@ -249,16 +138,6 @@ class Code:
         # Some data sets wrap what is returned in a list.
         either = (expected, expected[0]) if isinstance(expected, list) and len(expected) == 1 else (expected,)
         return any(same_value(returned, each, self._options.tolerance) for each in either)
-
-
-def code_of(completion: str) -> str:
-    """The last fenced block of an answer, one that is cut too; without any, the whole answer.
-
-    >>> code_of("So:\\n```python\\nprint(1)\\n```\\nDone.")
-    'print(1)\\n'
-    """
-    blocks = _FENCE.findall(completion)
-    return str(blocks[-1]) if blocks else completion
 
 
 def same_text(printed: str, expected: str, tolerance: float) -> bool:

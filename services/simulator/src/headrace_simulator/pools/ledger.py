@@ -104,11 +104,17 @@ class EnvironmentLedger:
         return self._refuse(index, fault) if fault else None
 
     def effective(self, operation: Operation, generation: int) -> Operation:
-        """The operation with the seed that it implies: the first reset of a new environment has one."""
-        seedless = operation.HasField("reset") and not operation.reset.HasField("seed")
-        if seedless and self._seeded_generation != generation:
+        """The operation with the seed that the environment gets: the first reset of a new environment has one."""
+        if not operation.HasField("reset"):
+            return operation
+        reset = operation.reset
+        seedless = not reset.HasField("seed")
+        if seedless and self._seeded_generation == generation:
+            return operation
+        seed = _for_users(self._seed if seedless else reset.seed)
+        if seedless or seed != reset.seed:
             operation = Operation.FromString(operation.SerializeToString())
-            operation.reset.seed = self._seed
+            operation.reset.seed = seed
         return operation
 
     def record(self, operation: Operation, outcome: Outcome, generation: int) -> Outcome:
@@ -168,3 +174,8 @@ def _decoded(action: common_pb2.Tensor) -> np.ndarray:
         return decode_tensor(action, max_bytes=_MAX_ACTION_BYTES)
     except ServiceError as error:
         raise ServiceError(error.code, error.reason, f"the action: {error.message}") from error
+
+
+def _for_users(seed: int) -> int:
+    """Below 2^32, as numpy's and many environments' own generators want it; a smaller one stays itself."""
+    return seed if 0 <= seed < 1 << 32 else (seed ^ seed >> 32) & (1 << 32) - 1

@@ -133,7 +133,8 @@ def run_program(request: dict[str, Any], case: Case) -> dict[str, Any]:
         writer.write(given.encode("utf-8", "surrogatepass"))
     os.lseek(feed, 0, os.SEEK_SET)
     pid = case.start(
-        [feed, case.out, case.err], lambda: programs.run(request["code"], echo=request.get("echo", False))
+        [feed, case.out, case.err],
+        lambda: programs.run(request["code"], echo=request["echo"], lenient=request["lenient"]),
     )
     os.close(feed)
     return case.report(pid, request["limits"]["wall_s"])
@@ -157,16 +158,31 @@ def run_test(request: dict[str, Any], case: Case) -> dict[str, Any]:
     (to_read, to_write), (from_read, from_write) = os.pipe(), os.pipe()
     solution = case.start(
         [nothing, nothing, nothing, to_read, from_write],
-        lambda: judging.serve(request["code"], 3, 4),
+        lambda: judging.serve(request["code"], request["before"], 3, 4),
     )
     test = case.start(
         [nothing, case.out, case.err, from_read, to_write, case.result, _STDIN],
-        lambda: judging.judge(request["entry"], 3, 4, 5, 6),
+        lambda: judging.judge(request["entry"], request["before"], 3, 4, 5, 6),
     )
     for handle in (nothing, to_read, to_write, from_read, from_write):
         os.close(handle)
     said = case.report(test, request["limits"]["wall_s"])
     _wait(solution, 0.0)
+    return _of_test(said)
+
+
+def examine_test(request: dict[str, Any], case: Case) -> dict[str, Any]:
+    """A test without code; `result` is what it lacks to prove anything."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    test = case.start(
+        [nothing, case.out, case.err, case.result, _STDIN],
+        lambda: judging.examine(request["entry"], request["before"], 3, 4),
+    )
+    os.close(nothing)
+    return _of_test(case.report(test, request["limits"]["wall_s"]))
+
+
+def _of_test(said: dict[str, Any]) -> dict[str, Any]:
     if not said["result"].startswith(judging.READ):
         sys.exit("a test did not read its code in time")  # the next one would read it
     return said | {"result": said["result"].removeprefix(judging.READ)}
@@ -176,6 +192,7 @@ OPERATIONS: dict[str, Callable[[dict[str, Any], Case], dict[str, Any]]] = {
     "program": run_program,
     "call": run_call,
     "test": run_test,
+    "examine": examine_test,
 }
 
 

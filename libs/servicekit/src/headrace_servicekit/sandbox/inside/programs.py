@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import atexit
+import builtins
+import importlib
 import io
 import json
 import os
@@ -17,6 +19,23 @@ from typing import Any
 from headrace_servicekit.sandbox.inside.values import decode, encode
 
 FILE = "solution.py"
+_CONTESTS = (
+    *("collections", "heapq", "bisect", "math", "itertools", "functools", "string", "re", "copy", "random"),
+    *(
+        "statistics",
+        "operator",
+        "datetime",
+        "json",
+        "sys",
+        "io",
+        "os",
+        "time",
+        "queue",
+        "fractions",
+        "decimal",
+    ),
+)
+"""Modules that code may use without an import, and their names; of a name of two, the first one's."""
 
 
 def fresh_streams(path: list[str]) -> None:
@@ -33,6 +52,8 @@ def fresh_streams(path: list[str]) -> None:
         *path,
     ]
     sys.argv = [FILE]
+    for name in ("exit", "quit"):  # of the module `site`, which is left out
+        builtins.__dict__.setdefault(name, sys.exit)
 
 
 def finish(body: Callable[[], None]) -> int:
@@ -65,15 +86,19 @@ def _own_frames(error: BaseException) -> TracebackType | None:
     return frames
 
 
-def run(code: str, *, echo: bool) -> None:
-    """The code as a program. With `echo`, what its last line comes to is printed, as in a notebook."""
+def run(code: str, *, echo: bool, lenient: bool) -> None:
+    """The code as a program. With `echo`, what its last line comes to is printed, as in a notebook.
+
+    `lenient`: see `implied`.
+    """
     last: CodeType | None = None
     tree = ast.parse(code, FILE)
     if echo and tree.body and isinstance(ending := tree.body[-1], ast.Expr):
         tree.body.pop()
-        last = compile(ast.Expression(ending.value), FILE, "eval")
+        last = _compiled(ast.Expression(ending.value), "eval")
     namespace = _namespace("__main__")
-    exec(compile(tree, FILE, "exec"), namespace)
+    namespace.update(implied(tree, lenient=lenient))
+    exec(_compiled(tree), namespace)
     if last is not None:
         value = eval(last, namespace)  # noqa: S307
         if value is not None:
@@ -82,16 +107,60 @@ def run(code: str, *, echo: bool) -> None:
 
 def call(code: str, name: str, arguments: Any, result: int) -> None:
     """Writes what the function returns, as plain data, to the descriptor `result`."""
-    found = lookup(load(code), name)
+    found = lookup(load(code, lenient=True), name)
     value = found(*(decode(each) for each in arguments))
     os.write(result, json.dumps(encode(value)).encode())
 
 
-def load(code: str) -> dict[str, Any]:
-    """The names that the code defines when it is imported."""
+def load(code: str, before: str = "", *, lenient: bool = False) -> dict[str, Any]:
+    """The names that the code defines when it is imported, behind `before`; `lenient`: see `implied`."""
     namespace = _namespace("solution")
-    exec(compile(code, FILE, "exec"), namespace)
+    exec(_compiled(before), namespace)
+    tree = ast.parse(code, FILE)
+    for name, value in implied(tree, lenient=lenient).items():
+        namespace.setdefault(name, value)
+    exec(_compiled(tree), namespace)
     return namespace
+
+
+def _compiled(code: ast.Module | ast.Expression | str, mode: str = "exec") -> CodeType:
+    """As Python compiles it by itself: without this module's `annotations` from the future, and with assertions."""
+    found: CodeType = compile(code, FILE, mode, dont_inherit=True, optimize=0)
+    return found
+
+
+def free_names(tree: ast.AST) -> set[str]:
+    """Names that code reads and nowhere defines, built-in ones among them."""
+    nodes = list(ast.walk(tree))
+    used = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    own = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+    own |= {each.arg for each in nodes if isinstance(each, ast.arg)}
+    for each in nodes:
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            own.add(each.name)
+        elif isinstance(each, ast.Import | ast.ImportFrom):
+            own |= {(alias.asname or alias.name).partition(".")[0] for alias in each.names}
+    return used - own
+
+
+def implied(tree: ast.AST, *, lenient: bool) -> dict[str, Any]:
+    """What code uses without an import: the names of `typing`, and, `lenient`, all that judges of contests import.
+
+    LeetCode's signatures name List and Optional so, and its answers use Counter, heapq and inf.
+    """
+    found = {}
+    for name in sorted(name for name in free_names(tree) if not hasattr(builtins, name)):
+        modules = ["typing", *(_CONTESTS if lenient else ())]
+        if lenient and name in _CONTESTS:
+            found[name] = importlib.import_module(name)
+        elif holder := next((each for each in modules if name in _public(each)), None):
+            found[name] = getattr(importlib.import_module(holder), name)
+    return found
+
+
+def _public(module: str) -> list[str]:
+    found = importlib.import_module(module)
+    return getattr(found, "__all__", None) or [name for name in dir(found) if not name.startswith("_")]
 
 
 def lookup(namespace: dict[str, Any], name: str) -> Any:

@@ -320,6 +320,8 @@ def _view(
     whole = [each for each in by_prompt.values() if len(each) == section.samples]
     passed = pass_at(whole, section.pass_reward)
     episodes = [told for answer in answers if (told := told_of(answer.completion_text)) is not None]
+    unjudged = {score.detail for score in scores if score.status == reward.SCORE_STATUS_ANSWER_FAILED}
+    judged = any(score.status == reward.SCORE_STATUS_OK for score in scores)
     measure, note = measured(context.spec.reward.measure if episodes else "", episodes)
     return EvaluationView(
         kind=kind,
@@ -332,7 +334,7 @@ def _view(
         score_high=high,
         measure=measure,
         episodes=figures_of(episodes),
-        note=note,
+        note=note if judged or not unjudged else f"no answer has a verdict: {min(unjudged)}",
         # No return is one that passes.
         pass_at={str(k): share for k, share in passed.items() if measure not in ("return", "steps")},
         examples=examples,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from headrace_coordinator.domain.intervals import Interval, covered, joined, without
 
 NO_DEVICE = ""
+GENERATE = "generate"
 SPANS_KEPT = 32
 WAIT_LEASE = "wait for lease"
 WAIT_DATA, WAIT_TAIL = "wait for data", "wait for tail"
@@ -27,7 +28,6 @@ class StepTimer:
         self._started = self._clock()
         self.figures: defaultdict[str, float] = defaultdict(float)
         """Sums of what stages tell of themselves, by name."""
-        self._stages: dict[str, list[Interval]] = defaultdict(list)
         self._devices: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
         self._rests: dict[str, list[Interval]] = defaultdict(list)
 
@@ -38,7 +38,7 @@ class StepTimer:
         try:
             yield
         finally:
-            for part in without((start, self._clock()), self._stages.get(WAIT_LEASE, ())):
+            for part in without((start, self._clock()), self._intervals(WAIT_LEASE)):
                 self.add(name, part, devices)
 
     def waited(self, interval: Interval, devices: Iterable[str]) -> None:
@@ -47,12 +47,11 @@ class StepTimer:
 
     def add(self, name: str, interval: Interval, devices: Iterable[str] = ()) -> None:
         """Adds an interval that was measured elsewhere."""
-        self._stages[name].append(interval)
         for device in tuple(devices) or (NO_DEVICE,):
             self._devices[device][name].append(interval)
 
     def rested(self, interval: Interval, devices: Iterable[str]) -> None:
-        """Marks an interval of a stage in which the devices had nothing to do; it still counts as the stage's time."""
+        """Marks an interval in which the devices had nothing to generate: it is no time of that stage."""
         for device in devices:
             self._rests[device].append(interval)
 
@@ -63,20 +62,21 @@ class StepTimer:
 
     def stages(self) -> dict[str, float]:
         """Seconds by stage (overlaps within a stage count once); `protocol` is the time covered by none."""
-        seconds = {name: covered(intervals) for name, intervals in self._stages.items()}
-        everything = [interval for intervals in self._stages.values() for interval in intervals]
-        seconds["protocol"] = max(0.0, self.wall - covered(everything))
-        return seconds
+        names = dict.fromkeys(name for stages in self._devices.values() for name in stages)
+        found = {name: self._intervals(name) for name in names}
+        everything = [interval for intervals in found.values() for interval in intervals]
+        seconds = {name: covered(intervals) for name, intervals in found.items()}
+        return {**seconds, "protocol": max(0.0, self.wall - covered(everything))}
 
     def after(self, name: str, other: str) -> float:
         """Seconds of a stage from the last end of another one on."""
-        end = max((stop for _, stop in self._stages.get(other, ())), default=self._started)
-        return covered((max(start, end), stop) for start, stop in self._stages.get(name, ()) if stop > end)
+        end = max((stop for _, stop in self._intervals(other)), default=self._started)
+        return covered((max(start, end), stop) for start, stop in self._intervals(name) if stop > end)
 
     def worked(self, name: str) -> float:
-        """Seconds of a stage without those in which its devices had nothing to do, in the mean over them."""
+        """Seconds of a stage, in the mean over its devices."""
         found = [
-            max(0.0, covered(stages[name]) - covered(self._rests[device]))
+            covered(self._of(device, name))
             for device, stages in self._devices.items()
             if device != NO_DEVICE and name in stages
         ]
@@ -85,10 +85,19 @@ class StepTimer:
     def devices(self) -> dict[str, dict[str, float]]:
         """Seconds by device and stage."""
         return {
-            device: {name: covered(intervals) for name, intervals in stages.items()}
+            device: {name: covered(self._of(device, name)) for name in stages}
             for device, stages in self._devices.items()
             if device != NO_DEVICE
         }
+
+    def _of(self, device: str, name: str) -> list[Interval]:
+        """A device's intervals of a stage. Rollouts that wait, for scores or for the trainer, generate nothing."""
+        intervals = self._devices[device].get(name, [])
+        rests = self._rests.get(device, []) if name == GENERATE else []
+        return [part for each in intervals for part in without(each, rests)] if rests else intervals
+
+    def _intervals(self, name: str) -> list[Interval]:
+        return [interval for device in self._devices for interval in self._of(device, name)]
 
     @property
     def started(self) -> float:
@@ -100,7 +109,12 @@ class StepTimer:
 
         Devices that worked at the same time share a span; work that needs no device has none.
         """
-        return _together(self._devices)
+        return _together(
+            {
+                device: {name: self._of(device, name) for name in found}
+                for device, found in self._devices.items()
+            }
+        )
 
     def rests(self) -> list[tuple[str, list[str], float, float]]:
         """The same for the intervals in which devices had nothing to do; without a stage."""

@@ -19,6 +19,8 @@ FAR = 5.0
 """Nats a token from the reference: nothing of it is left."""
 LEAP = 0.5
 """Nats a token between a step's samples and the weights that it leaves: it learns from answers of another policy."""
+UNJUDGED = "answers_unjudged"
+"""Figure: answers of a step that got reward.failed_reward, as their scorer failed at them; none: left out."""
 ROUNDING = 1e-9
 """A rate that moves nothing: fp32 weights of usual size (0.02) are 2e-9 apart."""
 
@@ -37,12 +39,13 @@ class Warnings:
         """All that hold after one more committed step; None where there are too few steps to say."""
         self._steps.append(step)
         steps = [*self._steps]
+        unjudged = _unjudged(step)
         if len(steps) < STEPS:
-            return None
+            return unjudged or ({} if any(map(_unjudged, steps)) else None)
         if self._entropy is None and (entropies := _all(steps, "entropy")):
             self._entropy, self._reward = fmean(entropies), fmean(each.reward_mean for each in steps)
         found = {name: check(self, steps) for name, check in _CHECKS.items()}
-        return {name: text for name, text in found.items() if text}
+        return unjudged | {name: text for name, text in found.items() if text}
 
     def _equal_rewards(self, steps: Sequence[StepView]) -> str:
         size = self._spec.algorithm.group_size
@@ -133,6 +136,16 @@ _CHECKS: dict[str, Callable[[Warnings, Sequence[StepView]], str]] = {
     "reference": Warnings._far_from_reference,
     "leaps": Warnings._leaps,
 }
+
+
+def _unjudged(step: StepView) -> dict[str, str]:
+    """One step is enough: nobody measured what it learned from."""
+    if not 0 < step.trained + step.filtered <= step.figures.get(UNJUDGED, 0.0):
+        return {}
+    return {
+        "verdicts": "no answer of the last step has a verdict: its scorer failed at each, and each got "
+        "reward.failed_reward. See what it said (headrace run trajectories RUN), and try it (headrace reward SPEC)"
+    }
 
 
 def _constant(steps: Sequence[StepView]) -> str:

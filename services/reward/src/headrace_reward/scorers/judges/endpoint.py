@@ -13,6 +13,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -32,7 +33,10 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 8.0
 _LONGEST_REPLY = 4 << 20
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses with which the same request may succeed later."""
-_OURS = ("messages", "model", "n", "response_format", "stream", "temperature", "max_tokens")
+_SENT = ("messages", "model", "max_tokens", "temperature", "response_format")
+_OURS = (*_SENT, "n", "stream")
+_STATUS_OF = {"rate_limit": 429, "context_length": 400, "invalid_request": 400, "api_key": 401, "auth": 401}
+"""Of what servers write in an error that they send with status 200; model_not_found and others are looked at too."""
 _slots: dict[tuple[str, int], asyncio.Semaphore] = {}
 """Bounds the requests to an endpoint over all scorers and batches of this process."""
 
@@ -45,7 +49,12 @@ class EndpointOptions(Options):
     api_key_env: str = Field("", description="variable of the reward service's environment with the key")
     api_key_file: str = Field("", description="file with the key; read anew for each request")
     temperature: NonNegativeFloat | None = Field(0.0, description="of the judge; null: the server's own")
-    max_tokens: PositiveInt = Field(512, description="of a reply")
+    max_tokens: PositiveInt | None = Field(512, description="of a reply; null: the server's own")
+    keys: dict[str, str | None] = Field(
+        default_factory=dict,
+        description="keys of a request that this server names otherwise, such as max_tokens: max_completion_tokens; "
+        "null: left out",
+    )
     parameters: dict[str, Any] = Field(
         default_factory=dict, description="further keys of a request, such as seed or reasoning_effort"
     )
@@ -67,12 +76,29 @@ class EndpointOptions(Options):
             raise ValueError("it names a request; leave out /chat/completions")
         return given.rstrip("/")
 
+    @field_validator("keys")
+    @classmethod
+    def _sent(cls, given: dict[str, str | None]) -> dict[str, str | None]:
+        if unknown := sorted(set(given) - set(_SENT)):
+            raise ValueError(f"{unknown[0]} is never sent; sent are {', '.join(_SENT)}")
+        if given.get("messages", "messages") is None:
+            raise ValueError("messages are what is asked; they cannot be left out")
+        return given
+
     @field_validator("parameters")
     @classmethod
     def _not_ours(cls, given: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(set(given) & set(_OURS)):
             raise ValueError(f"{taken[0]} is not free; remove it, or use the option of that name")
         return given
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a judge said; `problem`: why it is no whole reply, empty where it is one."""
+
+    text: str
+    problem: str = ""
 
 
 class Endpoint:
@@ -87,11 +113,11 @@ class Endpoint:
             (options.base_url, options.concurrency), asyncio.Semaphore(options.concurrency)
         )
         self._client: httpx.AsyncClient | None = None
-        self._replies: OrderedDict[bytes, asyncio.Task[str]] = OrderedDict()
+        self._replies: OrderedDict[bytes, asyncio.Task[Reply]] = OrderedDict()
         self._key()  # one that is missing is told as the scorer is made
 
-    async def ask(self, messages: Sequence[Mapping[str, str]], extra: Mapping[str, Any]) -> str:
-        """The text of the judge's reply. Equal requests are sent once, while one is open or remembered.
+    async def ask(self, messages: Sequence[Mapping[str, str]], extra: Mapping[str, Any]) -> Reply:
+        """The judge's reply. Equal requests are sent once, while one is open or remembered.
 
         Raises:
             Unavailable: the judge cannot be reached, or refuses the key or the model's name.
@@ -120,13 +146,13 @@ class Endpoint:
 
     def _body(self, messages: Sequence[Mapping[str, str]], extra: Mapping[str, Any]) -> bytes:
         options = self._options
-        body: dict[str, Any] = {**options.parameters, "model": options.model, "messages": list(messages)}
-        body |= {"max_tokens": options.max_tokens, **extra}
-        if options.temperature is not None:
-            body["temperature"] = options.temperature
-        return json.dumps(body, sort_keys=True).encode(errors="replace")
+        body: dict[str, Any] = {"model": options.model, "messages": list(messages), **extra}
+        body |= {"max_tokens": options.max_tokens, "temperature": options.temperature}
+        named = {options.keys.get(key, key): value for key, value in body.items() if value is not None}
+        sent = options.parameters | {key: value for key, value in named.items() if key is not None}
+        return json.dumps(sent, sort_keys=True).encode(errors="replace")
 
-    async def _send(self, body: bytes) -> str:
+    async def _send(self, body: bytes) -> Reply:
         async with self._slot:
             deadline = time.monotonic() + self._options.deadline_s
             failed = "no reply in time"
@@ -136,6 +162,7 @@ class Endpoint:
                 try:
                     async with asyncio.timeout(left):
                         status, headers, found = await self._post(body)
+                    status = _meant(status, found)
                 except TimeoutError:
                     break
                 except self._httpx.RequestError as error:
@@ -178,8 +205,8 @@ class Endpoint:
                     )
             return response.status_code, response.headers, bytes(found)
 
-    async def _reply(self, status: int, found: bytes) -> str:
-        """The text of a whole reply; raises what another status means."""
+    async def _reply(self, status: int, found: bytes) -> Reply:
+        """A whole reply; raises what another status means."""
         if status in (401, 403):
             options = self._options
             field = "api_key_file" if options.api_key_file else "api_key_env"
@@ -194,22 +221,21 @@ class Endpoint:
                 raise AnswerFailed(f"it is too long for the judge: {told}")
             raise ScorerError(
                 "options",
-                f"the judge refuses the request: {told}; change parameters, max_tokens or temperature, or set "
-                "verdict: json where it has no response_format of type json_schema",
+                f"the judge refuses the request: {told}; change parameters, rename or leave out a key (keys: "
+                "{max_tokens: max_completion_tokens}, temperature: null), or set verdict: json where it has no "
+                "response_format of type json_schema",
             )
         try:
-            (choice,) = json.loads(found)["choices"]
-            text = choice["message"].get("content") or ""
-            cut = choice.get("finish_reason") == "length"
-            if not isinstance(text, str):
-                raise TypeError
+            choices = json.loads(found)["choices"]
+            if not choices:
+                return Reply("", "it has no choices")
+            return _read(choices[0])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise Unavailable(
                 "options.base_url",
                 f"what answers at {self._options.base_url} is no OpenAI-compatible server: its reply has no "
-                "choices[0].message.content; correct the address",
+                f"choices[0].message.content: {found[:120].decode(errors='replace')!r}; correct the address",
             ) from error
-        return text + _CUT if cut else text
 
     async def _models(self) -> str:
         """What the server says that it has, to name beside a model that it has not."""
@@ -258,12 +284,49 @@ class Endpoint:
         return f"status {status}" + (f", {words}" if words else "")
 
 
-_CUT = "\0cut"
+def _meant(status: int, found: bytes) -> int:
+    """The status that a reply means: some servers send an error with 200, with its own status in it or in words."""
+    if status != 200:
+        return status
+    try:
+        body = json.loads(found)
+        error = body.get("error") or next(iter(body.get("choices") or [{}])).get("error")
+    except (ValueError, AttributeError, TypeError):
+        return status
+    if not error:
+        return status
+    told = error if isinstance(error, dict) else {"message": error}
+    code = str(told.get("code") or told.get("status") or "")
+    if code.isdigit() and 400 <= int(code) < 600:
+        return int(code)
+    words = f"{code} {told.get('type', '')}".lower().replace(" ", "_")
+    if "model_not_found" in words:
+        return 404
+    return next((meant for part, meant in _STATUS_OF.items() if part in words), 500)
 
 
-def was_cut(reply: str) -> bool:
-    """Whether `max_tokens` ended a reply."""
-    return reply.endswith(_CUT)
+def _read(choice: Mapping[str, Any]) -> Reply:
+    """A choice, in all shapes that OpenAI's contract has: text, parts, a refusal, calls of tools, nothing."""
+    message, ended = choice["message"], choice.get("finish_reason")
+    content, refusal = message.get("content"), message.get("refusal")
+    if isinstance(content, list):
+        refusal = refusal or next((each["refusal"] for each in content if each.get("refusal")), None)
+        content = "".join(each["text"] for each in content if each.get("type") in ("text", "output_text"))
+    if content is not None and not isinstance(content, str):
+        raise TypeError(f"content is of type {type(content).__name__}")
+    text = content or ""
+    if refusal:
+        return Reply(text, f"the judge refuses: {refusal}"[:200])
+    if ended == "length":
+        return Reply(text, "it is longer than max_tokens")
+    if ended == "content_filter":
+        return Reply(text, "the judge's server has filtered it (finish_reason content_filter)")
+    if not text.strip():
+        calls = message.get("tool_calls") or message.get("function_call")
+        thinks = message.get("reasoning_content") or message.get("reasoning")
+        why = ", but calls of tools" if calls else ", but reasoning alone" if thinks else ""
+        return Reply(text, f"it has no content{why}")
+    return Reply(text)
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:

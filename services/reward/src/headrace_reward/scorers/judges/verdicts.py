@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field
 
 from headrace_reward.scorers.base import Answer, AnswerFailed, ScorerError
-from headrace_reward.scorers.judges.endpoint import Endpoint, EndpointOptions, was_cut
+from headrace_reward.scorers.judges.endpoint import Endpoint, EndpointOptions
 
 _VERDICT = TypeVar("_VERDICT")
 Message = dict[str, str]
@@ -145,14 +145,14 @@ class Judgements:
         for _ in range(2):
             reply = await self._endpoint.ask(messages, extra)
             try:
-                if was_cut(reply):
-                    raise Unreadable(f"it is longer than max_tokens = {self._options.max_tokens}")
-                verdict = read(reply)
+                if reply.problem:
+                    raise Unreadable(reply.problem)
+                verdict = read(reply.text)
             except Unreadable as error:
-                why = f"{error}: {reply[:120]!r}"
+                why = f"{error}: {reply.text[:120]!r}"
                 messages = [
                     *messages,
-                    {"role": "assistant", "content": reply},
+                    {"role": "assistant", "content": reply.text or "…"},
                     {"role": "user", "content": f"That cannot be read. {form}"},
                 ]
                 continue

@@ -19,6 +19,7 @@ from headrace_coordinator.domain.ledger.slot_index import FILTERED, FINISHED
 from headrace_coordinator.run.step.scoring.scoring import Scoring, score_item
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.step.trajectories import Trajectory
+from headrace_coordinator.run.step.warnings import UNJUDGED
 from headrace_coordinator.run.workers.clients import SlotKey, slot_key
 
 
@@ -92,6 +93,7 @@ class Rewards:
         final: list[reward.ScoreResult] = []
         for result in results:
             key, stage = slot_key(result.sample), result.stage or self._main
+            self._note_verdict(result)
             if key not in self._parts:  # Its group was dropped, and its step has ended.
                 self._attempt.refused += 1
                 continue
@@ -131,6 +133,8 @@ class Rewards:
         """Notes final rewards, in any order, and settles or drops the groups that are complete with them."""
         attempt, touched = self._attempt, dict[int, None]()
         for result in results:
+            if self._flow is None:
+                self._note_verdict(result)
             key = slot_key(result.sample)
             slot, trajectory = attempt.ledger.slot(*key), attempt.trajectories.get(key)
             if slot is None or trajectory is None or slot.attempt != result.attempt or slot.state != FINISHED:
@@ -142,8 +146,6 @@ class Rewards:
             elif problem := turns_problem(result, trajectory):
                 attempt.drop(key[0], "GROUP_INCOMPLETE", problem)
             else:
-                if result.status == reward.SCORE_STATUS_ANSWER_FAILED:
-                    self._tell_failed(result.detail)
                 trajectory.reward = result.reward
                 trajectory.turn_rewards = by_turn(result, trajectory)
                 if trajectory.shown:
@@ -154,11 +156,18 @@ class Rewards:
             self._context.tail.grouped([slot.tokens for slot in attempt.ledger.group(prompt)])
         attempt.settle([group for group in complete if not self._filtered(*group)])
 
-    def _tell_failed(self, detail: str) -> None:
+    def _note_verdict(self, result: reward.ScoreResult) -> None:
         """Notes the first answer that a scorer failed at: the run goes on with a reward that nobody gave."""
-        if not self._context.scorer_failed:
-            self._context.scorer_failed = True
-            self._context.note(f"a scorer failed at an answer, which gets reward.failed_reward: {detail}")
+        context = self._context
+        if result.status == reward.SCORE_STATUS_OK:
+            context.judged = True
+        elif result.status == reward.SCORE_STATUS_ANSWER_FAILED:
+            self._attempt.timer.figures[UNJUDGED] += 1
+            if not context.scorer_failed:
+                context.note(
+                    f"a scorer failed at an answer, which gets reward.failed_reward: {result.detail}"
+                )
+            context.scorer_failed = result.detail
 
     def _of_group(self, prompt: int) -> list[float]:
         """Final rewards of a whole group, by sample; empty while one is missing or the group is dropped."""

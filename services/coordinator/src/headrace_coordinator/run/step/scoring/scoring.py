@@ -25,6 +25,8 @@ BATCH = 512
 GRACE_S = 60.0
 """Beyond reward.timeout_s for each open question: what an instance may take for everything else."""
 LOOK_S = 5.0
+SHOWN_S = 2.0
+"""After so long without a moment in which all was scored, the run is shown to wait for its scorers."""
 
 
 def score_item(
@@ -187,6 +189,8 @@ class Scoring:
         if items and not stream.asked:
             stream.heard_at = now()
             stream.use = deaths.begin(run, stream.worker.instance)
+            what = f"the scorers at {stream.worker.instance.instance} to score answers"
+            stream.shown.enter_context(self._workers.fleet.waits.named(run, what, after=SHOWN_S))
         for item in items:
             stream.asked[_question(item)] = item
             self._count(item.stage, 1)
@@ -194,6 +198,7 @@ class Scoring:
 
     def _stopped(self, stream: ScoreStream) -> None:
         """A stream was cut with questions in hand: its instance may have died of them."""
+        stream.shown.close()
         if stream.use is not None:
             self._workers.fleet.deaths.broke(stream.use)
             stream.use = None
@@ -232,6 +237,8 @@ class Scoring:
                 self._waiting.append(item)
             else:
                 final.append(result)
+        if not stream.asked:
+            stream.shown.close()
         if stream.use is not None and not stream.asked:
             self._workers.fleet.deaths.end(stream.use)
             self._workers.fleet.deaths.clear(self._workers.run)

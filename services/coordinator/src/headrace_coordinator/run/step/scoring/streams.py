@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,6 +37,8 @@ class ScoreStream:
     """While it is asked something: the run's scorers are at work there."""
     over: bool = False
     """It takes no more questions."""
+    shown: ExitStack = field(default_factory=ExitStack)
+    """Shows that the run waits for its answers."""
 
 
 class Asker(Protocol):
