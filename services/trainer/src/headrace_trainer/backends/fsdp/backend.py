@@ -20,7 +20,7 @@ from headrace_modelkit.lora import standing_in
 from headrace_modelkit.products import use_fp32_products
 from headrace_modelkit.vision import ImageReader, load_images
 from headrace_schema.openings import TrainerConfig
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -74,7 +74,6 @@ class FsdpBackend(FsdpState, HelpingBackend):
         self._attention = Attention(shares=False, along=False)
         """What the policy takes, and its critic's body."""
         self._check_seconds = 0.0
-        self._layers: list[nn.Module] = []
         self._images: ImageReader | None = None
         """What reads the images of prompts, where the model takes any."""
         self._square_nodes = math.inf
@@ -150,17 +149,18 @@ class FsdpBackend(FsdpState, HelpingBackend):
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
         for body in bodies:
             use_fp32_products(body, self._ranks.device)
+            if self._options.compile:
+                _compile_layers(body)
         # 24 D² products a layer and token against 2 D for each token before it.
         self._square_nodes = 12.0 * max(hidden_size(body.config) for body in bodies)
         self._images = load_images(self._config.model)
         self._routing = take_routers(model)
         self._expert_shape = expert_shape(model.config)
-        self._layers = [layer for body in bodies for layer in layers_of(body)]
         policy = Policy(model, critic, self._routing)
         policy.context = self._context
         self._model = ShardedModel(
             policy,
-            self._layers,
+            [layer for body in bodies for layer in layers_of(body)],
             self._ranks,
             None if self._lora else self._dtype,
             layout=self.layout,
@@ -172,10 +172,9 @@ class FsdpBackend(FsdpState, HelpingBackend):
     @override
     def _check_forms(self) -> None:
         started = time.monotonic()
-        self._attention = FormCheck(self._config, self._sharded, self._ranks).settle()
+        with torch.compiler.set_stance("force_eager"):  # what is compiled is for rows of usual length
+            self._attention = FormCheck(self._config, self._sharded, self._ranks).settle()
         self._check_seconds = time.monotonic() - started
-        if self._options.compile:
-            _compile(self._layers)
 
     @property
     def _context(self) -> ContextGroup | None:
@@ -350,7 +349,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
         return True
 
 
-def _compile(layers: Many[nn.Module]) -> None:
+def _compile_layers(body: PreTrainedModel) -> None:
     """Has torch compile the forward of each layer for rows of any length; fully_shard's hooks stay outside."""
-    for layer in layers:
+    for layer in layers_of(body):
         layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
