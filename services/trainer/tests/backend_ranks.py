@@ -174,6 +174,7 @@ class Walk:
             backend.warm_up()
         backend.load_reference()
         self.figures["layout"] = backend.weight_layout()
+        self.figures["notes"] = list(backend.notes)
         self.figures["initial"] = [name for name, _ in backend.weights()]
         self.learn()
         gradient = backend.reduced_gradient(DENOMINATOR)

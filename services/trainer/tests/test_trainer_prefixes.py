@@ -11,11 +11,9 @@ from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.backends.fsdp.attending.prefixes import (
     WIDENED_TOKENS,
     attend_to_trees,
-    attends_along_paths,
-    shares_prefixes,
+    obstacle_to_trees,
 )
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import packing
 from headrace_trainer.learning.packing import Attends, pack
 from headrace_trainer.learning.samples import Sequence
@@ -83,14 +81,9 @@ def test_a_window_shorter_than_the_context_is_no_place_for_a_tree(make_config, c
     architecture = MistralConfig(
         **SIZES, sliding_window=8, max_position_embeddings=64, attn_implementation="sdpa"
     )
-    for wanted in (None, True, False):
-        sections = {"model": {"max_context": context}, "trainer": {"shared_prefix": wanted}}
-        config = TrainerConfig.model_validate(make_config(**sections))
-        if wanted and not fits:
-            with pytest.raises(Refusal, match="last 8 tokens"):
-                shares_prefixes(config, [architecture])
-        else:
-            assert shares_prefixes(config, [architecture]) is (fits and wanted is not False)
+    config = TrainerConfig.model_validate(make_config(model={"max_context": context}))
+    found = obstacle_to_trees(config, architecture)
+    assert not found if fits else "last 8 tokens" in found
 
 
 def _answers(prompt: int, answer: int, count: int = 4) -> list[Sequence]:
@@ -165,7 +158,7 @@ def test_rows_one_after_another_give_the_plain_gradient(
 def test_short_sequences_of_a_bf16_model_are_attended_to_in_fp32(length, dtype):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16()
-    assert attend_to_trees(model)
+    assert attend_to_trees([model])
     module = model.model.layers[0].self_attn
     own = [torch.randn(2, heads, length, 8).bfloat16() for heads in (2, 1, 1)]
     found, _ = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation](module, *own, None)
@@ -173,11 +166,3 @@ def test_short_sequences_of_a_bf16_model_are_attended_to_in_fp32(length, dtype):
         *(tensor.to(dtype) for tensor in own), is_causal=True, enable_gqa=True
     )
     assert torch.equal(found, expected.transpose(1, 2).bfloat16())
-
-
-def test_a_model_with_attention_of_its_own_takes_no_paths(gemma):
-    model, section = gemma
-    config = TrainerConfig.model_validate({"model": section})
-    own = model.config._attn_implementation
-    assert not attends_along_paths(config, [model])
-    assert model.config._attn_implementation == own

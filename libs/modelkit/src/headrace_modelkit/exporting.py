@@ -20,15 +20,20 @@ from headrace_schema.sections.learning import LoraSection
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headrace_modelkit.experts import ADAPTER, PROJECTIONS
-from headrace_modelkit.loading import load_model, replace_directory, save_model, sync_directory
+from headrace_modelkit.loading import (
+    drop_quantisation,
+    load_model,
+    replace_directory,
+    save_model,
+    sync_directory,
+)
 from headrace_modelkit.lora import A, B
 from headrace_modelkit.model_files import empty_model
 from headrace_modelkit.tensor_files import safetensors_header, tensor_bytes
-from headrace_modelkit.weights import load_weights, state_tensors
+from headrace_modelkit.weights import load_weights, saved, state_tensors
 
 MAX_FILE_BYTES = 5 * 10**9
 """Of a file with weights, unless a single tensor is larger."""
@@ -59,6 +64,7 @@ def export_model(
     aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         untyped: Any = model
+        drop_quantisation(model.config)
         untyped.save_pretrained(aside, state_dict={})  # Its configurations.
         _write(model, plan, tensors, aside)
         getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(aside)
@@ -83,17 +89,17 @@ class _Plan:
         """None where a tensor of the files is made of several weights."""
         own = dict(state_tensors(model))
         meta = {name: torch.empty_like(value, device="meta") for name, value in own.items()}
-        saved = {
-            name: value for weight in meta for name, value in _saved(model, weight, meta[weight]).items()
+        alone = {
+            name: value for weight in meta for name, value in saved(model, {weight: meta[weight]}).items()
         }
-        at_once = revert_weight_conversion(model, dict(meta))
-        if {name: value.shape for name, value in saved.items()} != {
+        at_once = saved(model, meta)
+        if {name: value.shape for name, value in alone.items()} != {
             name: value.shape for name, value in at_once.items()
         }:
             return None
         groups: list[dict[str, Tensor]] = [{}]
         size = 0
-        for name, value in saved.items():
+        for name, value in alone.items():
             if groups[-1] and size + value.nbytes > limit:
                 groups.append({})
                 size = 0
@@ -112,12 +118,6 @@ class _Plan:
         }
         names = {name: file for file, group in self.files.items() for name in group}
         return json.dumps({"metadata": total, "weight_map": names}, indent=2, sort_keys=True) + "\n"
-
-
-def _saved(model: PreTrainedModel, name: str, value: Tensor) -> dict[str, Tensor]:
-    """A weight by the names, and in the shapes, that it has in files."""
-    found: dict[str, Tensor] = revert_weight_conversion(model, {name: value})
-    return found
 
 
 def _write(model: PreTrainedModel, plan: _Plan, tensors: Iterable[tuple[str, Tensor]], aside: Path) -> None:
@@ -146,7 +146,7 @@ def _cast(
     for name, value in tensors:
         if name not in plan.weights or value.shape != plan.weights[name].shape:
             raise ValueError(f"{name} of shape {list(value.shape)} is no weight of the model")
-        yield from _saved(model, name, value.to(plan.weights[name].dtype)).items()
+        yield from saved(model, {name: value.to(plan.weights[name].dtype)}).items()
 
 
 def save_adapter(directory: Path, lora: LoraSection, adapters: Mapping[str, Tensor], base: str) -> None:

@@ -27,6 +27,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.weights import mark_wrapped
 
 # transformers' functions and auto classes are not annotated.
 _Configs: Any = AutoConfig
@@ -39,6 +40,7 @@ _Logging.disable_progress_bar()
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+QUANTISATION = "quantization_config"
 _DROPOUT_KEYS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout")
 
 
@@ -68,6 +70,8 @@ def load_model(
             with no_init_weights():
                 model = _models(architecture).from_config(architecture, dtype=wanted)
             model.tie_weights()
+    if type(model.config) is not type(architecture):
+        mark_wrapped(model)
     ready: PreTrainedModel = (model if device == "cpu" else model.to(device)).eval()
     return ready
 
@@ -82,16 +86,49 @@ def _models(architecture: PreTrainedConfig) -> Any:
 
 
 def _shorten(architecture: PreTrainedConfig, layers: int) -> None:
-    text = architecture.get_text_config()
-    text.num_hidden_layers = min(layers, text.num_hidden_layers)
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
+    text: Any = architecture.get_text_config()
+    whole = text.num_hidden_layers
+    text.num_hidden_layers = min(layers, whole)
+    for key, value in vars(text).items():  # a kind for each layer, under whatever name
+        if isinstance(value, list) and len(value) == whole and not isinstance(value[0], float):
+            setattr(text, key, value[:layers])
+    if getattr(text, "num_kv_shared_layers", None):  # the last ones, with keys of layers before them
+        text.num_kv_shared_layers = 0
+
+
+def is_quantised(architecture: PreTrainedConfig) -> bool:
+    """Whether a model's files hold quantised weights. Here it is computed, published and written in `model.dtype`."""
+    configs: list[Any] = [architecture, architecture.get_text_config()]
+    return any(getattr(config, QUANTISATION, None) for config in configs)
+
+
+def drop_quantisation(architecture: PreTrainedConfig) -> None:
+    """Lets a configuration say what the weights are after they were read."""
+    for config in (architecture, architecture.get_text_config()):
+        vars(config).pop(QUANTISATION, None)
+
+
+def body_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a causal language model below its head."""
+    untyped: Any = model
+    body: PreTrainedModel = untyped.base_model
+    if body is model:  # Llama 4 names a part that it has not
+        body = next(child for child in model.children() if isinstance(child, PreTrainedModel))
+    return body
+
+
+def body_prefix(model: PreTrainedModel) -> str:
+    """What the names of the body's tensors begin with in those of the model."""
+    body = body_of(model)
+    return next(f"{name}." for name, module in model.named_children() if module is body)
 
 
 def load_architecture(config: ModelSection) -> PreTrainedConfig:
     """The model's configuration with dropout off. Raises ModelNotReadable."""
     with reading(config):
-        architecture: PreTrainedConfig = _Configs.from_pretrained(config.path, **location(config))
+        architecture: PreTrainedConfig = _Configs.from_pretrained(
+            config.path, trust_remote_code=False, **location(config)
+        )
     for key in _DROPOUT_KEYS:
         if getattr(architecture, key, None):
             setattr(architecture, key, 0.0)
@@ -124,6 +161,7 @@ def save_model(
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
+        drop_quantisation(model.config)
         model.save_pretrained(aside)
         getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(aside)
         if beside is not None:

@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens, N = rows, D hidden, V vocabulary. Knows no sampli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,11 @@ GPU_CHUNK_ELEMENTS = 64 * 1024 * 1024
 """And on a GPU: 256 MiB, which are 440 rows of 152,000 words. With fewer rows an H100 would wait for the head's weights
 (it computes 300 bf16 operations in the time in which it reads a byte); four such chunks exist at a time."""
 
+
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Keys of configurations: what classes do with logits. A class that does something else is found as it is loaded: the
+trainer and the engine compare with its own logits."""
 
 Temperature = float | Tensor
 """One for all rows, or (N,): one for each."""
@@ -100,14 +106,14 @@ class Head:
         untyped: Any = model
         linear = untyped.get_output_embeddings()
         config = model.config.get_text_config()
-        multiplier = float(getattr(config, "logit_scale", None) or 1.0)
-        multiplier /= float(getattr(config, "logits_scaling", None) or 1.0)
-        return cls(
-            linear.weight,
-            getattr(linear, "bias", None),
-            multiplier,
-            getattr(config, "final_logit_softcapping", None),
-        )
+        multiplier = math.prod(float(getattr(config, key, None) or 1.0) for key in _MULTIPLIERS)
+        scaling = float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )  # Granite divides, HyperCLOVA X multiplies
+        multiplier *= scaling if config.model_type.startswith("hyperclovax") else 1.0 / scaling
+        caps = (getattr(config, key, None) for key in _CAPS)
+        bias = getattr(linear, "bias", None)
+        return cls(linear.weight, bias, multiplier, next((cap for cap in caps if cap), None))
 
     def widened(self) -> Head:
         """The same head with its weights copied to fp32 once, for callers that score many times; itself where products

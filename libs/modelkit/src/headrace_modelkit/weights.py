@@ -8,10 +8,11 @@ of experts is one tensor there and one for each expert here. Knows no transport.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +102,7 @@ class CheckpointNames:
             count += rows
         pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
         owners = list(starts.items())
-        for name, found in _reverted(model, probes).items():
+        for name, found in saved(model, probes, wrapped=model in _WRAPPED).items():
             numbers = found.flatten(0, -2)[:, 0] if found.dim() > 1 else found
             first = int(numbers[0])
             owner, start = max((each for each in owners if each[1] <= first), key=lambda each: each[1])
@@ -182,16 +183,36 @@ class CheckpointNames:
         return {**found, **left}
 
 
-def _reverted(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `save_pretrained` would write of a new model of this architecture."""
+def mark_wrapped(model: nn.Module) -> None:
+    """Says that the configuration beside the model's files is of a larger model, of which it is the language part.
+
+    Others that read this configuration expect the larger one's names: `model.language_model.layers` for `model.layers`.
+    """
+    _WRAPPED.add(model)
+
+
+def saved(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], *, wrapped: bool = False
+) -> dict[str, Tensor]:
+    """What `save_pretrained` would write of a new model of this architecture; `wrapped`: of the larger one's part."""
     untyped: Any = model
     read_with = untyped.__dict__.pop("_weight_conversions", None)
+    if wrapped:
+        untyped._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
     try:
         found: dict[str, Tensor] = revert_weight_conversion(untyped, dict(tensors))
     finally:
+        untyped.__dict__.pop("_weight_conversions", None)
         if read_with is not None:
             untyped._weight_conversions = read_with
+    if untyped.config.model_type == "kimi_linear":
+        return {_KIMI_DENSE.sub(r".mlp.\1", name): value for name, value in found.items()}
     return found
+
+
+_KIMI_DENSE = re.compile(r"\.block_sparse_moe\.((gate|up|down)_proj\.)")
+"""transformers renames layers of experts alone as it reads, and dense ones too as it writes."""
+_WRAPPED: WeakSet[nn.Module] = WeakSet()
 
 
 _NAMES: WeakKeyDictionary[nn.Module, CheckpointNames] = WeakKeyDictionary()

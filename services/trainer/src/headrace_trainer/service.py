@@ -177,6 +177,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
             warmup_steps=found.warmup_steps,
             figures=found.figures,
             layout=found.layout,
+            notes=found.notes,
         )
 
     # Steps

@@ -153,7 +153,7 @@ class RestoreRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., checkpoint: _Optional[str] = ..., number: _Optional[int] = ..., store_id: _Optional[str] = ..., source_run_directory: _Optional[str] = ..., carried: _Optional[bool] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
-    __slots__ = ("version", "warmup_steps", "figures", "layout")
+    __slots__ = ("version", "warmup_steps", "figures", "layout", "notes")
     class FiguresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -165,11 +165,13 @@ class RestoreResponse(_message.Message):
     WARMUP_STEPS_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
     version: _common_pb2.PolicyVersion
     warmup_steps: int
     figures: _containers.ScalarMap[str, float]
     layout: str
-    def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., warmup_steps: _Optional[int] = ..., figures: _Optional[_Mapping[str, float]] = ..., layout: _Optional[str] = ...) -> None: ...
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., warmup_steps: _Optional[int] = ..., figures: _Optional[_Mapping[str, float]] = ..., layout: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BeginStepRequest(_message.Message):
     __slots__ = ("header", "step", "attempt", "base_number", "next_number")

@@ -175,6 +175,8 @@ async def _restore(context: RunContext) -> None:
         context.note(f"from_checkpoint: {reason}")
     if "warmup_last_loss" in response.figures:
         context.note(_cloned(response.warmup_steps, response.figures))
+    for note in response.notes:
+        context.note(note)
     if source.run:
         context.note(f"forked from {source.run}, checkpoint {source.name}, step {source.frontier_step}")
     await event_log.commit(

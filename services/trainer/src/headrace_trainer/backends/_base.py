@@ -168,6 +168,10 @@ class Backend(Protocol):
 
     layout_chosen: str = ""
     """How the model lies on the ranks, what it needs of each, and why; empty where there is but one way."""
+    notes: Many[str] = ()
+    """What a restore found of the models, for the run's user; each names the key that it is about."""
+    check_seconds: float = 0.0
+    """How long it took to find it."""
     saves_in_place: bool = False
     """Whether the host has no room for a copy of the state, which a checkpoint is else written from."""
 

@@ -79,6 +79,19 @@ class PoliciesBackend(Backend):
 
     @property
     @override
+    def notes(self) -> list[str]:  # type: ignore[override]
+        """Of each policy."""
+        named = {f"{name}: " if name else "": part.notes for name, part in self.by_name.items()}
+        return [f"{which}{note}" for which, notes in named.items() for note in notes]
+
+    @property
+    @override
+    def check_seconds(self) -> float:  # type: ignore[override]
+        """Of all."""
+        return sum(part.check_seconds for part in self.parts)
+
+    @property
+    @override
     def saves_in_place(self) -> bool:  # type: ignore[override]
         """Whether the host has no room for a copy of one of them."""
         return any(part.saves_in_place for part in self.parts)

@@ -131,6 +131,7 @@ class Rank:
         figures = {
             "resident_bytes": float(resident_bytes()),
             "shared_prefix": float(self.backend.shares_prefixes),
+            "check_seconds": self.backend.check_seconds,
             **self.warmup.figures,
         }
         if self.backend.reference is not None:

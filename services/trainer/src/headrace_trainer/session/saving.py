@@ -33,6 +33,8 @@ class Restored:
     figures: dict[str, float]
     layout: str = ""
     """How the model lies on the ranks, and why."""
+    notes: tuple[str, ...] = ()
+    """What was found of the models, for the run's user."""
 
 
 class RunCheckpoints:

@@ -118,7 +118,8 @@ class Session:
         self._state = steps.restored(self.state, version, saved.lineage if saved and not source else {})
         seconds = {"restore_seconds": time.monotonic() - started}
         figures = seconds | planned.figures() | rank.restore_figures()
-        reply = Restored(version, rank.warmup.steps, figures, rank.backend.layout_chosen)
+        backend = rank.backend
+        reply = Restored(version, rank.warmup.steps, figures, backend.layout_chosen, tuple(backend.notes))
         self.checkpoints.begin(origin, store_id, reply)
         return reply
 

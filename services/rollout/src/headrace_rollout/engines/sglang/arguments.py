@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from headrace_modelkit.loading import context_limit, load_architecture
+from headrace_modelkit.loading import QUANTISATION, context_limit, is_quantised, load_architecture
 from sglang.srt.server_args import ServerArgs
 
 from headrace_rollout.engines.base import EngineConfig
@@ -69,6 +70,8 @@ def engine_args(config: EngineConfig, options: SglangOptions, start: Start) -> d
         "incremental_streaming_output": True,
         "log_level": "warning",
     }
+    if is_quantised(architecture):  # weights come in model.dtype, which its quantised layers would not take
+        arguments["json_model_override_args"] = json.dumps({QUANTISATION: None})
     drafted = drafting(options.speculative) if options.speculative else {}
     return {**arguments, **drafted, **({} if on_gpu else CPU_ARGUMENTS), **options.engine_args}
 

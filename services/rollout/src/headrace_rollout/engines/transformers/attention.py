@@ -6,6 +6,8 @@ A model takes part through transformers' table of attention functions. Knows no 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +40,29 @@ def attend_by_parts(model: PreTrainedModel) -> bool:
     return True
 
 
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """In the body the model attends as its class has it."""
+    text: Any = model.config.get_text_config()
+    name = text._attn_implementation
+    text._attn_implementation = name.removeprefix(_PREFIX)
+    try:
+        yield
+    finally:
+        text._attn_implementation = name
+
+
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor | Parts, value: Tensor | Parts, mask: Any, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | Parts,
+    value: Tensor | Parts,
+    attention_mask: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     own = _own(module)
     if not isinstance(key, Parts):
-        return own(module, query, key, value, mask, **options)[0], None
+        return own(module, query, key, value, attention_mask, **options)[0], None
     assert isinstance(value, Parts)
     queries = torch.split(query, [len(tensor) for tensor in key.tensors])
     parts = zip(queries, key.tensors, value.tensors, key.masks, strict=True)

@@ -94,7 +94,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
         self.budget_bytes = UNBOUNDED
         self.free_bytes = free_bytes
         self.buckets: list[Bucket] = []
-        self._split = split
+        self.split = split
         self._like: list[Layer] = []
         self._learning = False
         self._writes: list[_Write] = []
@@ -120,7 +120,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
 
     def fits(self, lengths: Sequence[int], kept: int = 0) -> bool:
         """Whether rows may grow to these lengths beside a kept prompt, with some room for padding."""
-        needed = sum(lengths) if self._split else len(lengths) * max(lengths, default=0)
+        needed = sum(lengths) if self.split else len(lengths) * max(lengths, default=0)
         return needed * KEPT + kept <= self.budget_tokens
 
     def learn(self) -> None:
@@ -296,9 +296,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
     def _add(self, rows: Sequence[int], contexts: Sequence[int]) -> bool:
         """New buckets for rows, beside the others, which stay where they are. False where all are better put anew."""
         taken, free = sum(bucket.tokens for bucket in self.buckets), self.free_bytes // self.token_bytes
-        shapes = arrange(contexts, free=free, budget=self.budget_tokens - taken, split=self._split)
+        shapes = arrange(contexts, free=free, budget=self.budget_tokens - taken, split=self.split)
         together, small = taken + tokens_of(shapes), min(free, self.budget_tokens)
-        if not self._split or len(self.buckets) + len(shapes) > JOINED or together > self.budget_tokens:
+        if not self.split or len(self.buckets) + len(shapes) > JOINED or together > self.budget_tokens:
             return False
         if together <= small:
             return False
@@ -309,7 +309,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
 
     def _rebuild(self, lengths: Sequence[int], below: float = UNBOUNDED) -> None:
         free = self.free_bytes // self.token_bytes
-        shapes = arrange(lengths, free=free, budget=self.budget_tokens, split=self._split)
+        shapes = arrange(lengths, free=free, budget=self.budget_tokens, split=self.split)
         if tokens_of(shapes) < below:
             self.buckets = moved(self.buckets, shapes, self._like)
 

@@ -23,6 +23,7 @@ from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.holding import ThreadedHolder
 from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
 from headrace_rollout.engines.trajectory import check_scored
+from headrace_rollout.engines.transformers.checking import check_model
 from headrace_rollout.engines.transformers.decoder import Decoder
 from headrace_rollout.engines.transformers.options import TransformersOptions
 from headrace_rollout.engines.transformers.policy_model import PolicyModel, passes
@@ -72,6 +73,8 @@ class TransformersEngine(ThreadedHolder, Engine):
         )
         self.max_context_tokens = self._model.context_limit
         self.vocabulary_size = self._model.vocabulary_size
+        self._tried = False
+        """Whether it computes the model right."""
         self._streams: set[Stream] = set()
         self._scheduled = False
 
@@ -145,6 +148,13 @@ class TransformersEngine(ThreadedHolder, Engine):
         self._decoder.begin_again()
 
     def _begin_with(self, policy: Policy) -> None:
+        if not self._tried:
+            try:
+                check_model(self._model)
+            except Refused:
+                self._model.free_memory()
+                raise
+            self._tried = True
         self._decoder.oldest = policy.number
         self._decoder.kept.clear()
 

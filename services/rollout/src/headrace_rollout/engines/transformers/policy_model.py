@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from headrace_modelkit.attending import looks_elsewhere
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import expert_shape, take_routers
-from headrace_modelkit.loading import context_limit, load_architecture, load_model
+from headrace_modelkit.loading import body_of, context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
 from headrace_modelkit.products import PackedLayers, PackedWeight
 from headrace_modelkit.vision import (
@@ -37,7 +38,7 @@ from headrace_rollout.engines.holding import HeldModel
 from headrace_rollout.engines.samples import Distribution, ImageAt
 from headrace_rollout.engines.trajectory import Scored
 from headrace_rollout.engines.transformers.adapters import AdapterLayers
-from headrace_rollout.engines.transformers.attention import attend_by_parts
+from headrace_rollout.engines.transformers.attention import attend_by_parts, own_attention
 from headrace_rollout.engines.transformers.cache import DecodePlan, PromptKeys, SlotCache
 from headrace_rollout.engines.transformers.kept import Extension
 from headrace_rollout.engines.transformers.sampling import RowDistributions, process
@@ -61,7 +62,8 @@ class PolicyModel(HeldModel):
         images: ImageReader | None = None,
         adapters: Collection[str] = (),
     ) -> None:
-        architecture = load_architecture(config)
+        self.architecture = architecture = load_architecture(config)
+        self.path = config.path
         self.context_limit = context_limit(config, architecture)
         check_supported(config, architecture, self.context_limit)
         self.device = HOST
@@ -78,7 +80,7 @@ class PolicyModel(HeldModel):
         """Bytes of a token's routes; 0 where none are recorded."""
         self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.cache = SlotCache(split=attend_by_parts(self._model))
-        self._layers, self._packed_head = PackedLayers(self._model.base_model), PackedWeight()
+        self._layers, self._packed_head = PackedLayers(body_of(self._model)), PackedWeight()
         self._adapters = AdapterLayers(self._model) if adapters else None
         self._names, self._base = frozenset(adapters), ""
         self._memory = ParameterMemory(self._model)
@@ -234,7 +236,7 @@ class PolicyModel(HeldModel):
             self._adapters.of(adapters or [""], self.device)
         if self._routing is not None and self._records:
             self._routing.recorded = []
-        body: Any = self._model.base_model
+        body: Any = body_of(self._model)
         inputs: dict[str, Any] = {"input_ids": tokens_NT}
         if pictures is not None:
             inputs = language_inputs(body, tokens_NT, pictures)
@@ -243,6 +245,20 @@ class PolicyModel(HeldModel):
             **inputs, use_cache="past_key_values" in arguments, **arguments
         ).last_hidden_state
         return found
+
+    def plain(self, ids: Sequence[int]) -> Tensor:
+        """(T, V) log-probs behind each of these tokens as the model's class gives them, head and all."""
+        if self._adapters is not None:
+            self._adapters.of([""], self.device)
+        untyped: Any = self._model
+        with own_attention(self._model):
+            logits_TV: Tensor = untyped(input_ids=padded([ids], self.device), use_cache=False).logits[0]
+        return logits_TV.float().log_softmax(-1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it computes."""
+        return self._model.dtype
 
     def prefilled_routes(self, contexts: Sequence[Sequence[int]]) -> list[bytes]:
         """Of each context's tokens in the last prefill; empty where none are recorded."""
@@ -358,19 +374,10 @@ def padded(contexts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 def check_supported(config: ModelSection, architecture: PreTrainedConfig, limit: int) -> None:
     """Raises ModelNotReadable for layers whose state is not plain keys and values of the whole context."""
-    text = architecture.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if other := kinds - {"full_attention", "sliding_attention"}:
+    if reason := looks_elsewhere(architecture, limit):
         raise ModelNotReadable(
-            f"model.path: {config.path!r} has {', '.join(sorted(other))} layers, which "
-            "rollout.engine: transformers cannot run; choose another engine"
-        )
-    window = getattr(text, "sliding_window", None)
-    slides = "sliding_attention" in kinds or not hasattr(text, "layer_types")
-    if window and slides and window < limit:
-        raise ModelNotReadable(
-            f"model.max_context: {config.path!r} attends to {window} tokens at a time; "
-            f"set model.max_context: {window}"
+            f"model.path: {config.path!r}: {reason}, which rollout.engine: transformers cannot run; choose another "
+            "engine"
         )
 
 

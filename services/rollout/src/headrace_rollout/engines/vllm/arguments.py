@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.devices import variables_for
-from headrace_modelkit.loading import context_limit, load_architecture
+from headrace_modelkit.loading import QUANTISATION, context_limit, is_quantised, load_architecture
 from headrace_schema.images import MOST_IMAGES
 from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
@@ -121,15 +121,17 @@ def engine_args(
 
 
 def as_transformers_reads(architecture: PreTrainedConfig) -> dict[str, Any]:
-    """What keeps vLLM at the positions of transformers, which is what trainers compute with.
+    """What keeps vLLM at the model that trainers compute with, and publish.
 
-    A Qwen3-VL has time, height and width in turns along a head, in transformers whatever its config.json says, in vLLM
+    Of a quantised checkpoint that is its weights in model.dtype: vLLM would build layers that these do not fit. A
+    Qwen3-VL has time, height and width in turns along a head, in transformers whatever its config.json says, in vLLM
     only where `mrope_interleaved` stands there: else log-probs behind an image are off by 0.3, and nothing warns.
     """
-    if architecture.model_type != "qwen3_vl":
-        return {}
-    rope = {**architecture.get_text_config().rope_parameters, "mrope_interleaved": True}
-    return {"hf_overrides": {"text_config": {"rope_parameters": rope}}}
+    found: dict[str, Any] = {QUANTISATION: {}} if is_quantised(architecture) else {}
+    if architecture.model_type == "qwen3_vl":
+        rope = {**architecture.get_text_config().rope_parameters, "mrope_interleaved": True}
+        found["text_config"] = {"rope_parameters": rope}
+    return {"hf_overrides": found} if found else {}
 
 
 def _over_hosts(hosts: int, rank: int, meeting: rollout_pb2.FollowResponse) -> dict[str, Any]:

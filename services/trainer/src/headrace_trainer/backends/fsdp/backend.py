@@ -7,6 +7,7 @@ denominator when it is known, so the order and the packing in which groups come 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from headrace_modelkit.critic import Critic, hidden_size
 from headrace_modelkit.experts import expert_shape, take_routers
+from headrace_modelkit.loading import body_prefix
 from headrace_modelkit.lora import standing_in
 from headrace_modelkit.products import use_fp32_products
 from headrace_modelkit.vision import ImageReader, load_images
@@ -35,8 +37,8 @@ from headrace_trainer.backends._base import (
     ReferenceFacts,
     StateReader,
 )
+from headrace_trainer.backends.fsdp.attending.checking import Attention, FormCheck
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
-from headrace_trainer.backends.fsdp.attending.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.policy import Policy
 from headrace_trainer.backends.fsdp.reference import Reference
@@ -69,7 +71,9 @@ class FsdpBackend(FsdpState, HelpingBackend):
         # A rank without work still takes part in every collective of the round.
         nothing = {name: [0.0] for name in (*algorithm.columns, RETURNS)}
         self._dummy: Rows = [[Sequence([0, 0], [1], [math.nan], columns=nothing)]]
-        self._policy_shares_prefixes = self._policy_along_paths = False
+        self._attention = Attention(shares=False, along=False)
+        """What the policy takes, and its critic's body."""
+        self._check_seconds = 0.0
         self._images: ImageReader | None = None
         """What reads the images of prompts, where the model takes any."""
         self._square_nodes = math.inf
@@ -100,7 +104,20 @@ class FsdpBackend(FsdpState, HelpingBackend):
     @override
     def shares_prefixes(self) -> bool:
         """Both models must follow a tree's mask."""
-        return self._policy_shares_prefixes and (self._reference is None or self._reference.shares_prefixes)
+        return self._attention.shares and (self._reference is None or self._reference.attention.shares)
+
+    @property
+    def notes(self) -> list[str]:  # type: ignore[override]
+        """Why rows are not as cheap as they could be, and of which model that is so."""
+        known = {"model.path": self._attention.note}
+        if self._reference is not None:
+            known |= {"the reference model": self._reference.attention.note}
+        return [f"{which}: {note}" for which, note in known.items() if note]
+
+    @property
+    def check_seconds(self) -> float:  # type: ignore[override]
+        """Of policy and reference."""
+        return self._check_seconds + (self._reference.check_seconds if self._reference is not None else 0.0)
 
     @property
     @override
@@ -137,8 +154,6 @@ class FsdpBackend(FsdpState, HelpingBackend):
         # 24 D² products a layer and token against 2 D for each token before it.
         self._square_nodes = 12.0 * max(hidden_size(body.config) for body in bodies)
         self._images = load_images(self._config.model)
-        self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
-        self._policy_along_paths = attends_along_paths(self._config, bodies)
         self._routing = take_routers(model)
         self._expert_shape = expert_shape(model.config)
         policy = Policy(model, critic, self._routing)
@@ -153,6 +168,13 @@ class FsdpBackend(FsdpState, HelpingBackend):
         )
         self._optimizer = self._new_optimizer()
         self._dirty = False
+
+    @override
+    def _check_forms(self) -> None:
+        started = time.monotonic()
+        with torch.compiler.set_stance("force_eager"):  # what is compiled is for rows of usual length
+            self._attention = FormCheck(self._config, self._sharded, self._ranks).settle()
+        self._check_seconds = time.monotonic() - started
 
     @property
     def _context(self) -> ContextGroup | None:
@@ -224,7 +246,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
     @property
     def _attends(self) -> Attends:
         """What the attention of all models that see a micro-batch can be told."""
-        if not self._policy_along_paths or (self._reference is not None and not self._reference.along_paths):
+        if not self._attention.along or (self._reference is not None and not self._reference.attention.along):
             return Attends.MASK
         divided = self._options.context_parallel > 1
         return Attends.SEGMENTS if divided or self._ranks.device.type != "cpu" else Attends.CHEAPEST
@@ -243,7 +265,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
         if plan is None or not plan.own_model or plan.path is not None:
             return
         shards = self._sharded.shards()
-        body = f"{self._sharded.model.base_model_prefix}."
+        body = body_prefix(self._sharded.model)
         policy = {name.removeprefix(body): shard for name, shard in shards.items()}
         for name in self._sharded.critic_names:
             if name.startswith(f"{CRITIC}body."):

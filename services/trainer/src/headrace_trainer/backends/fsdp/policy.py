@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from headrace_modelkit.critic import Critic
 from headrace_modelkit.experts import Routing
 from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
-from headrace_modelkit.logprobs import Head
+from headrace_modelkit.loading import body_of
+from headrace_modelkit.logprobs import Head, token_log_probs
 from headrace_modelkit.vision import language_inputs, vision_tower
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -55,7 +57,7 @@ class Policy(Root):
         self._gather_in_fp32()
         if self.routing is not None:
             batch.tell(self.routing)
-        hidden_UD = self._hidden(self.model.base_model, batch)
+        hidden_UD = self._hidden(body_of(self.model), batch)
         # Taken anew each time: fully_shard swaps the parameters between sharded and whole.
         head = Head.of(self.model)
         log_probs_U, entropy_U = hidden_log_probs(
@@ -68,6 +70,28 @@ class Policy(Root):
         own_K = [each_U[batch.index_K] for each_U in found]
         return own_K[0], own_K[1], own_K[2] if values else None
 
+    @torch.no_grad()
+    def probe(self, batch: MicroBatch, *, plain: bool) -> list[Tensor]:
+        """Log-probs of the trained tokens at temperature 1, and the hidden states (K, D) of a critic's own body.
+
+        `plain`: the model's class computes the one row by itself, head and all.
+        """
+        if self.routing is not None:
+            batch.tell(self.routing)
+        bodies = [self.critic.body] if self.critic is not None and self.critic.body is not None else []
+        if plain:
+            inputs: Any = {"input_ids": batch.tokens_RL, "use_cache": False}
+            logits_UV = self.model(**inputs).logits.flatten(0, 1)[batch.sources_U]
+            hidden = [body(**inputs).last_hidden_state.flatten(0, 1)[batch.sources_U] for body in bodies]
+            found = [token_log_probs(logits_UV, batch.targets_U, 1.0), *hidden]
+        else:
+            hidden_UD = self._hidden(body_of(self.model), batch)
+            own_U, _ = hidden_log_probs(Head.of(self.model), hidden_UD, batch.targets_U, 1.0)
+            found = [own_U, *(self._hidden(body, batch) for body in bodies)]
+        if self.context is not None and batch.mine_U is not None:
+            found = [self.context.whole(own_U, batch) for own_U in found]
+        return [each_U[batch.index_K] for each_U in found]
+
     def _values(self, batch: MicroBatch, hidden_UD: Tensor) -> Tensor:
         assert self.critic is not None
         if self.critic.body is not None:
@@ -78,7 +102,8 @@ class Policy(Root):
     def _hidden(self, body: Any, batch: MicroBatch) -> Tensor:
         """(U, D') last hidden states of a body, at the nodes from which tokens are wanted."""
         # Only bodies whose attention takes them are given any.
-        told = {"paths": batch.paths, "segments": batch.segments, "context": self.context}
+        context = self.context if batch.mine_U is not None else None
+        told = {"paths": batch.paths, "segments": batch.segments, "context": context}
         options = {name: value for name, value in told.items() if value is not None}
         inputs = {"input_ids": batch.tokens_RL, "position_ids": batch.positions_RL}
         if batch.pictures is not None:

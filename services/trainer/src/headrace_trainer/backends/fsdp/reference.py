@@ -6,6 +6,7 @@ Where the device is a GPU, its weights lie in host memory but for the infer roun
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 
 import torch
@@ -17,8 +18,8 @@ from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
 from headrace_trainer.backends._base import ReferenceFacts
+from headrace_trainer.backends.fsdp.attending.checking import FormCheck
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
-from headrace_trainer.backends.fsdp.attending.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layouts.layout import Layout
 from headrace_trainer.backends.fsdp.policy import Policy
@@ -50,8 +51,6 @@ class Reference:
         if ranks.leads and source is not None:
             self.facts = reference_facts(config, section.path, weights_digest(source, model))
         own = config.model_copy(update={"model": section})
-        self.shares_prefixes = shares_prefixes(own, [model.config])
-        self.along_paths = attends_along_paths(own, [model])
         # It chooses experts itself, whatever the engine did with the policy.
         divided = experts if take_routers(model) is not None else None
         # Resharded after every layer: a whole copy would stand beside the policy's.
@@ -67,6 +66,9 @@ class Reference:
             distribute(ranks, places, source.read if source else None)
         else:
             self._model.fill_from(warmed)
+        started = time.monotonic()
+        self.attention = FormCheck(own, self._model, ranks).settle()
+        self.check_seconds = time.monotonic() - started
         self._away = False
         self.park()
 

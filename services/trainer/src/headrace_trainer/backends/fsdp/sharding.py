@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
@@ -100,6 +101,7 @@ class ShardedModel:
         """Names of the experts' weights, of which this rank has a share only."""
         for module in [*layers, self.policy]:
             shard(module, ranks.mesh_of(layout.shard_ranks))
+        register_fsdp_forward_method(self.policy, "probe")
         materialise(self.policy, torch.device("cpu") if self._on_host else ranks.device)
         root: Any = self.policy
         self._root: FSDPModule = root

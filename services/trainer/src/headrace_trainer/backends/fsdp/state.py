@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic, critic_section, hidden_size
-from headrace_modelkit.loading import load_architecture
+from headrace_modelkit.loading import body_of, body_prefix, load_architecture
 from headrace_modelkit.lora import add_adapters
 from headrace_modelkit.model_files import empty_model
 from headrace_modelkit.tensor_files import Tensors
@@ -43,6 +42,10 @@ class FsdpState(ShardedBackend, LanguageModel):
     def _shard(self, model: PreTrainedModel, critic: Critic | None) -> None:
         """Shards models that lie on meta."""
 
+    @abstractmethod
+    def _check_forms(self) -> None:
+        """Tries the weights that are loaded, and settles how rows lie. Raises Refusal INVALID."""
+
     @override
     def check_files(self, *, initial: bool) -> None:
         if initial or self._lora:
@@ -66,7 +69,7 @@ class FsdpState(ShardedBackend, LanguageModel):
         self._shard(model, self._critic_of(body))
         self._fill_weights(source, types)
         if body is not None:
-            before, prefix = f"{CRITIC}body.", f"{body.base_model_prefix}."
+            before, prefix = f"{CRITIC}body.", body_prefix(body)
             names = {
                 name: prefix + name.removeprefix(before)
                 for name in self._sharded.critic_names
@@ -75,6 +78,7 @@ class FsdpState(ShardedBackend, LanguageModel):
             own = self._sharded.places(names, {name: body_types[read] for name, read in names.items()})
             found = [replace(place, name=names[place.name]) for place in own]
             distribute(self._ranks, found, body_source.read if body_source else None)
+        self._check_forms()
 
     @override
     def check_state(self, reader: StateReader) -> None:
@@ -98,6 +102,7 @@ class FsdpState(ShardedBackend, LanguageModel):
         if self._sharded.critic_names:
             self._fill(self._sharded.critic_names, reader.critic_weight if reader else None)
         self._fill_moments(reader)
+        self._check_forms()
 
     def _read_model(self) -> tuple[PreTrainedModel, Tensors | None, dict[str, torch.dtype]]:
         """The configured model on meta, its own weights frozen where adapters learn; where to read them, and in which
@@ -133,5 +138,4 @@ class FsdpState(ShardedBackend, LanguageModel):
             return None
         if model is None:
             return Critic(hidden_size(load_architecture(self._config.model)))
-        untyped: Any = model
-        return Critic(hidden_size(model.config), untyped.base_model)
+        return Critic(hidden_size(model.config), body_of(model))

@@ -41,8 +41,20 @@ def attend_segments(
 
     `segments` is on the device of the others. `scale` multiplies scores; default: 1 / sqrt(D).
     """
-    kernel = choose_kernel(query_NHD, key_MGD, value_MGD, segments)
-    return kernel(query_NHD, key_MGD, value_MGD, segments, scale or query_NHD.shape[-1] ** -0.5)
+    query, key, value = of_one_width(query_NHD, key_MGD, value_MGD)
+    kernel = choose_kernel(query, key, value, segments)
+    found_NHD = kernel(query, key, value, segments, scale or query_NHD.shape[-1] ** -0.5)
+    return found_NHD.narrow(-1, 0, value_MGD.shape[-1])
+
+
+def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same numbers with zeros behind them, as kernels want all of one width."""
+    widest = max(query.shape[-1], value.shape[-1])
+    padded = [
+        each if each.shape[-1] == widest else F.pad(each, (0, widest - each.shape[-1]))
+        for each in (query, key, value)
+    ]
+    return padded[0], padded[1], padded[2]
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
@@ -52,8 +64,7 @@ def choose_kernel(query_NHD: Tensor, key_MGD: Tensor, value_MGD: Tensor, segment
     """By device, type, width of heads, and by how many copies of the keys the flash kernel would read."""
     if query_NHD.device.type == "cpu":
         return on_cpu
-    widths = {query_NHD.shape[-1], value_MGD.shape[-1]}
-    fits = len(widths) == 1 and max(widths) <= FLASH_HEAD and segments.seen <= GATHERED * len(key_MGD)
+    fits = query_NHD.shape[-1] <= FLASH_HEAD and segments.seen <= GATHERED * len(key_MGD)
     if query_NHD.dtype != torch.float32 and fits and _has_flash(query_NHD.device):
         return by_flash
     return by_mask if len(query_NHD) <= DENSE_TOKENS and len(key_MGD) <= DENSE_TOKENS else by_flex

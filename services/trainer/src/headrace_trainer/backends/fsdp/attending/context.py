@@ -109,7 +109,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_U: Tensor, mine_U: Tensor, pairs: int, group: ProcessGroup) -> Tensor:
         ctx.save_for_backward(mine_U)
-        whole_U = own_U.new_zeros(pairs).index_copy_(0, mine_U, own_U)
+        whole_U = own_U.new_zeros(pairs, *own_U.shape[1:]).index_copy_(0, mine_U, own_U)
         dist.all_reduce(whole_U, group=group)
         return whole_U
 

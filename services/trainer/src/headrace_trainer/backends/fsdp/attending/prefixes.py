@@ -1,4 +1,4 @@
-"""Attention of the trainer's models, and whether they compute a prefix tree exactly: decided when one is loaded.
+"""Attention of the trainer's models, and which of them may compute a prefix tree by their configuration.
 
 It follows the paths of a tree, or of segments, where told so, and is causal where not. A model takes part through
 transformers' table of attention functions. Knows no packing.
@@ -8,13 +8,14 @@ Shapes: R rows, H heads, L nodes of a row, D head dimension, S paths, P nodes of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from headrace_modelkit.attending import looks_elsewhere
 from headrace_modelkit.loading import context_limit
 from headrace_schema.openings import TrainerConfig
-from headrace_servicekit.logs import get_logger
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -22,25 +23,43 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.shared.attention import WIDENED_TOKENS, attend_segments
-from headrace_trainer.errors import invalid
 from headrace_trainer.learning.packing import Paths
 from headrace_trainer.learning.segments import Segments
 
 NAME = "headrace_trees"
 
 
-def attend_to_trees(model: PreTrainedModel) -> bool:
-    """Lets the layers of `model`, which run sdpa over the whole context, take `paths` and `segments`; False where they
-    cannot.
+def attend_to_trees(models: Collection[PreTrainedModel]) -> bool:
+    """Lets the layers of these models, which run sdpa over the whole context, take `paths` and `segments`; False where
+    one of them cannot.
 
     A micro-batch that brings no mask is then computed causally, without one being made.
     """
-    if not model._supports_attention_backend:
+    if not all(model._supports_attention_backend for model in models):
         return False
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _no_mask)
-    model.config.get_text_config()._attn_implementation = NAME  # a vision tower keeps its own
+    for model in models:
+        model.config.get_text_config()._attn_implementation = NAME  # a vision tower keeps its own
     return True
+
+
+@dataclass(frozen=True)
+class Attending:
+    """The attention that models have of their own."""
+
+    own: list[tuple[Any, str]]
+
+    @classmethod
+    def of(cls, models: Iterable[PreTrainedModel]) -> Attending:
+        """As it is now."""
+        texts: list[Any] = [model.config.get_text_config() for model in models]
+        return cls([(text, text._attn_implementation) for text in texts])
+
+    def put_back(self) -> None:
+        """Has them attend as they did."""
+        for text, own in self.own:
+            text._attn_implementation = own
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -53,7 +72,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    attention_mask: Tensor | None,
     paths: Paths | None = None,
     segments: Segments | None = None,
     context: ContextGroup | None = None,
@@ -69,7 +88,9 @@ def _attend(
         own = [_along(paths.nodes_SP, tensor.float()) for tensor in own]
     short = query.device.type == "cpu" and own[0].shape[2] <= WIDENED_TOKENS
     dtype = torch.float32 if short else query.dtype
-    found = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *(tensor.to(dtype) for tensor in own), mask, **options)[0]
+    found = ALL_ATTENTION_FUNCTIONS["sdpa"](
+        module, *(tensor.to(dtype) for tensor in own), attention_mask, **options
+    )[0]
     if paths is not None:
         found = found.flatten(0, 1)[paths.places_RL]
     return found.to(query.dtype), None
@@ -93,48 +114,10 @@ def _along(nodes_SP: Tensor, tensor_RHLD: Tensor) -> Tensor:
     )
 
 
-_log = get_logger(__name__)
-
-
-def shares_prefixes(config: TrainerConfig, architectures: Iterable[PreTrainedConfig]) -> bool:
-    """What `trainer.shared_prefix` comes to for policy and critic. Raises Refusal INVALID when one cannot and must."""
-    wanted = config.trainer.shared_prefix
-    found = (obstacle_to_trees(config, architecture) for architecture in architectures)
-    obstacle = next((each for each in found if each), "")
-    if wanted and obstacle:
-        raise invalid(
-            f"trainer.shared_prefix: true, but {obstacle}; leave it out, or set it to false, and every sample "
-            "gets a row of its own"
-        )
-    if wanted is None and obstacle:
-        _log.info("every sample gets a row of its own", extra={"reason": obstacle})
-    return wanted is not False and not obstacle
-
-
-def attends_along_paths(config: TrainerConfig, bodies: Iterable[PreTrainedModel]) -> bool:
-    """Sets up the attention of these models where it can be; whether all of them take paths and segments. Once for
-    each model.
-    """
-    able = [not obstacle_to_trees(config, body.config) and attend_to_trees(body) for body in bodies]
-    return all(able)
-
-
 def obstacle_to_trees(config: TrainerConfig, architecture: PreTrainedConfig) -> str:
     """Why the model would not follow a tree's attention mask; empty when it does."""
     implementation = getattr(architecture.get_text_config(), "_attn_implementation", "")
     if implementation != "sdpa":
         # Only sdpa takes a mask of four dimensions as it is.
         return f"the model's attention is {implementation or 'unknown'}, which takes no mask of its own (sdpa does)"
-    window = _window(architecture)
-    if window and window < context_limit(config.model, architecture):
-        return (
-            f"the model attends to the last {window} tokens only (set model.max_context to {window} or less)"
-        )
-    return ""
-
-
-def _window(architecture: PreTrainedConfig) -> int:
-    text = architecture.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    slides = "sliding_attention" in kinds if kinds else True
-    return int(getattr(text, "sliding_window", None) or 0) if slides else 0
+    return looks_elsewhere(architecture, context_limit(config.model, architecture))

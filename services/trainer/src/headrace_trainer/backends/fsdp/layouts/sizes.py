@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from headrace_modelkit.critic import critic_section, load_critic
+from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import expert_blocks, take_routers
-from headrace_modelkit.loading import DTYPES, load_model
+from headrace_modelkit.loading import DTYPES, body_of, load_architecture, load_model
 from headrace_modelkit.logprobs import GPU_CHUNK_ELEMENTS
 from headrace_modelkit.lora import adapted_layers, adapter_of, add_adapters, is_adapter, targets_problem
+from headrace_modelkit.probing import BROKEN, breaks, in_words
 from headrace_modelkit.vision import freeze_vision
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.rules.learning import model_ranks
@@ -24,11 +26,14 @@ from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.learning import LoraSection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from typing_extensions import override
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends.fsdp.sharding import layers_of
+from headrace_trainer.backends.shared.attention import of_one_width
 
 
 @dataclass(frozen=True)
@@ -190,8 +195,15 @@ def _reference_weights(config: TrainerConfig, algorithm: Algorithm) -> int:
 
 def _activations(config: TrainerConfig) -> tuple[int, int]:
     """Bytes that autograd keeps of one micro-batch: outside of layers, and of each layer."""
-    with FakeTensorMode():
-        one, two = (_kept_bytes(config, layers) for layers in (1, 2))
+    section = config.model
+    try:
+        with FakeTensorMode():
+            one, two = (_kept_bytes(config, layers) for layers in (1, 2))
+    except ModelNotReadable:
+        raise
+    except BROKEN as error:
+        kind = load_architecture(section).model_type
+        raise ModelNotReadable(breaks(section.path, kind, in_words(error), by="the trainer")) from error
     return one - (two - one), two - one
 
 
@@ -218,8 +230,8 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
         return tensor
 
     tokens = torch.zeros((1, _tokens(config)), dtype=torch.long, device="cpu")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.base_model(input_ids=tokens, use_cache=False)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _ExpertsOfAnyType():
+        body_of(model)(input_ids=tokens, use_cache=False)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -240,17 +252,37 @@ def _attend_as_on_a_gpu(model: PreTrainedModel) -> None:
     if not model._supports_attention_backend:
         return
     AttentionInterface.register(_ATTENTION, attend_by_flash)
-    AttentionMaskInterface.register(_ATTENTION, lambda *_, **__: None)
+    # Read by indexers alone: attention is causal.
+    AttentionMaskInterface.register(_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     model.config._attn_implementation = _ATTENTION
 
 
 def attend_by_flash(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls for attention, by the flash kernel, whatever device the tensors name."""
     operations: Any = torch.ops.aten
-    found = operations._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
-    return found.transpose(1, 2).contiguous(), None
+    width = value.shape[-1]
+    own = of_one_width(query, key, value)
+    found = operations._scaled_dot_product_flash_attention(*own, 0.0, True)[0]
+    return found[..., :width].transpose(1, 2).contiguous(), None
+
+
+class _ExpertsOfAnyType(TorchFunctionMode):
+    """torch's products of experts take bf16 alone where tensors are fake."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is torch._grouped_mm and args[0].dtype is not torch.bfloat16:
+            operators: Any = torch.ops.transformers
+            return operators.grouped_mm_fallback(*args[:2], given["offs"])
+        return func(*args, **given)
 
 
 _ATTENTION = "headrace_planned"

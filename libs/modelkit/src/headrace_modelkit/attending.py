@@ -1,0 +1,40 @@
+"""Which tokens a model's layers look at, by its configuration alone: whether all of it is attention over the context.
+
+Only then may sequences share a prefix, or stand behind each other in a row. Knows no kernel and no packing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+
+FULL = "full_attention"
+BOUNDED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Kinds of layers that are full attention where the context is no longer than what this key says."""
+
+
+def looks_elsewhere(architecture: PreTrainedConfig, limit: int) -> str:
+    """What a layer does besides attention to all earlier tokens of a context of `limit`; empty where there is none."""
+    text: Any = architecture.get_text_config()
+    kinds: set[str] = set(getattr(text, "layer_types", None) or ())
+    if others := kinds - {FULL, *BOUNDED}:
+        return f"the model has {', '.join(sorted(others))} layers"
+    if getattr(_class_of(text), "_is_stateful", False):
+        return "the model has layers with a state of their own"
+    if getattr(text, "index_topk", None):
+        return f"the model attends to {text.index_topk} tokens that an indexer chooses"
+    for kind, key in BOUNDED.items():
+        reach = getattr(text, key, None)
+        if reach and reach < limit and (kind in kinds or not kinds):
+            return f"the model attends to {_WHERE[kind].format(reach)} only (set model.max_context to {reach} or less)"
+    return ""
+
+
+_WHERE = {"sliding_attention": "the last {} tokens", "chunked_attention": "chunks of {} tokens"}
+
+
+def _class_of(architecture: PreTrainedConfig) -> Any:
+    """The class that reads such a configuration; None where transformers has none."""
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    return found.get(type(architecture), None)

@@ -1,0 +1,171 @@
+"""Tiny models with random weights of many families that transformers has: what loading, attention and heads are tried
+on. Their vocabulary is that of the tiny model's tokenizer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from headrace_modelkit.loading import save_model
+from headrace_modelkit.presets.tiny import CHARACTERS, character_tokenizer
+
+_Configs: Any = CONFIG_MAPPING
+_Models: Any = AutoModelForCausalLM
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": len(CHARACTERS) + 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "initializer_range": 0.3,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_GROUPED = _EXPERTS | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+}
+_INDEX = {"index_topk": 32, "index_n_heads": 2, "index_head_dim": 8}
+"""More than tests have tokens: among the scores of random weights are many equal ones, of which any is taken."""
+_WINDOW = {"sliding_window": 8}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+_CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
+_GEMMA = _WINDOW | {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": SHAPE["vocab_size"],
+    "global_head_dim": 8,
+}
+_SHARING = _GEMMA | {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "ministral3": {},
+    "phi3": {},
+    "smollm3": {},
+    "olmo2": {},
+    "granite": {"logits_scaling": 4.0},
+    "glm4": {},
+    "seed_oss": {},
+    "qwen2": {},
+    "qwen3": {},
+    "cohere": {"logit_scale": 0.3},
+    "gpt2": {},
+    "opt": {},
+    "stablelm": {},
+    "hyperclovax": {"logits_scaling": 4.0},
+    "nemotron": {},
+    "doge": {},
+    "glm4_moe": _GROUPED,
+    "glm4_moe_lite": _GROUPED | _LATENT,
+    "minimax_m2": _EXPERTS,
+    "granitemoe": _EXPERTS | {"logits_scaling": 4.0},
+    "qwen2_moe": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
+    "mixtral": _EXPERTS,
+    "ernie4_5_moe": _EXPERTS | {"moe_num_experts": 4, "moe_k": 2},
+    "afmoe": _EXPERTS,
+    "deepseek_v3": _GROUPED | _LATENT,
+    "deepseek_v32": _GROUPED | _LATENT | _INDEX,
+    "glm_moe_dsa": _GROUPED | _LATENT | _INDEX,
+    "deepseek_v4": _EXPERTS
+    | {"qk_rope_head_dim": 4, "q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2, "hc_mult": 2}
+    | {"index_n_heads": 2, "index_head_dim": 8},
+    "gpt_oss": _EXPERTS | _WINDOW,
+    "gemma2": _WINDOW,
+    "gemma3_text": _WINDOW,
+    "gemma3n_text": _SHARING
+    | {"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2},
+    "gemma4_text": _SHARING,
+    "olmo3": _WINDOW,
+    "ministral": _WINDOW,
+    "exaone4": _WINDOW | {"sliding_window_pattern": 2},
+    "mimo_v2_flash": _EXPERTS
+    | _WINDOW
+    | {"v_head_dim": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
+    | {"swa_head_dim": 8, "swa_v_head_dim": 4},
+    "llama4_text": _EXPERTS | {"attention_chunk_size": 8},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _EXPERTS,
+    "qwen3_next": _DELTA | _EXPERTS,
+    "olmo_hybrid": _DELTA,
+    "kimi_linear": _EXPERTS
+    | _LATENT
+    | {"layer_types": _DELTA["layer_types"], "mlp_layer_types": ["dense", "sparse"]}
+    | {"linear_head_dim": 8, "linear_num_heads": 2},
+    "nemotron_h": _EXPERTS
+    | {"num_hidden_layers": 4, "layers_block_type": ["mamba", "attention", "moe", "mlp"]}
+    | {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1}
+    | {"moe_shared_expert_intermediate_size": 16},
+    "granitemoehybrid": _EXPERTS
+    | _MAMBA
+    | {"logits_scaling": 4.0, "layer_types": _DELTA["layer_types"], "shared_intermediate_size": 16},
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
+    "jamba": _EXPERTS
+    | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
+    | {"use_mamba_kernels": False},
+    "falcon_h1": _MAMBA | {"mamba_d_head": 8, "mamba_d_ssm": 32, "lm_head_multiplier": 0.3},
+    "recurrent_gemma": {
+        "block_types": ["recurrent", "attention"],
+        "attention_window_size": 8,
+        "lru_width": 32,
+    }
+    | {"logits_soft_cap": 3.0},
+    "lfm2": _CONVOLUTION,
+    "lfm2_moe": _CONVOLUTION | _EXPERTS,
+    "lfm3": _CONVOLUTION,
+    "minimax": _EXPERTS | {"layer_types": ["full_attention", "linear_attention"]},
+}
+"""By `model_type`: fields of its configuration."""
+
+
+def tiny_of(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """The untrained model in fp32; `overrides` are fields of its configuration."""
+    config = _Configs[family](**{**SHAPE, **FAMILIES[family], **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = _Models.from_config(config).eval()
+    return model
+
+
+def write_family(directory: Path, family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Writes the model, and the tiny one's tokenizer beside it."""
+    model = tiny_of(family, seed=seed, **overrides)
+    save_model(model, character_tokenizer(), directory)
+    return model
