@@ -104,7 +104,9 @@ class Intake:
         return Inferred(group, tuple(columns), tuple(following))
 
     def prepare(self, state: steps.StepState, batch: Many[Inferred]) -> list[Prepared]:
-        """Groups whose advantages are computed together: each alone, or a step's whole batch."""
+        """Groups whose advantages are computed together: each alone, or a step's whole batch, which may be empty."""
+        if not batch:
+            return []
         outcomes, credit = self._outcomes(state, batch), turn_credit_of(self._algorithm)
         compute, least = self._algorithm.advantages, self._algorithm.least_group
         if credit is not None and credit.apart:
