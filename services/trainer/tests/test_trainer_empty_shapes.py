@@ -1,4 +1,4 @@
-"""Every algorithm on steps in which nobody spoke, one sample carries loss, or two do: they commit with finite figures."""
+"""Every algorithm on steps in which nobody spoke, or one sample carries loss, or two: all figures are finite."""
 
 from __future__ import annotations
 

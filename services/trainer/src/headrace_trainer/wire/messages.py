@@ -166,6 +166,7 @@ def _read_member(
         truncated=trajectory.finish_reason == common_pb2.FINISH_REASON_LENGTH,
         masked=message.masked,
         siblings=read.siblings,
+        cut_line=_cut_line(trajectory, where, len(read.siblings)),
         temperatures=read.temperatures,
         routes=_read_routes(trajectory, where, (len(read.tokens) - 1) * route_width) if route_width else b"",
         **_read_turns(message, where, len(read.trained), by_turn=by_turn),
@@ -196,6 +197,16 @@ def _read_turns(
         turn_tokens=tuple(tokens[turn] for turn in order),
         turn_roles=tuple(roles[turn] for turn in order) if roles else (),
     )
+
+
+def _cut_line(trajectory: common_pb2.Trajectory, where: str, last: int) -> int:
+    """Which line was cut: as it says, else the last speaker's, else the last one. Raises Refusal INVALID."""
+    if trajectory.HasField("cut_line"):
+        if not -1 <= trajectory.cut_line <= last:
+            raise invalid(f"{where}: cut_line {trajectory.cut_line}, and its lines are 0 to {last}")
+        return trajectory.cut_line
+    roles = turn_roles(trajectory.conversation)
+    return [*dict.fromkeys(roles)].index(roles[-1]) if roles else last
 
 
 def _read_routes(trajectory: common_pb2.Trajectory, where: str, most: int) -> bytes:
