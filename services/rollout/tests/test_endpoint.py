@@ -204,6 +204,37 @@ async def test_limits_end_a_session(desk):
     assert session.limit is Finish.PROMPT_TOO_LONG
 
 
+@pytest.mark.parametrize(
+    ("last", "line"),
+    [
+        ("the first goes on", 0),
+        ("the sibling goes on", 1),
+        ("another begins", -1),
+        ("it ends by itself", None),
+    ],
+)
+@pytest.mark.parametrize("limit", ["tokens of a turn", "context"])
+async def test_a_session_says_which_of_its_lines_a_limit_has_cut(desk, last, line, limit):
+    """The last request's: the other lines had come to an end; a request that begins anew cuts none that is there."""
+    most = {"most_tokens": 60} if limit == "context" else {}
+    session, _ = desk.open("yes", "no", "so" * 25 if last != "it ends by itself" else "so", **most)
+    await desk.said(session, [user("one")])
+    await desk.said(session, [user("other")])
+    long = "two" * (20 if limit == "context" and last != "it ends by itself" else 1)
+    before = {
+        "the first goes on": [user("one"), {"role": "assistant", "content": "yes"}],
+        "the sibling goes on": [user("other"), {"role": "assistant", "content": "no"}],
+    }.get(last, [])
+    if limit == "context" and last != "it ends by itself":
+        await desk.refused(session, {"messages": [*before, user(long)]})
+        assert session.limit is Finish.LENGTH
+    else:
+        await desk.said(session, [*before, user(long)])
+    if last == "another begins" and limit == "tokens of a turn":
+        line = 2
+    assert session.join().cut_line == line
+
+
 @pytest.mark.parametrize("end", [None, Refused("PAUSED", "the engine is paused")])
 async def test_requests_of_a_sample_that_is_stopped_wait_and_do_not_fail(desk, end):
     session, _ = desk.open(end)

@@ -210,6 +210,8 @@ def fill_trajectory(
     text, lengths = codec.decode_with_lengths(output.whole.token_ids)
     if output.said is not None:
         text = _fill_said(trajectory.conversation, output.said)
+        if output.said.cut_line is not None:
+            trajectory.cut_line = output.said.cut_line
         turns = output.said.turn_tokens
         order = in_token_order(turn_roles(trajectory.conversation), len(turns))
         lengths = _turn_lengths(output.whole, [turns[turn] for turn in order], codec)

@@ -111,8 +111,8 @@ class Session:
         self.api_key = own_key(secret or secrets.token_urlsafe(32), self.id)
         self.talk = talk
         self.limit: Finish | None = None
-        self.cut = False
-        """The last turn came to no end by itself."""
+        self.cut: Branch | None = None
+        """Whose last turn came to no end by itself, or had no room."""
         self.rewarded = False
         self.halted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.halted.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -225,12 +225,16 @@ class Session:
         """
         for _, answers in self._asked:
             answers.cancel()
-        first, *others = self._branches.talks() or [self.talk]
+        talks = self._branches.talks() or [self.talk]
+        first, *others = talks
+        lines = {id(each): line for line, each in enumerate(talks)}
+        cut_line = None if self.cut is None else lines.get(id(self.cut.talk), -1)
         if first is not self.talk:
             success, failure = self.talk.success, self.talk.failure
             vars(self.talk).update(vars(first))
             self.talk.success, self.talk.failure = success, failure
         self.talk.joined(others)
+        self.talk.cut_line = cut_line
         return self.talk
 
     async def _answers(self, request: ChatRequest, told: Told | None) -> list[Answer]:
@@ -291,7 +295,8 @@ class Session:
         talk.spoke(whole, text, drawn)
         talk.rewards.append(0.0)
         short = len(whole.token_ids) < most  # the context's end has cut it
-        self.cut = turn.finish is Finish.LENGTH and (short or most == stream.max_new_tokens)
+        cut = turn.finish is Finish.LENGTH and (short or most == stream.max_new_tokens)
+        self.cut = branch if cut else None
         self.limit, self.answered_at = None, time.monotonic()
         content, calls = self._called(text, request)
         branch.lines += [*place.lines, Line("assistant", content, calls)]
@@ -320,6 +325,7 @@ class Session:
             if not self._turns:
                 self.talk.begins(place.prompt)
             self.limit = Finish.LENGTH if self._turns else Finish.PROMPT_TOO_LONG
+            self.cut = place.branch
             raise self._over_limit()
         self._branches.take(place)
         return place

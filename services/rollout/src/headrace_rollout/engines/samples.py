@@ -160,6 +160,8 @@ class Said:
     parties: tuple[str, ...] = ()
     drawn: tuple[Distribution | None, ...] = ()
     """What each turn was sampled from, where it is not the stream's (None, or nothing at all)."""
+    cut_line: int | None = None
+    """As `Trajectory.cut_line` has it."""
 
 
 @dataclass(frozen=True)
