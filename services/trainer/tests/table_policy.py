@@ -70,20 +70,15 @@ class TableRounds:
     def _micro(self, sequences: list[Sequence]) -> bool:
         log_probs, entropy = self._tokens(sequences, self.table)
         names = {name for each in sequences for name in each.columns}
-        columns = {
-            name: torch.tensor([v for each in sequences for v in each.columns[name]]).double()
-            for name in names
-        }
+        columns = {name: _double([v for each in sequences for v in each.columns[name]]) for name in names}
         batch = TokenBatch(
             log_probs_K=log_probs,
             old_log_probs_K=columns.get(OLD_LOG_PROBS, log_probs.detach()),
-            engine_log_probs_K=torch.tensor(
-                [v for each in sequences for v in each.engine_log_probs]
-            ).double(),
-            advantages_K=torch.tensor(
+            engine_log_probs_K=_double([v for each in sequences for v in each.engine_log_probs]),
+            advantages_K=_double(
                 [v for each in sequences for v in each.advantages or [0.0] * len(each.trained)]
-            ).double(),
-            weights_K=torch.tensor([each.weight for each in sequences for _ in each.trained]).double(),
+            ),
+            weights_K=_double([each.weight for each in sequences for _ in each.trained]),
             sequences_K=torch.tensor([at for at, each in enumerate(sequences) for _ in each.trained]),
             columns_K=columns,
             entropy_K=entropy,
@@ -122,3 +117,7 @@ class TableRounds:
 
     def drop(self) -> None:
         self.table.grad = self.values.grad = None
+
+
+def _double(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
