@@ -92,6 +92,7 @@ async def test_messages_that_do_not_extend_what_was_said_begin_a_sibling(desk, e
     assert (talk.turn_tokens, talk.rewards) == ([4, 3, 3], [0.0, 1.0, 0.0]) and len(talk.log_probs) == len(
         talk.tokens
     )
+    assert talk.turn_places == [0, 2, 1], "the sibling's turn came before the first line's second one"
     assert [talk.said[place][:2] for place in talk.turn_messages] == [
         ("assistant", "yes"),
         ("assistant", "so"),

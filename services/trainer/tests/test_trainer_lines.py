@@ -14,6 +14,7 @@ from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
+from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.intake import Intake, Prepared
 from headrace_trainer.learning.passes import denominator
 from headrace_trainer.learning.policies import part_of
@@ -242,6 +243,33 @@ def test_weights_of_sibling_lines_are_a_mean(make_config, aggregation, siblings)
         assert [set(own) for own in by_session] == [{share} for share in (
             (1 / 3, 1.0, 0.5) if siblings == "divide" else (1.0, 1.0, 1.0)
         )]  # fmt: skip
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+@pytest.mark.parametrize("name", ["reinforce", "rloo", "ppo"])
+def test_credit_by_turn_follows_time_over_the_lines_of_a_session(make_config, name, discount):
+    """A session asks once, its helper answers on a line of its own, and what the session then says earns 1."""
+    members = []
+    for index, reward in enumerate((1.0, 0.0)):
+        made = talk(index, [("asker", 1, 0.0), ("asker", 1, reward), ("teller", 1, 0.25)], plain=True)
+        made.trajectory.conversation.turn_places.extend([0, 2, 1])
+        made.trajectory.body_digest = trajectory_digest(made.trajectory)
+        members.append(made)
+    options: dict[str, object] = {"credit": "turn", "turn_discount": discount}
+    if name == "ppo":
+        options |= {"whiten": False, "gamma": 1.0, "lam": 1.0}
+    found = learned(make_config, name, members, **options)
+    last, helper = 1.0, 0.25 + discount
+    wanted = {20: [discount * helper, last], 30: [helper]}
+    if name == "ppo":  # what is read before each of these ids is its value
+        wanted = {20: [discount * helper, last - 6.0], 30: [helper]}
+    if name == "rloo":  # the other session has earned 0.25 by its helper alone
+        wanted = {20: [discount * (helper - 0.25), last], 30: [helper - 0.25]}
+    assert {key: pytest.approx(value) for key, value in wanted.items()} == by_line(found, 0)
+    members[0].trajectory.conversation.turn_places[:] = [0, 1, 1]
+    members[0].trajectory.body_digest = trajectory_digest(members[0].trajectory)
+    with pytest.raises(Refusal, match="turn_places"):
+        learned(make_config, name, members, **options)
 
 
 def test_the_part_of_a_policy_keeps_the_temperature_of_each_of_its_tokens(make_config):

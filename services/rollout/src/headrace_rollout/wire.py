@@ -261,6 +261,7 @@ def _fill_said(message: common_pb2.Conversation, said: Said) -> str:
     message.rewards.extend(said.rewards)
     message.turn_tokens.extend(said.turn_tokens)
     message.turn_messages.extend(said.turn_messages)
+    message.turn_places.extend(said.turn_places)
     message.success, message.failure = said.success, said.failure
     return "\n".join(
         f"{f'{each.party} ({each.role})' if each.party else each.role}: {each.content}"

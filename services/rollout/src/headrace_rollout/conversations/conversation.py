@@ -63,6 +63,8 @@ class Conversation:
     """As `Said.drawn`."""
     cut_line: int | None = None
     """As `Said.cut_line`, where a limit has cut it."""
+    turn_places: list[int] = field(default_factory=list)
+    """As `Said.turn_places`."""
     success: bool = False
     failure: str = ""
 
@@ -165,6 +167,7 @@ class Conversation:
                 tuple(self.parties),
                 tuple(self.drawn),
                 self.cut_line if finish is Finish.LENGTH else None,
+                tuple(self.turn_places),
             ),
         )
 

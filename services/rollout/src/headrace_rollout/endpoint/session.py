@@ -226,15 +226,16 @@ class Session:
         for _, answers in self._asked:
             answers.cancel()
         talks = self._branches.talks() or [self.talk]
-        first, *others = talks
         lines = {id(each): line for line, each in enumerate(talks)}
+        where = [(lines[id(branch.talk)], place) for _, branch, place in self._turns]
         cut_line = None if self.cut is None else lines.get(id(self.cut.talk), -1)
-        if first is not self.talk:
+        if talks[0] is not self.talk:
             success, failure = self.talk.success, self.talk.failure
-            vars(self.talk).update(vars(first))
+            vars(self.talk).update(vars(talks[0]))
             self.talk.success, self.talk.failure = success, failure
-        self.talk.joined(others)
+        self.talk.joined(talks[1:])
         self.talk.cut_line = cut_line
+        self.talk.turn_places = sorted(range(len(where)), key=where.__getitem__) if len(talks) > 1 else []
         return self.talk
 
     async def _answers(self, request: ChatRequest, told: Told | None) -> list[Answer]:

@@ -41,6 +41,7 @@ from headrace_trainer.learning.samples import (
     Member,
     Sequence,
 )
+from headrace_trainer.learning.turns import double, padded, turns_of
 
 if TYPE_CHECKING:
     from headrace_trainer.learning.passes import StepRounds
@@ -189,7 +190,7 @@ class Intake:
         # Where no answer carries loss there is one place all the same: not every function takes tensors without any.
         places_T = torch.arange(max(1, int(trained_B.max())))
         return Outcomes(
-            rewards_B=_double([member.reward for _, member in members]),
+            rewards_B=double([member.reward for _, member in members]),
             groups_B=torch.tensor([index for index, _ in members]),
             mask_BT=places_T < trained_B[:, None],
             lengths_B=torch.tensor([_longest_turn(member.trained) for _, member in members]),
@@ -207,20 +208,21 @@ class Intake:
 
     def _turns(self, members: Many[Member]) -> Turns | None:
         """Where credit goes by turn, or by role."""
-        if turn_credit_of(self._algorithm) is None and not any(member.turn_roles for member in members):
+        credit = turn_credit_of(self._algorithm)
+        if credit is None and not any(member.turn_roles for member in members):
             return None
-        return _turns(members)
+        return turns_of(members, 1.0 if credit is None else credit.discount)
 
     def _following(self, batch: Many[Inferred]) -> Tensor | None:
         critic = self._algorithm.critic
         if critic is None or not critic.bootstraps:
             return None
-        return _double([value for each in batch for value in each.following])
+        return double([value for each in batch for value in each.following])
 
     def _columns(self, columns: Many[Columns], longest: int) -> dict[str, Tensor]:
         """(B, T) by name, 0 where a sample has no token."""
         return {
-            name: _double([_padded(own.get(name, []), longest) for own in columns])
+            name: double([padded(own.get(name, []), longest) for own in columns])
             for name in self._algorithm.columns
         }
 
@@ -344,38 +346,6 @@ def _longest_turn(positions: list[int]) -> int:
         length = length + 1 if index and position == positions[index - 1] + 1 else 1
         longest = max(longest, length)
     return longest
-
-
-def _padded(values: list[float], longest: int) -> list[float]:
-    return values + [0.0] * (longest - len(values))
-
-
-def _turns(members: Many[Member]) -> Turns:
-    most = max(len(member.turn_rewards) for member in members)
-    tokens = [[*member.turn_tokens, *[0] * (most - len(member.turn_tokens))] for member in members]
-    return Turns(
-        rewards_BN=_double([_padded(list(member.turn_rewards), most) for member in members]),
-        tokens_BN=torch.tensor(tokens),
-        counts_B=torch.tensor([len(member.turn_rewards) for member in members]),
-        **_roles(members, most),
-    )
-
-
-def _roles(members: Many[Member], most: int) -> dict[str, Tensor]:
-    """Who took each turn, and whose line was cut; nothing where there are no roles."""
-    names = {role: number for number, role in enumerate(sorted({r for m in members for r in m.turn_roles}))}
-    if not names:
-        return {}
-    rows = [[names[role] for role in member.turn_roles] for member in members]
-    cut = [[*dict.fromkeys(row), -1][member.cut_line] for member, row in zip(members, rows, strict=True)]
-    return {
-        "roles_BN": torch.tensor([[*row, *[-1] * (most - len(row))] for row in rows]),
-        "cut_roles_B": torch.tensor(cut),
-    }
-
-
-def _double(values: list[float] | list[list[float]]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def _mean(values: list[float]) -> float:

@@ -100,6 +100,8 @@ class Member:
     """Sampled tokens of each of these turns, which are in the order of `tokens`."""
     turn_roles: tuple[str, ...] = ()
     """Where each role learns by its own rewards: who took each of these turns; empty elsewhere."""
+    turn_places: tuple[int, ...] = ()
+    """Of a session of several lines: the place in time of each of these turns; empty: they are in the order of time."""
     siblings: tuple[int, ...] = ()
     """Where in `tokens` each line but the first begins."""
     cut_line: int = 0

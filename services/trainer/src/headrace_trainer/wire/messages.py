@@ -177,6 +177,7 @@ class _TurnsRead(TypedDict, total=False):
     turn_rewards: tuple[float, ...]
     turn_tokens: tuple[int, ...]
     turn_roles: tuple[str, ...]
+    turn_places: tuple[int, ...]
 
 
 def _read_turns(
@@ -191,11 +192,16 @@ def _read_turns(
         raise invalid(f"{where}: {len(rewards)} rewards for {len(tokens)} turns; give one a turn")
     if min(tokens) < 0 or sum(tokens) != sampled:
         raise invalid(f"{where}: turns of {list(tokens)} tokens, and {sampled} were sampled")
+    if talk.turn_places and sorted(talk.turn_places) != [*range(len(tokens))]:
+        raise invalid(
+            f"{where}: turn_places {list(talk.turn_places)} of {len(tokens)} turns; give each one place"
+        )
     order = in_token_order(roles, len(tokens))
     return _TurnsRead(
         turn_rewards=tuple(rewards[turn] for turn in order),
         turn_tokens=tuple(tokens[turn] for turn in order),
         turn_roles=tuple(roles[turn] for turn in order) if roles else (),
+        turn_places=tuple(talk.turn_places),
     )
 
 
