@@ -106,12 +106,12 @@ def test_no_forward_of_a_vision_language_model_is_random(tmp_path, family):
 
 def test_dropouts_of_layers_in_lists_and_mappings_are_off(tmp_path):
     config = AutoConfig.for_model("llama", **SIZES)
-    config.layer_dropouts = [0.1, 0.2]
+    config.layer_dropouts, config.dropouts = [0.1, 0.2], {"attention": 0.1, "by_layer": [0.2]}
     config.blocks = [{"resid_pdrop": 0.3, "size": 0.5}, {"attn": {"dropout": 0.1}}]
     config.head = {"classifier_dropout": 0.4, "drop_path_rate": 0.2, "token_dropout": True}
     config.save_pretrained(tmp_path)
     found: Any = load_architecture(section_of(tmp_path))
-    assert found.layer_dropouts == [0.0, 0.0]
+    assert found.layer_dropouts == [0.0, 0.0] and found.dropouts == {"attention": 0.0, "by_layer": [0.0]}
     assert found.blocks == [{"resid_pdrop": 0.0, "size": 0.5}, {"attn": {"dropout": 0.0}}]
     assert found.head == {"classifier_dropout": 0.0, "drop_path_rate": 0.0, "token_dropout": True}
     assert found.hidden_size == 32

@@ -111,7 +111,7 @@ def _without_chance(place: Any, named: bool = False) -> Any:
     elif isinstance(place, dict):
         place.update(
             {
-                key: _without_chance(value, any(word in str(key) for word in _CHANCES))
+                key: _without_chance(value, named or any(word in str(key) for word in _CHANCES))
                 for key, value in place.items()
             }
         )
