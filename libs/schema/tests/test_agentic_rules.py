@@ -231,6 +231,54 @@ ONE_BASE = {
 }
 
 
+def playing(**algorithm: Any) -> dict[str, Any]:
+    """A run in which the policy `tutor`, of this algorithm, plays the teller."""
+    return {
+        "environment": {"tasks": ["a.py:A"], "roles": {"teller": {"policy": "tutor"}}},
+        "policies": {"tutor": {"algorithm": {"name": "grpo", **algorithm}}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "words"),
+    [
+        (
+            {**ONLINE, "algorithm": {"options": {"routing_replay": True}}},
+            "algorithm.options.routing_replay",
+            "without routes",
+        ),
+        (
+            playing(options={"routing_replay": True}),
+            "policies.tutor.algorithm.options.routing_replay",
+            "without routes",
+        ),
+        (
+            {**playing(name="rloo"), "algorithm": {"name": "reinforce", "group_size": 1}},
+            "algorithm.group_size",
+            "rloo compares",
+        ),
+        (
+            playing(options={"minibatches": 9}),
+            "policies.tutor.algorithm.options.minibatches",
+            "nearest valid value is 4",
+        ),
+        (
+            playing(options={"clip_low": 0.1}),
+            "policies.tutor.algorithm.options.clip_low",
+            "policies.tutor.algorithm.options.epochs",
+        ),
+        (
+            {**playing(name="opo"), "algorithm": {"name": "grpo", "max_staleness": 1}},
+            "policies.tutor.algorithm.name",
+            "opo is right only",
+        ),
+    ],
+)
+def test_rules_of_an_algorithm_hold_for_that_of_every_policy(more, key, words):
+    found = problems_of(more)
+    assert words in found[key], found
+
+
 def test_adapters_of_one_base_are_in_one_engine():
     own = {"guesser": {"trainer": {"lora": {"rank": 8, "alpha": 4.0}}}}
     spec = RunSpec.model_validate(BASE | ONE_BASE | {"policies": own})

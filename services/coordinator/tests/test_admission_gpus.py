@@ -195,6 +195,41 @@ def test_policies_in_one_engine_have_their_base_once_and_are_corrected_for_where
     assert "truncate (the engine computes with adapters beside bfloat16 weights" in corrected[1]
 
 
+def learning_beside(algorithm):
+    """A quantised run with a policy of this algorithm beside its own; None: as its own learns."""
+    roles = {"tutor": {"policy": "tutor"}, "guide": {"policy": "guide"}}
+    policies = {"tutor": {} if algorithm is None else {"algorithm": algorithm}, "guide": {}}
+    return quantising(
+        workflow="agentic",
+        environment={"backend": "conversation", "tasks": ["a.py:A"], "roles": roles},
+        policies=policies,
+    )
+
+
+def test_a_quantised_rollout_is_corrected_for_in_every_policys_algorithm():
+    spec, note = decided(QUANTISING, **learning_beside({"name": "grpo", "options": {"entropy_coef": 0.1}}))
+    assert spec.algorithm.options == {"correction": "truncate"}
+    assert spec.policies["tutor"].algorithm.options == {"entropy_coef": 0.1, "correction": "truncate"}
+    assert "policies.tutor.algorithm.options.correction: truncate" in note and "guide" not in note
+    for options in ({"correction": "mask"}, {"old_log_probs": "engine"}):
+        spec, _ = decided(QUANTISING, **learning_beside({"name": "grpo", "options": options}))
+        assert spec.policies["tutor"].algorithm.options == options
+        assert spec.algorithm.options == {"correction": "truncate"}
+    given = {"name": "grpo", "options": {"correction": "none"}}
+    key = "policies.tutor.algorithm.options.correction"
+    assert "leave it out (truncate then)" in problems(learning_beside(given), QUANTISING)[key]
+    found = problems(learning_beside({"name": "own", "options": {}}), QUANTISING)
+    assert (
+        "own is right on samples of the trainer's own distribution"
+        in found["rollout.engine_options.quantization"]
+    )
+    stale = {**learning_beside({"name": "own"}), "algorithm": {"name": "grpo", "max_staleness": 1}}
+    assert (
+        "own is right on samples of the newest version"
+        in problems(stale, QUANTISING)["algorithm.max_staleness"]
+    )
+
+
 def test_what_asks_for_exact_answers_of_a_quantised_rollout_is_refused(model_of):
     key = "rollout.engine_options.quantization"
     exact = quantising(model={"path": "owner/model", "dtype": "float32"})

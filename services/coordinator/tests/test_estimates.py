@@ -25,6 +25,45 @@ def test_answers_of_one_prompt_are_one_draw():
     assert once is not None and once[0] < 0.5 < once[1]
 
 
+def wilson(mean: float, count: float) -> tuple[float, float]:
+    """Wilson 1927 by its definition: the shares p from which the mean is 1.96 standard errors of p away."""
+    shares = [place / 200_000 for place in range(200_001)]
+    near = [p for p in shares if (mean - p) ** 2 <= 1.959964**2 * p * (1 - p) / count]
+    return near[0], near[-1]
+
+
+@pytest.mark.parametrize("samples", [2, 4, 16])
+@pytest.mark.parametrize("score", [0.0, 0.5, 1.0])
+def test_equal_items_leave_a_width_by_their_number(samples, score):
+    """Twenty items that are all right in all their answers say no more than 20 draws, however many answers each has."""
+    right = round(score * samples)
+    found = interval([[1.0] * right + [0.0] * (samples - right)] * 20)
+    assert found == pytest.approx(wilson(score, 20), abs=1e-4)
+    assert interval([[score]] * 20) == pytest.approx(wilson(score, 20), abs=1e-4)
+
+
+def test_scores_between_0_and_1_stay_there_and_others_need_a_spread():
+    low, high = interval([[1.0, 1.0]] * 9 + [[1.0, 0.0]]) or (nan, nan)
+    assert 0.7 < low < 0.95 < high < 1.0
+    low, high = interval([[3.0, 1.0], [2.0, 4.0], [2.5, 3.5]]) or (nan, nan)
+    assert (low + high) / 2 == pytest.approx(8 / 3) and low < 2.5 < 2.9 < high
+    assert interval([[5.0, 5.0]] * 20) is None, (
+        "returns that are all alike say nothing of how far others may be off"
+    )
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.5), (2.0, 3.0), (30.0, 10.0)])
+def test_intervals_of_several_binary_answers_an_item_cover_the_truth(alpha, beta):
+    """Items of different difficulty, each answered four times."""
+    rng, covered = random.Random(1), 0
+    for _ in range(400):
+        chances = [rng.betavariate(alpha, beta) for _ in range(40)]
+        rows = [[float(rng.random() < chance) for _ in range(4)] for chance in chances]
+        low, high = interval(rows) or (nan, nan)
+        covered += low <= alpha / (alpha + beta) <= high
+    assert 0.92 <= covered / 400 <= 0.99
+
+
 def test_an_interval_covers_the_truth_as_often_as_it_says():
     rng = random.Random(0)
     covered = 0

@@ -55,6 +55,15 @@ def test_the_interval_of_a_difference_covers_the_truth_and_repeats():
     assert bootstrap(gaps) == (low, high)
 
 
+def test_equal_differences_leave_a_width_by_the_number_of_items():
+    """None of 20 items differs: as many may as Wilson's interval of 0 of 20 ends at, in either direction."""
+    assert bootstrap([0.0] * 20) == pytest.approx((-0.1611, 0.1611), abs=1e-4)
+    assert bootstrap([1.0] * 20) == pytest.approx((0.8389, 1.0), abs=1e-4)
+    assert bootstrap([3.0] * 20) is None
+    found = compare([1.0] * 50, [1.0] * 50)
+    assert found.low is not None and found.low < 0.0 < (found.high or 0.0)
+
+
 def test_one_item_has_no_interval():
     assert bootstrap([1.0]) is None
     assert compare([1.0], [0.0]).low is None

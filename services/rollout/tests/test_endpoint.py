@@ -92,6 +92,7 @@ async def test_messages_that_do_not_extend_what_was_said_begin_a_sibling(desk, e
     assert (talk.turn_tokens, talk.rewards) == ([4, 3, 3], [0.0, 1.0, 0.0]) and len(talk.log_probs) == len(
         talk.tokens
     )
+    assert talk.turn_places == [0, 2, 1], "the sibling's turn came before the first line's second one"
     assert [talk.said[place][:2] for place in talk.turn_messages] == [
         ("assistant", "yes"),
         ("assistant", "so"),
@@ -202,6 +203,37 @@ async def test_limits_end_a_session(desk):
     session, _ = desk.open("yes", most_tokens=20)
     await desk.refused(session, {"messages": [user("one" * 9)]})
     assert session.limit is Finish.PROMPT_TOO_LONG
+
+
+@pytest.mark.parametrize(
+    ("last", "line"),
+    [
+        ("the first goes on", 0),
+        ("the sibling goes on", 1),
+        ("another begins", -1),
+        ("it ends by itself", None),
+    ],
+)
+@pytest.mark.parametrize("limit", ["tokens of a turn", "context"])
+async def test_a_session_says_which_of_its_lines_a_limit_has_cut(desk, last, line, limit):
+    """The last request's: the other lines had come to an end; a request that begins anew cuts none that is there."""
+    most = {"most_tokens": 60} if limit == "context" else {}
+    session, _ = desk.open("yes", "no", "so" * 25 if last != "it ends by itself" else "so", **most)
+    await desk.said(session, [user("one")])
+    await desk.said(session, [user("other")])
+    long = "two" * (20 if limit == "context" and last != "it ends by itself" else 1)
+    before = {
+        "the first goes on": [user("one"), {"role": "assistant", "content": "yes"}],
+        "the sibling goes on": [user("other"), {"role": "assistant", "content": "no"}],
+    }.get(last, [])
+    if limit == "context" and last != "it ends by itself":
+        await desk.refused(session, {"messages": [*before, user(long)]})
+        assert session.limit is Finish.LENGTH
+    else:
+        await desk.said(session, [*before, user(long)])
+    if last == "another begins" and limit == "tokens of a turn":
+        line = 2
+    assert session.join().cut_line == line
 
 
 @pytest.mark.parametrize("end", [None, Refused("PAUSED", "the engine is paused")])

@@ -362,6 +362,27 @@ async def test_each_role_reads_its_own_messages_in_a_sequence_of_its_own(talking
             check_log_probs(SimpleNamespace(segments=line), reference)  # behind its own line alone
 
 
+async def test_a_game_that_was_cut_says_whose_line_it_was(talking, talks):
+    """That of whoever had the last turn: a turn of two tokens at most is cut, unless it ends by itself before."""
+    rollout = await talking()
+    pool = await open_pool(
+        talks, "game.py:Game", backend="conversation", max_episode_steps=0, count=3, processes=3
+    )
+    groups = begins(range(8), 2)
+    for group in groups:
+        group.prompt.episode.task = "game.py:Game"
+    found = await said(rollout, pool, groups, stop=ANY[:12], max_new_tokens=2)
+    cut = []
+    for each in found.values():
+        ended = each.finish_reason == common_pb2.FINISH_REASON_TERMINATED
+        assert each.HasField("cut_line") == (not ended)
+        if not ended:
+            roles = [each.conversation.messages[place].party for place in each.conversation.turn_messages]
+            assert each.cut_line == [*dict.fromkeys(roles)].index(roles[-1])
+            cut.append(roles[-1])
+    assert {*cut} == {"asker", "teller"}, cut
+
+
 async def test_a_frozen_model_plays_a_role_as_context_and_its_turns_are_its_own(
     talking, talks, codec, reference, tmp_path_factory
 ):

@@ -99,19 +99,6 @@ def chunked(draw):
 
 @given(chunk=chunked())
 @STEPS
-def test_action_credit_leaves_out_what_was_earned_before(chunk):
-    rewards_BTC, valid_BTC, _ = chunk
-    spoilt_BTC = rewards_BTC.masked_fill(~valid_BTC, torch.nan)
-    earned_BT = alg.chunk_rewards(spoilt_BTC, valid_BTC)
-    found_BTC = alg.action_advantages(earned_BT, spoilt_BTC, valid_BTC)
-    # With no value anywhere, the advantage of a chunk is its reward, and that of an action what is still to come.
-    for i in range(rewards_BTC.shape[2]):
-        to_come_BT = (rewards_BTC * valid_BTC)[..., i:].sum(-1)
-        torch.testing.assert_close(found_BTC[..., i], to_come_BT * valid_BTC[..., i])
-
-
-@given(chunk=chunked())
-@STEPS
 def test_steps_after_a_success_are_masked(chunk):
     _, valid_BTC, success_BTC = chunk
     found_BTC = alg.until_success_mask(success_BTC, valid_BTC)

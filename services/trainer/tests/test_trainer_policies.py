@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,30 @@ async def test_each_policy_learns_as_it_would_alone_from_what_its_roles_said(
     for name, tensor in both.items():
         where, _, own_name = name.rpartition("/")
         torch.testing.assert_close(tensor, alone[where or "policy"][own_name], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("role", ["asker", "teller"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"name": "ppo", "options": {"critic": "head", "epochs": 2, "bootstrap_truncated": True}},
+        {"name": "reinforce_pp", "options": {"kl_reward_coef": 0.1}},
+        {"name": "grpo", "options": {"epochs": 2, "minibatches": 3}},
+        {"name": "rloo"},
+    ],
+    ids=lambda algorithm: algorithm["name"],
+)
+async def test_a_policy_that_nobody_spoke_to_stays_as_it_is_and_the_step_commits(
+    client: TrainerClient, several, role, algorithm
+):
+    version = (await client.open(several(algorithm, algorithm))).version
+    before = await client.weights(version.number)
+    reply = await learned(client, version, (role,))
+    after = await client.weights(reply.version.number)
+    spoke = "tutor" if role == "teller" else ""
+    moved = {own_name(name)[0] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert moved == {spoke} and all(map(math.isfinite, reply.figures.values()))
+    assert {name.partition("/")[0] for name in reply.figures if "/" in name} == {spoke or "policy"}
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}], ids=["whole", "adapters"])

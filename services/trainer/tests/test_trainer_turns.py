@@ -80,21 +80,21 @@ TALKS: list[list[Talk]] = [
 
 
 def test_a_turn_is_worth_what_follows_against_the_same_turns_of_its_group():
-    """By hand, discount 0.5. A third turn, which one conversation alone has, is compared with the second ones."""
+    """By hand, discount 0.5. A third turn, which one alone has, is compared with the others' second ones."""
     found_BT = credited(build(turn_discount=0.5), outcomes_of(TALKS))
     first = [0.25 + 0.5 * 1.0, 0.5 * -0.5, 1.0, 0.5 * (0.5 + 0.5 * 2.0)]
-    second = [1.0, -0.5, 0.5 + 0.5 * 2.0, 2.0]
+    second, third = [1.0, -0.5, 0.5 + 0.5 * 2.0], [1.0, -0.5, 2.0]
 
     def normalised(values: list[float]) -> list[float]:
         return [(v - statistics.fmean(values)) / (statistics.stdev(values) + 1e-6) for v in values]
 
-    f, s = normalised(first), normalised(second)
+    f, s, t = normalised(first), normalised(second), normalised(third)
     g, h = normalised([1.0, 0.5]), normalised([0.0, 1.0])
     expected = [
         [f[0], f[0], s[0], 0.0],
         [f[1], s[1], s[1], s[1]],
         [f[2], f[2], 0.0, 0.0],
-        [f[3], s[2], s[3], s[3]],
+        [f[3], s[2], t[2], t[2]],
         [g[0], h[0], 0.0, 0.0],
         [g[1], g[1], h[1], h[1]],
     ]
@@ -104,12 +104,12 @@ def test_a_turn_is_worth_what_follows_against_the_same_turns_of_its_group():
     assert not plain[4:].any() and found_BT[4, 1] < 0 < found_BT[4, 0]
 
 
-def test_turns_that_too_few_have_for_an_algorithm_are_compared_with_those_before_them():
-    """With groups of three at least, second turns of two and the third turn of one go with the first turns."""
+def test_turns_that_too_few_have_for_an_algorithm_are_compared_with_the_others_before_them():
+    """With groups of three at least, second turns of two and the third turn of one go with the others' first turns."""
     groups: list[list[Talk]] = [[([1.0], [1]), ([0.0, 2.0], [1, 1]), ([0.0, 0.0, 4.0], [1, 1, 1])]]
     algorithm = build("dr_grpo")
     found_BT = by_turn(algorithm.advantages, outcomes_of(groups), 1.0, least=3)
-    mean = statistics.fmean([1.0, 2.0, 2.0, 4.0, 4.0, 4.0])
+    mean = statistics.fmean([1.0, 2.0, 4.0])
     expected = [[1 - mean, 0, 0], [2 - mean, 2 - mean, 0], [4 - mean, 4 - mean, 4 - mean]]
     torch.testing.assert_close(found_BT, torch.tensor(expected, dtype=torch.float64))
 
@@ -268,10 +268,10 @@ def test_a_role_is_worth_its_own_rewards_against_the_same_role_of_its_group():
 
     credit = partial(by_turn, build("dr_grpo").advantages, discount=1.0)
     both_BT = by_role(credit, outcomes, credit=True)
-    # The guesser's second turn has one sample: it is compared with the last turn that two have.
-    together = statistics.fmean([-1.0, 1.5, 1.0])
-    assert both_BT[0, 3] == pytest.approx(-1.0 - together)
-    assert both_BT[1, 1:].tolist() == pytest.approx([1.5 - together, 1.0 - together, 1.0 - together])
+    # The guesser's second turn has one sample: it is compared with the other's last one.
+    first, second = statistics.fmean([-1.0, 1.5]), statistics.fmean([-1.0, 1.0])
+    assert both_BT[0, 3] == pytest.approx(-1.0 - first)
+    assert both_BT[1, 1:].tolist() == pytest.approx([1.5 - first, 1.0 - second, 1.0 - second])
 
 
 def in_roles(rewards: list[float]) -> trainer_pb2.SettledTrajectory:

@@ -18,7 +18,7 @@ from headrace.common.v1 import common_pb2
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny_vision import write_tiny_vision
 from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_modelkit.vision import vision_tower
+from headrace_modelkit.vision import place_number, vision_tower
 from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
@@ -28,6 +28,7 @@ from headrace_trainer.backends.shared.warmup import SupervisedBatches
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.messages import Header, InferRound, MicroRound, packed, unpacked
 from headrace_trainer.kinds import run_kind
+from headrace_trainer.learning.packing import Attends, pack
 from headrace_trainer.learning.pictures import place_images
 from headrace_trainer.learning.samples import Image, Sequence
 from PIL import Image as Pillow
@@ -101,8 +102,76 @@ def expected(model: Any, codec: Any, sequence: Sequence) -> torch.Tensor:
     return found_LV[rows, ids[0, sequence.trained]]
 
 
+@pytest.fixture(scope="module")
+def with_images_behind(codec) -> list[list[Sequence]]:
+    """Conversations in which somebody shows an image behind the last token that is learned, or between two of them."""
+    found = []
+    for seed, text, files, later in (
+        (0, "<image>which?", (png(1),), (png(3, 32),)),
+        (1, "no image", (), (png(1),)),
+        (2, "<image>which?", (png(2),), (png(2),)),
+        (3, "a<image>b<image>c", (png(3, 32), png(1)), (png(2), png(3, 32))),
+    ):
+        group = []
+        for sequence in group_of(codec, text, files, seed)[:2]:
+            shown = codec.encode_prompt(
+                chat=[{"role": "user", "content": "<image>" * len(later)}], images=later
+            )
+            images = tuple(Image(digest_bytes(data), data) for data in later)
+            behind = place_images(shown, images, codec.images)
+            whole = msgspec.structs.replace(
+                sequence,
+                tokens=[*sequence.tokens, *behind, *([9, 10] if len(group) else [])],
+                images=tuple(dict.fromkeys((*sequence.images, *images))),
+            )
+            group.append(whole)
+        found.append(group)
+    return found
+
+
 def every(groups: Iterable[list[Sequence]]) -> list[Sequence]:
     return [sequence for group in groups for sequence in group]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda groups: groups,
+        lambda groups: [every(groups)],
+        lambda groups: [[each] for each in every(groups)],
+    ],
+    ids=["a row a group", "one row", "a row a sequence"],
+)
+@pytest.mark.parametrize("attends", ["mask", "cheapest", "segments"])
+def test_images_behind_the_last_learned_token_are_not_read(
+    make_backend, directory, codec, with_images_behind, rows, attends
+):
+    """They are an environment's last words, or another role's: what is learned came before them."""
+    backend = make_backend(model={"path": str(directory)})
+    model = load_model(ModelSection(path=str(directory), dtype="float32"))
+    asked = rows(with_images_behind)
+    found = [own[OLD_LOG_PROBS] for own in backend.infer(asked, [OLD_LOG_PROBS])]
+    before = [
+        msgspec.structs.replace(each, tokens=each.tokens[: each.trained[-1] + 1], images=_read_before(each))
+        for each in every(asked)
+    ]
+    for own, sequence in zip(found, before, strict=True):
+        torch.testing.assert_close(torch.tensor(own), expected(model, codec, sequence), rtol=1e-4, atol=1e-5)
+    assert backend.micro(asked).finite
+    form = {each.name.lower(): each for each in Attends}[attends]
+    packed_rows = pack(asked, shared=True, attends=form, images=codec.images)
+    plain_rows = pack([_without_behind(row) for row in asked], shared=True, attends=form, images=codec.images)
+    for name in ("pixels_PC", "grids_I3", "places_M", "features_M", "positions_3RL"):
+        assert torch.equal(getattr(packed_rows.pictures, name), getattr(plain_rows.pictures, name)), name
+
+
+def _read_before(sequence: Sequence) -> tuple[Image, ...]:
+    numbers = set(sequence.tokens[: sequence.trained[-1]])
+    return tuple(image for image in sequence.images if place_number(image.digest) in numbers)
+
+
+def _without_behind(row: list[Sequence]) -> list[Sequence]:
+    return [msgspec.structs.replace(each, tokens=each.tokens[: each.trained[-1] + 1]) for each in row]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.sections.generating import ModelSection
 from safetensors import SafetensorError
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -41,7 +42,8 @@ _Logging.disable_progress_bar()
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 QUANTISATION = "quantization_config"
-_DROPOUT_KEYS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout")
+_CHANCES = ("drop", "jitter")
+"""What names of probabilities have in them by which a forward draws in training mode."""
 
 
 def load_model(
@@ -72,6 +74,9 @@ def load_model(
             model.tie_weights()
     if type(model.config) is not type(architecture):
         mark_wrapped(model)
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):  # in the code of some models, whatever the configuration says
+            module.p = 0.0
     ready: PreTrainedModel = (model if device == "cpu" else model.to(device)).eval()
     return ready
 
@@ -129,10 +134,29 @@ def load_architecture(config: ModelSection) -> PreTrainedConfig:
         architecture: PreTrainedConfig = _Configs.from_pretrained(
             config.path, trust_remote_code=False, **location(config)
         )
-    for key in _DROPOUT_KEYS:
-        if getattr(architecture, key, None):
-            setattr(architecture, key, 0.0)
+    _without_chance(vars(architecture))
     return architecture
+
+
+def _without_chance(place: Any, named: bool = False) -> Any:
+    """Sets the chances in a configuration's fields to 0, in place, those of nested ones too; what `place` becomes.
+
+    `named`: it stands under such a name.
+    """
+    if isinstance(place, PreTrainedConfig):
+        _without_chance(vars(place))
+    elif isinstance(place, dict):
+        place.update(
+            {
+                key: _without_chance(value, named or any(word in str(key) for word in _CHANCES))
+                for key, value in place.items()
+            }
+        )
+    elif isinstance(place, list):
+        place[:] = [_without_chance(value, named) for value in place]
+    elif named and isinstance(place, float):
+        return 0.0
+    return place
 
 
 def context_limit(config: ModelSection, architecture: PreTrainedConfig) -> int:

@@ -178,13 +178,17 @@ def _power_of_two(most: int) -> int:
 def with_defaults(spec: RunSpec, defaults: Sequence[Default]) -> RunSpec:
     """The spec with them in place."""
     for each in defaults:
-        section, _, key = each.key.partition(".")
-        value, changed = each.value, getattr(spec, section)
-        options, _, inner = key.partition(".")
-        if inner:
-            value = {**getattr(changed, options), inner: value}
-        spec = spec.model_copy(update={section: changed.model_copy(update={options: value})})
+        spec = _with(spec, each.key.split("."), each.value)
     return spec
+
+
+def _with(place: Any, path: Sequence[str], value: Any) -> Any:
+    """A copy of a section, or of a mapping, with a value at the end of the path."""
+    key, *rest = path
+    mapped = isinstance(place, Mapping)
+    if rest:
+        value = _with(place[key] if mapped else getattr(place, key), rest, value)
+    return {**place, key: value} if mapped else place.model_copy(update={key: value})
 
 
 def told(defaults: Sequence[Default]) -> str:

@@ -214,6 +214,8 @@ def fill_trajectory(
     text, lengths = codec.decode_with_lengths(output.whole.token_ids)
     if output.said is not None:
         text = _fill_said(trajectory.conversation, output.said)
+        if output.said.cut_line is not None:
+            trajectory.cut_line = output.said.cut_line
         turns = output.said.turn_tokens
         order = in_token_order(turn_roles(trajectory.conversation), len(turns))
         lengths = _turn_lengths(output.whole, [turns[turn] for turn in order], codec)
@@ -263,6 +265,7 @@ def _fill_said(message: common_pb2.Conversation, said: Said) -> str:
     message.rewards.extend(said.rewards)
     message.turn_tokens.extend(said.turn_tokens)
     message.turn_messages.extend(said.turn_messages)
+    message.turn_places.extend(said.turn_places)
     message.success, message.failure = said.success, said.failure
     return "\n".join(
         f"{f'{each.party} ({each.role})' if each.party else each.role}: {each.content}"

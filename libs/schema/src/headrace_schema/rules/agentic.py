@@ -128,6 +128,10 @@ def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
             )
         return
     yield from _policies(spec)
+    for key, algorithm in spec.algorithms.items():
+        if algorithm.options.get("routing_replay"):
+            reason = "a conversation is put together without routes"
+            yield problem(f"{key}.options.routing_replay", reason, "remove it")
     if spec.agent is not None and spec.agent.online is not None:
         yield from _online(spec, spec.agent)
         return
@@ -136,9 +140,6 @@ def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
         yield problem("environment", "an agentic run speaks with one", fix)
         return
     yield from _otherwise(spec, OTHERWISE)
-    if spec.algorithm.options.get("routing_replay"):
-        reason = "a conversation is put together without routes"
-        yield problem("algorithm.options.routing_replay", reason, "remove it")
     yield from _roles(spec.environment, spec.agent)
     yield from _tasks(spec) if spec.agent is None else _agent(spec.agent, spec.environment)
     count, least = spec.environment.count, spec.rollout.instances * len(spec.environment.tasks)

@@ -32,10 +32,11 @@ def staleness(spec: RunSections) -> Iterator[KeyProblemView]:
     if spec.deterministic:
         reason = "which version makes which token depends on times, so no two runs are alike"
         yield problem("algorithm.max_staleness", reason, "set it to 0, or set deterministic: false")
-    if spec.algorithm.name in ON_POLICY:
-        reason = f"{spec.algorithm.name} is right only for answers of the version that learns from them"
-        fix = "use an algorithm that corrects for older versions, such as grpo"
-        yield problem("algorithm.name", reason, f"{fix}{STRICT}")
+    for key, algorithm in spec.algorithms.items():
+        if algorithm.name in ON_POLICY:
+            reason = f"{algorithm.name} is right only for answers of the version that learns from them"
+            fix = "use an algorithm that corrects for older versions, such as grpo"
+            yield problem(f"{key}.name", reason, f"{fix}{STRICT}")
     if spec.data.curriculum is not None:
         reason = "it chooses a step's items by the pass rates of the step before, which has not ended when they start"
         yield problem("data.curriculum", reason, f"remove it{STRICT}")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
-from headrace_schema.sections.learning import TrainerSection
+from headrace_schema.sections.learning import AlgorithmSection, TrainerSection
 from headrace_schema.sections.policies import adapters_of
 from headrace_schema.sections.run import RunSections
 
@@ -51,8 +51,9 @@ def batch(spec: RunSections) -> Iterator[KeyProblemView]:
     """Problems of the numbers that make a step's batch, and of the schedule."""
     algorithm, ranks = spec.algorithm, spec.trainer.ranks
     shares = max(1, ranks // model_ranks(spec.trainer))
-    if algorithm.name in GROUP_RELATIVE and algorithm.group_size < 2:
-        reason = f"{algorithm.name} compares the samples of a group"
+    comparing = [each.name for each in spec.algorithms.values() if each.name in GROUP_RELATIVE]
+    if comparing and algorithm.group_size < 2:
+        reason = f"{comparing[0]} compares the samples of a group"
         fix = "use at least 2"
         if spec.agent is not None and spec.agent.online is not None:
             fix += ", with a group named for each session (X-Headrace-Group), or set algorithm.name: reinforce_pp"
@@ -96,27 +97,30 @@ def changing_ranks(spec: RunSections) -> Iterator[KeyProblemView]:
 
 def passes(spec: RunSections) -> Iterator[KeyProblemView]:
     """Problems of epochs and minibatches of built-in algorithms."""
-    algorithm = spec.algorithm
-    if algorithm.name not in GROUP_RELATIVE | OTHERS or spec.workflow == "embodied":
-        return  # Of episodes, minibatches are counted in chunks.
+    if spec.workflow != "embodied":  # Of episodes, minibatches are counted in chunks.
+        for key, algorithm in spec.algorithms.items():
+            yield from _passes(f"{key}.options", algorithm)
+
+
+def _passes(where: str, algorithm: AlgorithmSection) -> Iterator[KeyProblemView]:
+    if algorithm.name not in GROUP_RELATIVE | OTHERS:
+        return
     options, prompts = algorithm.options, algorithm.prompts_per_step
     epochs, minibatches = options.get("epochs", 1), options.get("minibatches", 1)
     if isinstance(minibatches, int) and minibatches > prompts:
         reason = f"{minibatches} minibatches of whole groups cannot be made of {prompts} prompts a step"
-        yield problem("algorithm.options.minibatches", reason, f"the nearest valid value is {prompts}")
+        yield problem(f"{where}.minibatches", reason, f"the nearest valid value is {prompts}")
     if epochs == minibatches == 1 and not algorithm.max_staleness:
         for key in RATIO_OPTIONS:
             if key in options:
                 reason = (
                     "with one optimizer step a commit the ratio to the old policy is 1, and it has no effect"
                 )
-                fix = "remove it, or set algorithm.options.epochs or minibatches to 2 or more"
-                yield problem(f"algorithm.options.{key}", reason, fix)
+                fix = f"remove it, or set {where}.epochs or minibatches to 2 or more"
+                yield problem(f"{where}.{key}", reason, fix)
     if options.get("critic", "head") == "head" and options.get("critic_path") is not None:
         reason = "a value head reads the policy's own hidden states"
-        yield problem(
-            "algorithm.options.critic_path", reason, "remove it, or set algorithm.options.critic: model"
-        )
+        yield problem(f"{where}.critic_path", reason, f"remove it, or set {where}.critic: model")
 
 
 def reference(spec: RunSections) -> Iterator[KeyProblemView]:

@@ -102,6 +102,17 @@ class RunSections(Section):
         return {name: role.policy for name, role in roles.items() if role.policy}
 
     @property
+    def algorithms(self) -> dict[str, AlgorithmSection]:
+        """By which the policies learn, by their keys: the run's own, and those that others of `policies` name."""
+        named = {name: policy.algorithm for name, policy in self.policies.items() if policy.algorithm}
+        return {"algorithm": self.algorithm} | {
+            f"policies.{name}.algorithm": self.algorithm.model_copy(
+                update={"name": own.name, "options": own.options}
+            )
+            for name, own in named.items()
+        }
+
+    @property
     def engines(self) -> int:
         """Models of a rollout instance that have devices of their own: the policy, and those with `own_devices`."""
         return 1 + engines_apart(self.model_dump(include={"environment": {"roles"}, "policies": True}))

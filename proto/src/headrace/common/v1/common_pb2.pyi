@@ -342,7 +342,7 @@ class Segment(_message.Message):
     def __init__(self, policy_number: _Optional[int] = ..., tokens: _Optional[_Union[TokenSegment, _Mapping]] = ..., actions: _Optional[_Union[ActionSegment, _Mapping]] = ..., begins_sibling: _Optional[bool] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("sample", "attempt", "segments", "finish_reason", "completion_text", "producer", "body_digest", "routed_experts", "conversation", "raw_prompt_text", "raw_completion_text", "image_digests", "image_starts", "images")
+    __slots__ = ("sample", "attempt", "segments", "finish_reason", "completion_text", "producer", "body_digest", "routed_experts", "conversation", "raw_prompt_text", "raw_completion_text", "image_digests", "image_starts", "images", "cut_line")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
@@ -357,6 +357,7 @@ class Trajectory(_message.Message):
     IMAGE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_STARTS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    CUT_LINE_FIELD_NUMBER: _ClassVar[int]
     sample: SlotKey
     attempt: int
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
@@ -371,23 +372,26 @@ class Trajectory(_message.Message):
     image_digests: _containers.RepeatedScalarFieldContainer[str]
     image_starts: _containers.RepeatedScalarFieldContainer[int]
     images: _containers.RepeatedCompositeFieldContainer[Image]
-    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., completion_text: _Optional[str] = ..., producer: _Optional[str] = ..., body_digest: _Optional[str] = ..., routed_experts: _Optional[bytes] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., raw_prompt_text: _Optional[str] = ..., raw_completion_text: _Optional[str] = ..., image_digests: _Optional[_Iterable[str]] = ..., image_starts: _Optional[_Iterable[int]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...
+    cut_line: int
+    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., completion_text: _Optional[str] = ..., producer: _Optional[str] = ..., body_digest: _Optional[str] = ..., routed_experts: _Optional[bytes] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., raw_prompt_text: _Optional[str] = ..., raw_completion_text: _Optional[str] = ..., image_digests: _Optional[_Iterable[str]] = ..., image_starts: _Optional[_Iterable[int]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., cut_line: _Optional[int] = ...) -> None: ...
 
 class Conversation(_message.Message):
-    __slots__ = ("messages", "rewards", "success", "failure", "turn_tokens", "turn_messages")
+    __slots__ = ("messages", "rewards", "success", "failure", "turn_tokens", "turn_messages", "turn_places")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
     SUCCESS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     TURN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TURN_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    TURN_PLACES_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     rewards: _containers.RepeatedScalarFieldContainer[float]
     success: bool
     failure: str
     turn_tokens: _containers.RepeatedScalarFieldContainer[int]
     turn_messages: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., rewards: _Optional[_Iterable[float]] = ..., success: _Optional[bool] = ..., failure: _Optional[str] = ..., turn_tokens: _Optional[_Iterable[int]] = ..., turn_messages: _Optional[_Iterable[int]] = ...) -> None: ...
+    turn_places: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., rewards: _Optional[_Iterable[float]] = ..., success: _Optional[bool] = ..., failure: _Optional[str] = ..., turn_tokens: _Optional[_Iterable[int]] = ..., turn_messages: _Optional[_Iterable[int]] = ..., turn_places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TrajectoryChunk(_message.Message):
     __slots__ = ("sample", "attempt", "token_offset", "policy_number", "token_ids", "log_probs", "finished")

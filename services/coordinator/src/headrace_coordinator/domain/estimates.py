@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from math import comb, sqrt
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 
 import msgspec
 
@@ -14,26 +14,36 @@ Z95 = 1.959964
 DRAWS, FEWEST_RESAMPLES, MOST_RESAMPLES = 1_000_000, 1000, 4000
 """A bootstrap draws about so many items in all, within these bounds of resamples."""
 TAIL = 0.025
+ROUNDING = 1e-9
+"""What equal figures may differ by."""
 
 
 def interval(scores: Sequence[Sequence[float]]) -> tuple[float, float] | None:
     """95% interval of the mean score; `scores` has the answers' scores, prompt by prompt.
 
-    Prompts are what is drawn at random, so answers of one prompt count as one draw. One 0-or-1 score a prompt gives
-    Wilson's interval (Wilson 1927), which is right near 0 and 1 too; otherwise the normal one of the prompts' means.
-    None for fewer than two prompts.
+    Prompts are what is drawn at random, so answers of one prompt count as one draw. Scores from 0 to 1 have Wilson's
+    interval (Wilson 1927), which is right near 0 and 1 too, of as many 0-or-1 draws as would spread the mean as far
+    as the prompts' means do; of equal means, of as many as there are prompts. Other scores have the normal interval of
+    the prompts' means. None for fewer than two prompts, and for such scores that are all equal.
     """
     means = [fmean(each) for each in scores if each]
-    count = len(means)
+    count, answers = len(means), [score for each in scores for score in each]
     if count < 2:
         return None
-    mean = fmean(means)
-    if all(len(each) == 1 and each[0] in (0.0, 1.0) for each in scores):
-        centre = (mean + Z95**2 / (2 * count)) / (1 + Z95**2 / count)
-        half = Z95 / (1 + Z95**2 / count) * sqrt(mean * (1 - mean) / count + Z95**2 / (4 * count**2))
-        return max(0.0, centre - half), min(1.0, centre + half)
-    half = Z95 * stdev(means) / sqrt(count)
-    return mean - half, mean + half
+    mean, spread = fmean(means), pstdev(means)
+    if min(answers) < 0 or max(answers) > 1:
+        half = Z95 * stdev(means) / sqrt(count)
+        return (mean - half, mean + half) if spread > ROUNDING else None
+    draws = count * mean * (1 - mean) / spread**2 if spread > ROUNDING else count
+    if all(score in (0.0, 1.0) for score in answers):
+        draws = min(draws, len(answers))
+    return _wilson(mean, draws)
+
+
+def _wilson(mean: float, draws: float) -> tuple[float, float]:
+    centre = (mean + Z95**2 / (2 * draws)) / (1 + Z95**2 / draws)
+    half = Z95 / (1 + Z95**2 / draws) * sqrt(mean * (1 - mean) / draws + Z95**2 / (4 * draws**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def pass_at(scores: Sequence[Sequence[float]], threshold: float) -> dict[int, float]:
@@ -105,10 +115,17 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def bootstrap(gaps: Sequence[float]) -> tuple[float, float] | None:
-    """95% percentile interval of the mean (Efron 1979), from a seed of its own; None for fewer than two items."""
+    """95% percentile interval of the mean (Efron 1979), from a seed of its own; None for fewer than two items.
+
+    Equal gaps of scores from 0 to 1 have one all the same: as many items may differ as Wilson's interval of none among
+    these ends at.
+    """
     count = len(gaps)
     if count < 2:
         return None
+    if max(gaps) - min(gaps) <= ROUNDING:
+        off = _wilson(0.0, count)[1]
+        return (max(-1.0, gaps[0] - off), min(1.0, gaps[0] + off)) if abs(gaps[0]) <= 1 else None
     rng = random.Random(0)  # the same comparison has the same interval
     resamples = min(MOST_RESAMPLES, max(FEWEST_RESAMPLES, DRAWS // count))
     means = sorted(sum(rng.choices(gaps, k=count)) / count for _ in range(resamples))

@@ -61,6 +61,10 @@ class Conversation:
     images: list[ImageAt] = field(default_factory=list)
     drawn: list[Distribution | None] = field(default_factory=list)
     """As `Said.drawn`."""
+    cut_line: int | None = None
+    """As `Said.cut_line`, where a limit has cut it."""
+    turn_places: list[int] = field(default_factory=list)
+    """As `Said.turn_places`."""
     success: bool = False
     failure: str = ""
 
@@ -162,6 +166,8 @@ class Conversation:
                 tuple(self.turn_messages),
                 tuple(self.parties),
                 tuple(self.drawn),
+                self.cut_line if finish is Finish.LENGTH else None,
+                tuple(self.turn_places),
             ),
         )
 

@@ -93,11 +93,16 @@ class Roles:
         self._talk.success = outcome.success
         return self.hears(outcome)
 
-    def end(self) -> None:
-        """Makes the conversation's ids those of the roles that learn, one behind the other as they spoke first."""
-        talk, lines = self._talk, [self._views[role].line for role in dict.fromkeys(self._turns) if role]
-        for index, line in enumerate(lines):
-            talk.reads(line, begins=not index)
+    def end(self, last: str) -> None:
+        """Makes the conversation's ids those of the roles that learn, one behind the other as they spoke first.
+
+        `last` had the last turn, or had no room for it: where a limit has ended the conversation it was that role's.
+        """
+        talk, roles = self._talk, [role for role in dict.fromkeys(self._turns) if role]
+        for index, role in enumerate(roles):
+            talk.reads(self._views[role].line, begins=not index)
+        if roles:
+            talk.cut_line = roles.index(last) if last in roles else -1
 
     def _say(self, message: Message, party: str) -> None:
         self._talk.said.append(message)
@@ -194,9 +199,10 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
         outcome = await environment.reset(sample.start)
         tools = json.loads(outcome.tools_json) if outcome.tools_json else None
         roles = Roles(talk)
-        role = roles.hears(outcome)
+        role = speaks = roles.hears(outcome)
         try:
             for index in itertools.count():
+                speaks = role
                 player, speaker = self._others.get(role, (self._policy, self._speaker))
                 view = roles.view(role)
                 if many := too_many([image for message in talk.said for image in message.images]):
@@ -228,7 +234,7 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
                     return _judged(talk, finish)
             return None
         finally:
-            roles.end()
+            roles.end(speaks)
 
     def _check_opening(self, sample: ConversationSample, line: Conversation) -> None:
         """Raises ServiceError where two samples of a prompt begin otherwise, as their rewards would not compare."""

@@ -64,8 +64,8 @@ class Session:
         self.api_key = own_key(secret or secrets.token_urlsafe(32), self.id)
         self.talk = talk
         self.limit: Finish | None = None
-        self.cut = False
-        """The last turn came to no end by itself."""
+        self.cut: Branch | None = None
+        """Whose last turn came to no end by itself, or had no room."""
         self.rewarded = False
         self.halted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.halted.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -187,12 +187,17 @@ class Session:
         """
         for each in self._asked:
             each.answers.cancel()
-        first, *others = self._branches.talks() or [self.talk]
-        if first is not self.talk:
+        talks = self._branches.talks() or [self.talk]
+        lines = {id(each): line for line, each in enumerate(talks)}
+        where = [(lines[id(branch.talk)], place) for _, branch, place in self._turns]
+        cut_line = None if self.cut is None else lines.get(id(self.cut.talk), -1)
+        if talks[0] is not self.talk:
             success, failure = self.talk.success, self.talk.failure
-            vars(self.talk).update(vars(first))
+            vars(self.talk).update(vars(talks[0]))
             self.talk.success, self.talk.failure = success, failure
-        self.talk.joined(others)
+        self.talk.joined(talks[1:])
+        self.talk.cut_line = cut_line
+        self.talk.turn_places = sorted(range(len(where)), key=where.__getitem__) if len(talks) > 1 else []
         return self.talk
 
     async def _answers(self, request: ChatRequest, told: Told | None) -> list[Answer]:
@@ -269,7 +274,8 @@ class Session:
         talk.spoke(whole, text, drawn)
         talk.rewards.append(0.0)
         short = len(whole.token_ids) < most  # the context's end has cut it
-        self.cut = turn.finish is Finish.LENGTH and (short or most == self._terms.stream.max_new_tokens)
+        cut = turn.finish is Finish.LENGTH and (short or most == self._terms.stream.max_new_tokens)
+        self.cut = branch if cut else None
         self.limit, self.answered_at = None, time.monotonic()
         content, made = self._called(text, request)
         calls = tuple((call.name, canonical(json.dumps(call.arguments))) for call in made)
@@ -304,6 +310,7 @@ class Session:
             if not self._turns:
                 self.talk.begins(place.prompt)
             self.limit = Finish.LENGTH if self._turns else Finish.PROMPT_TOO_LONG
+            self.cut = place.branch
             raise self._over_limit()
         self._branches.take(place)
         return place

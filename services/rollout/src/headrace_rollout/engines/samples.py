@@ -164,6 +164,10 @@ class Said:
     parties: tuple[str, ...] = ()
     drawn: tuple[Distribution | None, ...] = ()
     """What each turn was sampled from, where it is not the stream's (None, or nothing at all)."""
+    cut_line: int | None = None
+    """As `Trajectory.cut_line` has it."""
+    turn_places: tuple[int, ...] = ()
+    """Of a session of several lines: the place in time of each turn."""
 
 
 @dataclass(frozen=True)

@@ -102,12 +102,14 @@ class Turns:
     """The turns of B conversations, N of the one that has most: 0 behind each one's last, of which `counts_B` says the
     number. `rewards_BN` in float64 adds up to the samples' rewards. `tokens_BN` counts what was sampled in each turn.
     `roles_BN` numbers who took each, -1 behind the last; the turns of a role follow each other. None: one party did.
+    `cut_roles_B` says whose line a limit has cut, -1 where none was.
     """
 
     rewards_BN: Tensor
     tokens_BN: Tensor
     counts_B: Tensor
     roles_BN: Tensor | None = None
+    cut_roles_B: Tensor | None = None
 
     @property
     def starts_BN(self) -> Tensor:
@@ -128,8 +130,10 @@ class Outcomes:
     a t-th trained token (none in a masked answer). `lengths_B` counts the tokens of each answer, trained or not, of its
     longest turn where it has several; `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`,
     0 outside the mask. `draw` seeds what is drawn by chance: another in each step. `bootstrap_values_B` is the critic's
-    value behind the last token of a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
-    `turns`: where the algorithm has a `turn_credit`, and of conversations of several roles (see `by_role`).
+    value at the end of what a limit has cut, of several lines the cut one; 0 of a sample that ended; None where the
+    critic does not bootstrap. `greedy_B` is true at the greedy sample of a group, which may have none; None where the
+    algorithm wants none. `turns`: where the algorithm has a `turn_credit`, and of conversations of several roles (see
+    `by_role`).
     """
 
     rewards_B: Tensor
@@ -141,6 +145,7 @@ class Outcomes:
     bootstrap_values_B: Tensor | None = None
     draw: int = 0
     turns: Turns | None = None
+    greedy_B: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -293,8 +298,10 @@ class Algorithm(Protocol):
     def token_weight(self, tokens: int) -> float:
         """What each of a sequence's `tokens` trained tokens weighs in the sum."""
 
-    def denominator(self, tokens: int, sequences: int) -> float:
-        """What the sum is divided by, given the trained tokens and the sequences that have any."""
+    def denominator(self, tokens: float, sequences: int) -> float:
+        """What the sum is divided by, given the trained tokens, those of siblings by what these weigh, and the
+        sequences that have any.
+        """
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """The loss of a micro-batch, differentiable in `log_probs_K`, `entropy_K` and `values_K`."""

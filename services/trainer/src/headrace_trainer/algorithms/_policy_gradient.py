@@ -155,7 +155,7 @@ class PolicyGradient(Generic[Chosen]):
         """Weight of each token of a sequence with `tokens` trained tokens, by `aggregation` (verl's names)."""
         return 1.0 / tokens if self.aggregation == "seq-mean-token-mean" else 1.0
 
-    def denominator(self, tokens: int, sequences: int) -> float:
+    def denominator(self, tokens: float, sequences: int) -> float:
         """What the weighted sum is divided by; at least 1, so that an empty step has a zero gradient."""
         return float(max(1, tokens if self.aggregation == "token-mean" else sequences))
 

@@ -32,7 +32,16 @@ from headrace_trainer.algorithms._turns import by_role, by_turn
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.samples import Columns, Disposition, Group, GroupRecord, Member, Sequence
+from headrace_trainer.learning.samples import (
+    Columns,
+    Disposition,
+    Group,
+    GroupRecord,
+    Line,
+    Member,
+    Sequence,
+)
+from headrace_trainer.learning.turns import double, padded, turns_of
 
 if TYPE_CHECKING:
     from headrace_trainer.learning.passes import StepRounds
@@ -42,7 +51,7 @@ if TYPE_CHECKING:
 class Inferred:
     """A group with the columns of each member; those of a member that carries no loss are empty.
 
-    `following` has a value for each member: of where it was cut, where the critic bootstraps, else 0.
+    `following` has a value for each member: of the end of what was cut, where the critic bootstraps, else 0.
     """
 
     group: Group
@@ -92,19 +101,21 @@ class Intake:
         columns: list[Columns] = []
         following: list[float] = []
         for member in group.members:
-            lines = [next(found) for _ in member.lines(self.trained(member))]
-            own = {
-                name: [value for line in lines for value in line[name]]
-                for name in (lines[0] if lines else ())
-            }
-            following.append(own[VALUES][-1] if self.bootstraps(member) else 0.0)
-            if self.bootstraps(member):
-                own = {name: values[:-1] for name, values in own.items()}
+            own: Columns = {}
+            following.append(0.0)
+            for line in member.lines(self.trained(member)):
+                read = next(found)
+                if self.bootstraps(member, line):
+                    following[-1] = read[VALUES][-1]
+                for name, values in read.items():
+                    own.setdefault(name, []).extend(values[: len(line.trained)])
             columns.append(own)
         return Inferred(group, tuple(columns), tuple(following))
 
     def prepare(self, state: steps.StepState, batch: Many[Inferred]) -> list[Prepared]:
-        """Groups whose advantages are computed together: each alone, or a step's whole batch."""
+        """Groups whose advantages are computed together: each alone, or a step's whole batch, which may be empty."""
+        if not batch:
+            return []
         outcomes, credit = self._outcomes(state, batch), turn_credit_of(self._algorithm)
         compute, least = self._algorithm.advantages, self._algorithm.least_group
         if credit is not None and credit.apart:
@@ -129,7 +140,10 @@ class Intake:
 
     def record(self, state: steps.StepState, group: Group) -> GroupRecord:
         """The record of a group that is learned from."""
-        lengths = [len(self.trained(member)) for member in group.members]
+        trained = [self.trained(member) for member in group.members]
+        lengths = [len(positions) for positions in trained]
+        lines = [member.lines(own) for member, own in zip(group.members, trained, strict=True)]
+        shares = [self._share(member, len(own)) for member, own in zip(group.members, lines, strict=True)]
         by_version = Counter(
             version
             for member, length in zip(group.members, lengths, strict=True)
@@ -143,12 +157,9 @@ class Intake:
             keys=tuple(group.keys()),
             disposition=Disposition.ACCUMULATED,
             sequences=len(group.members),
-            trained_sequences=sum(
-                len(member.lines(self.trained(member))) if member.turn_roles else 1
-                for member, length in zip(group.members, lengths, strict=True)
-                if length
-            ),
+            trained_sequences=round(sum(share * len(own) for share, own in zip(shares, lines, strict=True))),
             tokens=sum(lengths),
+            weighed_tokens=math.fsum(share * length for share, length in zip(shares, lengths, strict=True)),
             staleness=steps.staleness(state, set(by_version)),
             all_equal=len({(member.reward, member.turn_rewards) for member in sampled}) == 1,
             tokens_by_version=by_version,
@@ -168,13 +179,18 @@ class Intake:
     def _is_baseline(self, member: Member) -> bool:
         return self._algorithm.greedy_first and member.sample_index == 0
 
+    def _share(self, member: Member, lines: int) -> float:
+        """What each of so many lines weighs."""
+        whole = member.turn_roles or siblings_of(self._algorithm) == "whole"
+        return 1.0 if whole else 1.0 / max(1, lines)
+
     def _outcomes(self, state: steps.StepState, batch: Many[Inferred]) -> Outcomes:
         members = [(index, member) for index, each in enumerate(batch) for member in each.group.members]
         trained_B = torch.tensor([len(self.trained(member)) for _, member in members])
         # Where no answer carries loss there is one place all the same: not every function takes tensors without any.
         places_T = torch.arange(max(1, int(trained_B.max())))
         return Outcomes(
-            rewards_B=_double([member.reward for _, member in members]),
+            rewards_B=double([member.reward for _, member in members]),
             groups_B=torch.tensor([index for index, _ in members]),
             mask_BT=places_T < trained_B[:, None],
             lengths_B=torch.tensor([_longest_turn(member.trained) for _, member in members]),
@@ -185,24 +201,28 @@ class Intake:
             columns_BT=self._columns([own for each in batch for own in each.columns], places_T.numel()),
             bootstrap_values_B=self._following(batch),
             turns=self._turns([member for _, member in members]),
+            greedy_B=torch.tensor([self._is_baseline(member) for _, member in members])
+            if self._algorithm.greedy_first
+            else None,
         )
 
     def _turns(self, members: Many[Member]) -> Turns | None:
         """Where credit goes by turn, or by role."""
-        if turn_credit_of(self._algorithm) is None and not any(member.turn_roles for member in members):
+        credit = turn_credit_of(self._algorithm)
+        if credit is None and not any(member.turn_roles for member in members):
             return None
-        return _turns(members)
+        return turns_of(members, 1.0 if credit is None else credit.discount)
 
     def _following(self, batch: Many[Inferred]) -> Tensor | None:
         critic = self._algorithm.critic
         if critic is None or not critic.bootstraps:
             return None
-        return _double([value for each in batch for value in each.following])
+        return double([value for each in batch for value in each.following])
 
     def _columns(self, columns: Many[Columns], longest: int) -> dict[str, Tensor]:
         """(B, T) by name, 0 where a sample has no token."""
         return {
-            name: _double([_padded(own.get(name, []), longest) for own in columns])
+            name: double([padded(own.get(name, []), longest) for own in columns])
             for name in self._algorithm.columns
         }
 
@@ -212,24 +232,23 @@ class Intake:
         for member in group.members:
             for line in member.lines(self.trained(member)):
                 engine = member.engine_log_probs[line.part]
-                found.append(
-                    Sequence(
-                        line.tokens,
-                        line.trained,
-                        engine,
-                        routes=member.routes,
-                        images=member.images,
-                        temperatures=[*member.temperatures[line.part]],
-                    )
+                read = Sequence(
+                    line.tokens,
+                    line.trained,
+                    engine,
+                    routes=member.routes,
+                    images=member.images,
+                    temperatures=[*member.temperatures[line.part]],
                 )
-            if self.bootstraps(member):
-                found[-1] = _with_end(found[-1])
+                found.append(_with_end(read) if self.bootstraps(member, line) else read)
         return found
 
-    def bootstraps(self, member: Member) -> bool:
-        """Whether the infer pass reads a member to its end: its columns are one longer, by the value of the end."""
+    def bootstraps(self, member: Member, line: Line) -> bool:
+        """Whether the infer pass reads a line to its end: its columns are one longer, by the value of the end."""
         critic = self._algorithm.critic
-        return critic is not None and critic.bootstraps and member.truncated and bool(self.trained(member))
+        return (
+            critic is not None and critic.bootstraps and member.truncated and line.number == member.cut_line
+        )
 
     def _sequences(
         self, inferred: Inferred, advantages: Many[list[float]], targets: Many[Columns]
@@ -241,8 +260,7 @@ class Intake:
         ):
             kept = {**self._kept(columns), **more}
             lines = member.lines(self.trained(member))
-            whole = member.turn_roles or siblings_of(self._algorithm) == "whole"
-            share = 1.0 if whole else 1.0 / max(1, len(lines))
+            share = self._share(member, len(lines))
             found += [
                 Sequence(
                     line.tokens,
@@ -328,33 +346,6 @@ def _longest_turn(positions: list[int]) -> int:
         length = length + 1 if index and position == positions[index - 1] + 1 else 1
         longest = max(longest, length)
     return longest
-
-
-def _padded(values: list[float], longest: int) -> list[float]:
-    return values + [0.0] * (longest - len(values))
-
-
-def _turns(members: Many[Member]) -> Turns:
-    most = max(len(member.turn_rewards) for member in members)
-    tokens = [[*member.turn_tokens, *[0] * (most - len(member.turn_tokens))] for member in members]
-    return Turns(
-        rewards_BN=_double([_padded(list(member.turn_rewards), most) for member in members]),
-        tokens_BN=torch.tensor(tokens),
-        counts_B=torch.tensor([len(member.turn_rewards) for member in members]),
-        roles_BN=_roles(members, most),
-    )
-
-
-def _roles(members: Many[Member], most: int) -> Tensor | None:
-    names = {role: number for number, role in enumerate(sorted({r for m in members for r in m.turn_roles}))}
-    if not names:
-        return None
-    rows = [[names[role] for role in member.turn_roles] for member in members]
-    return torch.tensor([[*row, *[-1] * (most - len(row))] for row in rows])
-
-
-def _double(values: list[float] | list[list[float]]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def _mean(values: list[float]) -> float:

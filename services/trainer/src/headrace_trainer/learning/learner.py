@@ -118,7 +118,8 @@ class BatchLearner(PassesLearner[list[Prepared], Prepared]):
 
     @override
     def _minibatches(self, batch: list[Prepared], step: int) -> Iterator[tuple[int, list[Prepared]]]:
-        parts = min(self._passes.minibatches, len(batch))
+        # Of a policy that nobody spoke to: one without a gradient a pass, as in a step that streams.
+        parts = max(1, min(self._passes.minibatches, len(batch)))
         for epoch in range(self._passes.epochs):
             order = list(range(len(batch)))
             random.Random(f"{self._config.seed}/passes/{step}/{epoch}").shuffle(order)

@@ -138,7 +138,8 @@ def moved_far(passes: Passes, report: CommitReport) -> bool:
 def denominator(algorithm: Algorithm, records: Iterable[GroupRecord]) -> float:
     """What the sums over these groups are divided by."""
     found = list(records)
-    return algorithm.denominator(sum(r.tokens for r in found), sum(r.trained_sequences for r in found))
+    tokens = sum(r.tokens if r.weighed_tokens is None else r.weighed_tokens for r in found)
+    return algorithm.denominator(tokens, sum(r.trained_sequences for r in found))
 
 
 class PassesLearner(ABC, Generic[Batch, Part]):

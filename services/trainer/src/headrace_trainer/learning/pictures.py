@@ -47,7 +47,7 @@ def lay_out(
         if not len(path):
             continue
         nodes = starts[tree] + np.asarray(path, np.int64)
-        spans = _spans(sequence, reader)
+        spans = _spans(sequence, len(path), reader)
         positions_3N[:, nodes] = rope_positions(len(nodes), spans)
         for span in spans:
             own = nodes[span.start : span.start + span.image.tokens]
@@ -55,8 +55,9 @@ def lay_out(
     return Pictures.of(found.values(), positions_3N.reshape(3, *shape), reader.blank())
 
 
-def _spans(sequence: Sequence, reader: ImageReader) -> list[Span]:
-    tokens_L = np.asarray(sequence.tokens, np.int64)
+def _spans(sequence: Sequence, length: int, reader: ImageReader) -> list[Span]:
+    """The images among the first tokens; those behind the last token that is learned from are not read."""
+    tokens_L = np.asarray(sequence.tokens[:length], np.int64)
     files = {place_number(image.digest): image.data for image in sequence.images}
     spans, at, places = [], 0, np.flatnonzero(tokens_L < 0)
     while at < len(places):

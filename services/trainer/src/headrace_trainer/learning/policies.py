@@ -276,6 +276,7 @@ def _own_lines(member: Member, policy: str, played: Mapping[str, str]) -> Member
         if start <= position < end
     ]
     kept = [index for index, role in enumerate(member.turn_roles) if role in mine]
+    cut = [*dict.fromkeys(member.turn_roles), ""][member.cut_line]
     rewards = tuple(member.turn_rewards[index] for index in kept)
     return replace(
         member,
@@ -288,4 +289,6 @@ def _own_lines(member: Member, policy: str, played: Mapping[str, str]) -> Member
         turn_tokens=tuple(member.turn_tokens[index] for index in kept),
         turn_roles=tuple(member.turn_roles[index] for index in kept),
         siblings=tuple(starts[1:-1]),
+        cut_line=mine.index(cut) if cut in mine else -1,
+        temperatures=tuple(member.temperatures[place] for place, _ in places) if member.temperatures else (),
     )

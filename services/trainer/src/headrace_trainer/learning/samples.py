@@ -62,11 +62,14 @@ Rows = list[list[Sequence]]
 
 
 class Line(NamedTuple):
-    """One of the siblings of a trajectory: `trained` are positions in its own `tokens`, `part` those of the whole's."""
+    """One of the siblings of a trajectory, the `number`-th of all, from 0: `trained` are positions in its own `tokens`,
+    `part` those of the whole's.
+    """
 
     tokens: list[int]
     trained: list[int]
     part: slice
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,12 @@ class Member:
     """Sampled tokens of each of these turns, which are in the order of `tokens`."""
     turn_roles: tuple[str, ...] = ()
     """Where each role learns by its own rewards: who took each of these turns; empty elsewhere."""
+    turn_places: tuple[int, ...] = ()
+    """Of a session of several lines: the place in time of each of these turns; empty: they are in the order of time."""
     siblings: tuple[int, ...] = ()
     """Where in `tokens` each line but the first begins."""
+    cut_line: int = 0
+    """Which line a limit has cut, of one that is `truncated`; -1 for none of these."""
     temperatures: tuple[float, ...] = ()
     """Of each trained token, where some were drawn at another temperature than the run's; empty elsewhere."""
 
@@ -112,10 +119,10 @@ class Member:
         if not self.siblings:
             return [Line(self.tokens, trained, slice(None))] if trained else []
         found, bounds = [], [0, *self.siblings, len(self.tokens)]
-        for start, end in pairwise(bounds):
+        for number, (start, end) in enumerate(pairwise(bounds)):
             part = slice(bisect_left(trained, start), bisect_left(trained, end))
             if own := [position - start for position in trained[part]]:
-                found.append(Line(self.tokens[start:end], own, part))
+                found.append(Line(self.tokens[start:end], own, part, number))
         return found
 
     def problem(self) -> str:
@@ -202,7 +209,8 @@ class Disposition(Enum):
 class GroupRecord:
     """What a step attempt remembers of a group; counts are 0 unless it is accumulated.
 
-    `tokens` and `trained_sequences` are what carries loss; `sequences` counts every member.
+    `tokens` and `trained_sequences` are what carries loss; `sequences` counts every member. `weighed_tokens` counts
+    tokens as their lines weigh; None: they all weigh 1.
     """
 
     prompt_ordinal: int
@@ -213,6 +221,7 @@ class GroupRecord:
     sequences: int = 0
     trained_sequences: int = 0
     tokens: int = 0
+    weighed_tokens: float | None = None
     staleness: int = 0
     all_equal: bool = False
     tokens_by_version: Counter[int] = field(default_factory=Counter)

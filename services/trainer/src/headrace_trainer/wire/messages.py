@@ -166,6 +166,7 @@ def _read_member(
         truncated=trajectory.finish_reason == common_pb2.FINISH_REASON_LENGTH,
         masked=message.masked,
         siblings=read.siblings,
+        cut_line=_cut_line(trajectory, where, len(read.siblings)),
         temperatures=read.temperatures,
         routes=_read_routes(trajectory, where, (len(read.tokens) - 1) * route_width) if route_width else b"",
         **_read_turns(message, where, len(read.trained), by_turn=by_turn),
@@ -176,6 +177,7 @@ class _TurnsRead(TypedDict, total=False):
     turn_rewards: tuple[float, ...]
     turn_tokens: tuple[int, ...]
     turn_roles: tuple[str, ...]
+    turn_places: tuple[int, ...]
 
 
 def _read_turns(
@@ -190,12 +192,27 @@ def _read_turns(
         raise invalid(f"{where}: {len(rewards)} rewards for {len(tokens)} turns; give one a turn")
     if min(tokens) < 0 or sum(tokens) != sampled:
         raise invalid(f"{where}: turns of {list(tokens)} tokens, and {sampled} were sampled")
+    if talk.turn_places and sorted(talk.turn_places) != [*range(len(tokens))]:
+        raise invalid(
+            f"{where}: turn_places {list(talk.turn_places)} of {len(tokens)} turns; give each one place"
+        )
     order = in_token_order(roles, len(tokens))
     return _TurnsRead(
         turn_rewards=tuple(rewards[turn] for turn in order),
         turn_tokens=tuple(tokens[turn] for turn in order),
         turn_roles=tuple(roles[turn] for turn in order) if roles else (),
+        turn_places=tuple(talk.turn_places),
     )
+
+
+def _cut_line(trajectory: common_pb2.Trajectory, where: str, last: int) -> int:
+    """Which line was cut: as it says, else the last speaker's, else the last one. Raises Refusal INVALID."""
+    if trajectory.HasField("cut_line"):
+        if not -1 <= trajectory.cut_line <= last:
+            raise invalid(f"{where}: cut_line {trajectory.cut_line}, and its lines are 0 to {last}")
+        return trajectory.cut_line
+    roles = turn_roles(trajectory.conversation)
+    return [*dict.fromkeys(roles)].index(roles[-1]) if roles else last
 
 
 def _read_routes(trajectory: common_pb2.Trajectory, where: str, most: int) -> bytes:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 OPTIONS = "rollout.engine_options"
 QUANTIZATION, SPECULATIVE = f"{OPTIONS}.quantization", f"{OPTIONS}.speculative"
-CORRECTION = "algorithm.options.correction"
 OFF_POLICY = "off_policy"
 """Feature of algorithms that correct for samples of another distribution than the newest version's."""
 
@@ -47,15 +46,18 @@ def quantised(submission: Submission) -> Iterator[KeyProblemView]:
         yield problem(key, reason, "set fp8, or leave it out")
     if submission.evaluated is not None:
         return
-    if spec.algorithm.options.get("correction") == "none":
-        reason = f"none takes the engine's distribution for the trainer's, and it computes with {what}"
-        yield problem(CORRECTION, reason, f"leave it out (truncate then), set mask, or leave {key} out")
-    name = spec.algorithm.name
     features = fleet.names("trainer", "algorithm_features")
-    if features and f"{name}:{OFF_POLICY}" not in features and name in fleet.names("trainer", "algorithms"):
-        fit = sorted(each.partition(":")[0] for each in features if each.endswith(f":{OFF_POLICY}"))
-        reason = f"{name} is right on samples of the trainer's own distribution only"
-        yield problem(key, reason, f"leave it out, or set algorithm.name to one of {', '.join(fit)}")
+    for where, algorithm in spec.algorithms.items():
+        name = algorithm.name
+        if algorithm.options.get("correction") == "none":
+            reason = f"none takes the engine's distribution for the trainer's, and it computes with {what}"
+            fix = f"leave it out (truncate then), set mask, or leave {key} out"
+            yield problem(f"{where}.options.correction", reason, fix)
+        known = features and name in fleet.names("trainer", "algorithms")
+        if known and f"{name}:{OFF_POLICY}" not in features:
+            fit = sorted(each.partition(":")[0] for each in features if each.endswith(f":{OFF_POLICY}"))
+            reason = f"{name} is right on samples of the trainer's own distribution only"
+            yield problem(key, reason, f"leave it out, or set {where}.name to one of {', '.join(fit)}")
 
 
 def drafted(submission: Submission) -> Iterator[KeyProblemView]:
@@ -89,19 +91,22 @@ def _vocabulary(submission: Submission) -> Iterator[KeyProblemView]:
 
 
 def correction(spec: RunSpec, fleet: FleetView) -> list[Default]:
-    """Truncated importance sampling for rollouts that are quantised, or add adapters to a base of few bits, where the
-    spec names no correction of its own.
+    """Truncated importance sampling for rollouts that are quantised, or add adapters to a base of few bits, in each
+    policy's algorithm that names no correction of its own.
     """
-    what, options = quantized(spec.rollout.engine_options), spec.algorithm.options
+    what = quantized(spec.rollout.engine_options)
     why = f"the engine computes with {what}, and the trainer without"
     if not what and spec.rollout.enable_lora and spec.model.dtype != "float32":
         what = f"adapters beside {spec.model.dtype} weights"
         why = f"the engine computes with {what}, and the trainer rounds both to one weight"
-    if not what or "correction" in options or options.get("old_log_probs") == "engine":
-        return []
-    if not _takes_correction(spec.algorithm.name, fleet):
-        return []
-    return [Default(CORRECTION, "truncate", why)]
+    return [
+        Default(f"{key}.options.correction", "truncate", why)
+        for key, algorithm in spec.algorithms.items()
+        if what
+        and "correction" not in algorithm.options
+        and algorithm.options.get("old_log_probs") != "engine"
+        and _takes_correction(algorithm.name, fleet)
+    ]
 
 
 def _takes_correction(name: str, fleet: FleetView) -> bool:

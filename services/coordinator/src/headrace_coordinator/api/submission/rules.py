@@ -170,16 +170,17 @@ def staleness(submission: Submission) -> Iterator[KeyProblemView]:
     Trainers of a release that registers no features check it when the run opens.
     """
     spec, fleet, registry = submission.spec, submission.fleet, _registry(submission.spec)
-    listed, name = fleet.names("trainer", f"{registry}_features"), spec.algorithm.name
-    if not spec.algorithm.max_staleness or not listed or name not in fleet.names("trainer", f"{registry}s"):
+    listed, known = fleet.names("trainer", f"{registry}_features"), fleet.names("trainer", f"{registry}s")
+    if not spec.algorithm.max_staleness or not listed:
         return
-    if f"{name}:{OFF_POLICY}" not in listed:
-        fit = sorted(each.partition(":")[0] for each in listed if each.endswith(f":{OFF_POLICY}"))
-        yield problem(
-            "algorithm.max_staleness",
-            f"{name} is right on samples of the newest version only",
-            f"set it to 0, or algorithm.name to one of {', '.join(fit)}",
-        )
+    for key, algorithm in spec.algorithms.items():
+        if algorithm.name in known and f"{algorithm.name}:{OFF_POLICY}" not in listed:
+            fit = sorted(each.partition(":")[0] for each in listed if each.endswith(f":{OFF_POLICY}"))
+            yield problem(
+                "algorithm.max_staleness",
+                f"{algorithm.name} is right on samples of the newest version only",
+                f"set it to 0, or {key}.name to one of {', '.join(fit)}",
+            )
 
 
 def options(submission: Submission) -> Iterator[KeyProblemView]:

@@ -36,7 +36,7 @@ class EpisodeOptions(PolicyOptions):
 
     level: Literal["token", "action", "chunk"] = Field(
         default="action",
-        description="what has one ratio and one advantage: a number of an action, an action, or a chunk of actions",
+        description="what has one ratio: a number of an action, an action, or a chunk of actions",
     )
     minibatch_size: Count | None = Field(
         default=None,

@@ -5,11 +5,7 @@ from __future__ import annotations
 from headrace_trainer.algorithms.episodes._base import Credit, EpisodeOutcomes
 from headrace_trainer.algorithms.episodes._terms import EpisodeTerms
 from headrace_trainer.algorithms.episodes.plugins import EpisodePpoOptions
-from headrace_trainer.algorithms.functional.advantages.episodes import (
-    action_advantages,
-    chunk_rewards,
-    episode_advantages,
-)
+from headrace_trainer.algorithms.functional.advantages.episodes import chunk_rewards, episode_advantages
 from headrace_trainer.algorithms.functional.advantages.returns import whiten
 from headrace_trainer.algorithms.ppo import Ppo
 
@@ -20,7 +16,11 @@ class EpisodePpo(EpisodeTerms, Ppo):
     options: EpisodePpoOptions
 
     def credit(self, outcomes: EpisodeOutcomes) -> Credit:
-        """GAE over chunks. Below a chunk, an action has no part in what the chunk earned before it."""
+        """GAE over chunks: an action has its chunk's advantage (RLinf's reward_type chunk_level, at any logprob_type).
+
+        The critic says what a chunk is worth, and nothing between its actions. To take off what was earned before an
+        action would need the part of it that was expected, too: alone it would leave that part as noise.
+        """
         chosen, mask_BTC = self.options, outcomes.learned_BTC
         rewards_BTC = outcomes.rewards_BTC * chosen.reward_scale
         chunks_BT = outcomes.valid_BTC.any(-1)
@@ -39,5 +39,5 @@ class EpisodePpo(EpisodeTerms, Ppo):
         if chosen.level == "chunk":
             advantages, mask = advantages_BT[..., None], mask_BTC.any(-1, keepdim=True)
         else:
-            advantages, mask = action_advantages(advantages_BT, rewards_BTC, outcomes.valid_BTC), mask_BTC
+            advantages, mask = advantages_BT[..., None] * outcomes.valid_BTC, mask_BTC
         return Credit(whiten(advantages, mask) if chosen.whiten else advantages, mask_BTC, returns_BT)

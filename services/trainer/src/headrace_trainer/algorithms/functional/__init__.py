@@ -1,7 +1,6 @@
 """The mathematics of the algorithms: pure functions on torch tensors. Knows no plug-in, options or backend."""
 
 from headrace_trainer.algorithms.functional.advantages.episodes import (
-    action_advantages,
     chunk_rewards,
     episode_advantages,
     until_success_mask,
@@ -111,7 +110,6 @@ __all__ = [
     "LossResult",
     "Singletons",
     "Terms",
-    "action_advantages",
     "aggregate",
     "aggregation_total",
     "behavior_mask",

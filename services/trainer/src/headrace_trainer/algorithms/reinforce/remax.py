@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor, unique_consecutive
+import torch
+from torch import Tensor
 
 from headrace_trainer.algorithms._base import Outcomes
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
@@ -19,12 +20,16 @@ class Remax(ClippedPolicyGradient[RewardedOptions]):
     greedy_first = True
 
     def advantages(self, outcomes: Outcomes) -> Tensor:
-        """R_t - r(greedy answer)."""
-        _, groups_B, sizes_G = unique_consecutive(outcomes.groups_B, return_inverse=True, return_counts=True)
-        firsts_G = sizes_G.cumsum(0) - sizes_G
+        """R_t - r(greedy answer); 0 in a group that has none, such as of a role that did not speak in it."""
+        groups_B, greedy_B = outcomes.groups_B, outcomes.greedy_B
+        if greedy_B is None:
+            greedy_B = torch.cat([groups_B.new_ones(1), groups_B.diff()]) != 0
+        baselines_G = outcomes.rewards_B.new_full((int(groups_B.max()) + 1,), torch.nan)
+        baselines_G[groups_B[greedy_B]] = outcomes.rewards_B[greedy_B]
+        baselines_B = baselines_G[groups_B]
         rewards: Tensor = outcomes.rewards_B
         if self.options.kl_reward_coef:
             rewards = place_outcomes(rewards, outcomes.mask_BT) + self.kl_rewards(outcomes)
-        found = remax_advantages(rewards, outcomes.rewards_B[firsts_G[groups_B]], outcomes.mask_BT)
-        advantages_BT: Tensor = found.advantages
+        found = remax_advantages(rewards, baselines_B.nan_to_num(), outcomes.mask_BT)
+        advantages_BT: Tensor = found.advantages * ~baselines_B.isnan()[:, None]
         return advantages_BT

@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages, gae_advantages
 from headrace_trainer.algorithms.functional.tensors import as_float, bool_mask, masked
 
-__all__ = ["action_advantages", "chunk_rewards", "episode_advantages", "until_success_mask"]
+__all__ = ["chunk_rewards", "episode_advantages", "until_success_mask"]
 
 
 @torch.no_grad()
@@ -59,20 +59,6 @@ def episode_advantages(
         whiten_advantages=whiten_advantages,
     )
     return found
-
-
-@torch.no_grad()
-def action_advantages(advantages_BT: Tensor, rewards_BTC: Tensor, valid_BTC: Tensor) -> Tensor:
-    """(B, T, C) action-level credit: a chunk's advantage without what the chunk earned before each action.
-
-    A_ti = A_t - sum of r_tj, j < i. An action has no part in earlier rewards, and the actions of a chunk are drawn
-    from one observation, so that the gradient keeps its expectation and loses variance. 0 at actions not executed.
-    Of a chunk of one action it is the chunk's advantage. Give advantages that are not whitened yet.
-    """
-    valid_BTC = bool_mask(valid_BTC, rewards_BTC)
-    earned_BTC = masked(as_float(rewards_BTC), valid_BTC)
-    before_BTC = earned_BTC.cumsum(-1) - earned_BTC
-    return masked(advantages_BT[..., None] - before_BTC, valid_BTC)
 
 
 @torch.no_grad()

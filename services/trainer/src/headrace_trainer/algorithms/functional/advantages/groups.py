@@ -84,7 +84,8 @@ def rloo_advantages(
 ) -> Tensor:
     """RLOO (arXiv 2402.14740, eq. 8): A = r - mean of the group's other rewards = n / (n - 1) (r - mean)."""
     reward_B, group = _grouped(rewards, groups, mask_BT)
-    factor_B = group.size_B / (group.size_B - 1).clamp(min=1)
+    size_B = group.size_B.to(reward_B.dtype)
+    factor_B = size_B / (size_B - 1).clamp(min=1)
     return spread(_centred(reward_B, group, singletons) * factor_B, rewards, mask_BT)
 
 
