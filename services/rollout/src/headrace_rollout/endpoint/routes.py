@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from headrace_servicekit.http_server import Bodies, BodyRefused, Receive, Scope, Send, admit, guarded
 from headrace_servicekit.session_marks import session_of_answer
 
 from headrace_rollout.endpoint.completions import (
@@ -26,7 +27,7 @@ from headrace_rollout.endpoint.responses import (
     response,
     response_events,
 )
-from headrace_rollout.endpoint.server import SESSION, Endpoint
+from headrace_rollout.endpoint.server import NO_KEY, SESSION, Endpoint
 from headrace_rollout.endpoint.session import Answer, Session
 from headrace_rollout.endpoint.streaming import MARKS, Piece, Pieces, pieces_of
 
@@ -73,8 +74,27 @@ def read_reward(body: bytes) -> tuple[float, bool | None, str, bool]:
     return float(value), success, f"{found[1]}-{found[2]}" if found else "", final
 
 
-MOST_BYTES = 32 << 20
-"""Longest body of a request."""
+MOST_BYTES, MOST_ARRIVING = 32 << 20, 128 << 20
+"""Longest body of a request; bytes of all bodies that arrive at the same time."""
+
+
+class KeyFirst:
+    """ASGI middleware before every route: without a good key nothing is read of a request but its head."""
+
+    def __init__(self, app: Any, endpoint: Endpoint) -> None:
+        self._app, self._endpoint = app, endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuses or passes on."""
+        from starlette.datastructures import Headers
+        from starlette.responses import JSONResponse
+
+        if scope["type"] == "http" and not self._endpoint.knows(Headers(scope=scope)):
+            refused = JSONResponse(_error(Refusal(401, "invalid_api_key", NO_KEY)), 401)
+            await refused(scope, receive, guarded(send, closing=True))
+            return
+        admit(scope)
+        await self._app(scope, receive, guarded(send))
 
 
 def make_app(endpoint: Endpoint) -> FastAPI:
@@ -83,20 +103,32 @@ def make_app(endpoint: Endpoint) -> FastAPI:
     from fastapi.responses import JSONResponse, StreamingResponse
 
     app = FastAPI(title="Headrace endpoint for agents", openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_middleware(KeyFirst, endpoint=endpoint)
+    bodies = Bodies(MOST_BYTES, MOST_ARRIVING)
+
+    async def body_of(request: Request) -> bytes:
+        try:
+            return await bodies.read(request.scope["headers"], request.receive)
+        except BodyRefused as refused:
+            raise Refusal(refused.status, refused.code, refused.message) from refused
 
     async def answered(
-        request: Request, what: Callable[[Session], Awaitable[Response]], named: str = ""
+        request: Request,
+        what: Callable[[Session, bytes], Awaitable[Response]],
+        named: Callable[[bytes], str] = lambda _: "",
     ) -> Response:
-        session = None
+        session, of = None, ""
         try:
-            session = endpoint.session(request.headers, named)
-            response = await what(session)
+            body = await body_of(request)
+            of = named(body)
+            session = endpoint.session(request.headers, of)
+            response = await what(session, body)
         except Refusal as refusal:
             own = endpoint.clients_desk(request.headers)
             if (
                 own is not None
                 and session is not None
-                and not (named or SESSION in request.headers)
+                and not (of or SESSION in request.headers)
                 and not session.turns
             ):
                 own.drop(session, "withdrawn")
@@ -134,8 +166,8 @@ def make_app(endpoint: Endpoint) -> FastAPI:
         return StreamingResponse(told(), media_type="text/event-stream")
 
     async def chat(request: Request) -> Response:
-        async def work(session: Session) -> Response:
-            asked, again = read_request(await _body(request)), _again(request)
+        async def work(session: Session, body: bytes) -> Response:
+            asked, again = read_request(body), _again(request)
             if asked.stream:
                 head = head_of(session, asked, "chat.completion.chunk")
                 return await streamed(
@@ -147,8 +179,8 @@ def make_app(endpoint: Endpoint) -> FastAPI:
         return await answered(request, work)
 
     async def completions(request: Request) -> Response:
-        async def work(session: Session) -> Response:
-            asked, again = read_text_request(await _body(request)), _again(request)
+        async def work(session: Session, body: bytes) -> Response:
+            asked, again = read_text_request(body), _again(request)
             head = head_of(session, asked, "text_completion")
             if asked.stream:
                 return await streamed(
@@ -162,12 +194,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
         return await answered(request, work)
 
     async def responses(request: Request) -> Response:
-        try:
-            body = await _body(request)
-        except Refusal as refusal:
-            return JSONResponse(_error(refusal), refusal.status)
-
-        async def work(session: Session) -> Response:
+        async def work(session: Session, body: bytes) -> Response:
             asked = read_response_request(body, partial(_response_of, session))
             again = _again(request)
             if asked.stream:
@@ -176,7 +203,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
             (answer,) = await session.answer(asked, again=again)
             return JSONResponse(response(f"resp_{session.id}_{answer.number}", asked, answer, session.model))
 
-        return await answered(request, work, session_of_answer(previous_of(body)))
+        return await answered(request, work, lambda body: session_of_answer(previous_of(body)))
 
     async def models(request: Request) -> Response:
         try:
@@ -189,7 +216,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
 
     async def rewarded(request: Request, named: str) -> Response:
         try:
-            value, success, completion, final = read_reward(await _body(request))
+            value, success, completion, final = read_reward(await body_of(request))
             named = named or completion.partition("-")[0]
             desk = endpoint.clients_desk(request.headers)
             session = desk.find(named) if desk is not None else endpoint.session(request.headers)
@@ -218,7 +245,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
                 raise Refusal(401, "invalid_api_key", message)
             if request.method == "GET":
                 return JSONResponse(desk.figures())
-            session = desk.begin(read_group(await _body(request)))
+            session = desk.begin(read_group(await body_of(request)))
             return JSONResponse({"id": session.id, "api_key": session.api_key}, 201)
         except Refusal as refusal:
             return JSONResponse(_error(refusal), refusal.status)
@@ -258,15 +285,6 @@ def make_app(endpoint: Endpoint) -> FastAPI:
 def _again(request: Request) -> bool:
     """Whether the client says that it repeats a request, as the `openai` client does."""
     return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MOST_BYTES:
-            raise Refusal(413, "too_large", f"the body is longer than {MOST_BYTES} bytes; send less")
-    return bytes(body)
 
 
 def _error(refusal: Refusal) -> dict[str, Any]:
