@@ -212,7 +212,8 @@ async def _end_silent(server: uvicorn.Server) -> None:
     seen: dict[Any, tuple[Any, int]] = {}
     while True:
         await asyncio.sleep(HEAD_S / 2)
-        waiting = [each for each in server.server_state.connections if _waits(each)]
+        connections: set[Any] = server.server_state.connections  # type: ignore[assignment]
+        waiting = [each for each in connections if _waits(each)]
         before, seen = seen, {}
         for each in waiting:
             cycle, times = before.get(each, (each.cycle, 0))

@@ -23,6 +23,7 @@ STATUS = {
     "UNAVAILABLE": 503,
     "UNAUTHENTICATED": 401,
     "FORBIDDEN": 403,
+    "TOO_SLOW": 408,
     "TOO_LARGE": 413,
     "UNSUPPORTED_MEDIA_TYPE": 415,
 }
@@ -38,6 +39,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     },
     404: {"model": ErrorView, "description": "There is no such thing; the message names the nearest one."},
     405: {"model": ErrorView, "description": "The path has other methods; the header Allow names them."},
+    408: {"model": ErrorView, "description": "The body came too slowly; the connection is ended."},
     409: {
         "model": ErrorView,
         "description": "The thing's state, or an earlier use of the key, does not allow it.",

@@ -9,19 +9,26 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Header, Query, Request, Response
+from headrace_servicekit.http_server import Bodies, BodyRefused
 from headrace_schema.problems import choose, explain, problem
 from headrace_schema.yaml_text import YamlProblem, read_yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
-from starlette.requests import ClientDisconnect
 
 from headrace_coordinator.api.http.errors import invalid, unknown_parameter
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain.run_states import STATES
 
-MAX_BODY_BYTES = 1024 * 1024
+BODIES = Bodies(1 << 20, 64 << 20)
 JSON = "application/json"
 MEDIA_TYPES = (JSON, "application/yaml")
+BODY_REASONS = {
+    400: "INVALID",
+    408: "TOO_SLOW",
+    413: "TOO_LARGE",
+    415: "UNSUPPORTED_MEDIA_TYPE",
+    503: "UNAVAILABLE",
+}
 KEY_PATTERN = r"^[\x21-\x7e]{1,200}$"
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -119,15 +126,10 @@ async def _from_yaml(body: bytes, what: str) -> Any:
 
 
 async def _read(request: Request) -> bytes:
-    body = bytearray()
     try:
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                raise Refused("TOO_LARGE", f"the body is larger than {MAX_BODY_BYTES} bytes")
-    except ClientDisconnect as error:
-        raise Refused("INVALID", "the connection broke before the body had arrived") from error
-    return bytes(body)
+        return await BODIES.read(request.scope["headers"], request.receive)
+    except BodyRefused as refused:
+        raise Refused(BODY_REASONS[refused.status], str(refused)) from refused
 
 
 def _finite(value: Any) -> bool:
