@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
 from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.aside import TooSlow
 
 log = logging.getLogger(__name__)
 STATUS = {
@@ -76,6 +77,10 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> Response:
         return error_response(error.reason, error.message, error.problems)
+
+    @app.exception_handler(TooSlow)
+    async def slow(_: Request, error: TooSlow) -> Response:
+        return error_response("UNAVAILABLE", f"{error}; ask for less, or try again")
 
     @app.exception_handler(RequestValidationError)
     async def parameters(_: Request, error: RequestValidationError) -> Response:
