@@ -178,6 +178,9 @@ class FakeCoordinator:
             )
         return self.records[run_id]
 
+    def endpoint_key(self, run_id: str) -> str:
+        return ""
+
     def endpoint(self, run_id: str, base_url: str) -> EndpointView:
         self.run(run_id)
         raise Refused("NOT_FOUND", f"run {run_id} is not online")

@@ -7,19 +7,18 @@ import socket
 
 import httpx
 import pytest
-import uvicorn
 from headrace_coordinator import serving
+from headrace_servicekit import http_server
 
 
 @pytest.fixture
 async def http(api_app, monkeypatch):
     """A real server on a free port."""
-    monkeypatch.setattr(serving, "UNREAD_S", 1.0)
+    monkeypatch.setattr(http_server, "UNREAD_S", 1.0)
+    monkeypatch.setattr(http_server, "HEAD_S", 0.4)
     listening = serving.listen("127.0.0.1", 0)
-    config = uvicorn.Config(api_app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
-    http = uvicorn.Server(config)
-    http.install_signal_handlers = lambda: None
-    served = asyncio.create_task(http.serve(sockets=[listening]))
+    http = http_server.make_server(api_app, timeout_graceful_shutdown=1)
+    served = asyncio.create_task(http_server.serve(http, listening))
     while not http.started:  # noqa: ASYNC110  uvicorn has no event to wait for
         await asyncio.sleep(0.01)
     yield http
@@ -161,19 +160,16 @@ async def test_a_reader_that_never_reads_is_cut_off_and_goes_on_from_its_last_id
 
 
 async def test_a_connection_that_sends_no_whole_request_is_ended_and_a_stream_is_not(
-    http, server, run_id, fake_coordinator, monkeypatch
+    server, run_id, fake_coordinator
 ):
-    monkeypatch.setattr(serving, "REQUEST_S", 0.05)
     async with listening_to(server, run_id) as lines:
         await anext(lines)
         reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(server).port)
         writer.write(b"GET /healthz HTTP/1.1\r\nX-Slow: ")
-        ending = asyncio.create_task(serving.end_silent_connections(http))
         async with asyncio.timeout(10):
             assert await reader.read() == b""
         await fake_coordinator.emit(run_id, "RunEnded", state="SUCCEEDED")
         assert await ids(lines) == [1]
-    ending.cancel()
     writer.close()
 
 
@@ -199,8 +195,9 @@ async def test_many_streams_of_one_run_see_the_same(server, run_id, fake_coordin
     assert await asyncio.gather(*listeners) == [list(range(1, 12))] * 20
 
 
-async def test_open_streams_are_bounded_and_a_closed_one_makes_room(server, run_id, monkeypatch):
-    monkeypatch.setattr("headrace_coordinator.api.http.routes.events.MAX_STREAMS", 2)
+@pytest.mark.parametrize("bound", ["MAX_STREAMS", "MAX_OF_CLIENT"])
+async def test_open_streams_are_bounded_and_a_closed_one_makes_room(server, run_id, monkeypatch, bound):
+    monkeypatch.setattr(f"headrace_coordinator.api.http.routes.events.{bound}", 2)
     async with httpx.AsyncClient(base_url=server) as client, listening_to(server, run_id) as first:
         await anext(first)
         async with listening_to(server, run_id) as second:

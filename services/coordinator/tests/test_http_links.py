@@ -89,7 +89,7 @@ async def test_who_shows_no_key_of_a_run_is_told_of_no_lost_session_and_counts_n
     online = OnlineSessions()
     fake_coordinator.fleet = SimpleNamespace(online={"sums-0": online})
     fake_coordinator.endpoints = lambda run: []
-    fake_coordinator.find = lambda run: SimpleNamespace(directory=tmp_path)
+    fake_coordinator.endpoint_key = lambda run: endpoint_key(tmp_path)
     key, session, path = (
         endpoint_key(tmp_path),
         "abcdef0123456789",

@@ -97,7 +97,7 @@ class Desk:
         template = TurnTemplate(codec, PromptSection(chat=True))
         terms = Terms("run", stream, codec, template, tool_calls="hermes", **fields)
         session = Session(SlotKey(1, 2), 1, talk, terms, speaker, greedy=False)
-        self.endpoint._sessions[session.api_key] = session
+        self.endpoint._sessions[session.id] = session
         return session, speaker
 
     async def post(self, session, body, path=CHAT, **headers):

@@ -6,13 +6,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headrace_schema.sections.base import Count, Section
+from headrace_schema.sections.base import Processes, Section
 
 
 class TrainerChange(Section):
     """The learning side."""
 
-    ranks: Count = Field(description="ranks of the trainer group from the next step on")
+    ranks: Processes = Field(description="ranks of the trainer group from the next step on")
 
 
 Tag = Annotated[str, Field(pattern=r"^[\w.:=/+@-]{1,40}$")]

@@ -13,7 +13,17 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.resources.views import KeyProblemView
-from headrace_schema.sections.base import Count, CountOrZero, Section, Seed, Share, Tokens
+from headrace_schema.sections.base import (
+    FEW,
+    MANY,
+    Count,
+    CountOrZero,
+    Section,
+    Seed,
+    Share,
+    Thousands,
+    Tokens,
+)
 from headrace_schema.sections.generating import (
     MAX_UNANSWERED,
     ModelSection,
@@ -65,7 +75,9 @@ class AnswerSection(Section):
     )
     repetition_penalty: PositiveFloat = Field(default=1.0, description="1: none")
     max_new_tokens: Tokens = Field(default=64, description="longest answer in tokens")
-    stop: list[str] = Field(default_factory=list, description="texts that end an answer and are cut off")
+    stop: list[str] = Field(
+        default_factory=list, max_length=FEW, description="texts that end an answer and are cut off"
+    )
 
 
 class EvaluationSpec(Section):
@@ -87,9 +99,10 @@ class EvaluationSpec(Section):
     suite: SuiteSection
     prompt: PromptSection | None = Field(default=None, description="default: the suite's")
     sampling: AnswerSection = AnswerSection()
-    samples: Count = Field(default=1, description="answers to each item")
+    samples: Thousands = Field(default=1, description="answers to each item")
     modes: list[str] = Field(
         default_factory=list,
+        max_length=FEW,
         description="figures to report: greedy, avg@K, pass@K, maj@K; default: greedy, or all three with K = samples",
     )
     pass_reward: float = Field(default=1.0, description="reward from which an answer counts as passed")
@@ -97,7 +110,9 @@ class EvaluationSpec(Section):
     reward: RewardSection | None = Field(default=None, description="default: the suite's scorers")
     rollout: RolloutSection = RolloutSection()
     devices: list[str] = Field(
-        default_factory=list, description="devices that generate; default: those of its rollout instances"
+        default_factory=list,
+        max_length=MANY,
+        description="devices that generate; default: those of its rollout instances",
     )
     scheduling: SchedulingSection = SchedulingSection()
     limits: LimitsSection = LimitsSection()

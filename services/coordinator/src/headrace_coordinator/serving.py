@@ -15,6 +15,8 @@ from typing import Any
 
 import uvicorn
 from headrace_servicekit.descriptors import raise_limit
+from headrace_servicekit.http_server import listening_socket, make_server
+from headrace_servicekit.http_server import serve as serve_http
 from headrace_servicekit.instance_config import make_token, read_token
 from headrace_servicekit.lease.clock import boottime
 from headrace_servicekit.logs import configure_logging
@@ -43,10 +45,6 @@ from headrace_coordinator.store.redis_store import RedisStore
 CLAIM_RENEWAL_S = 5.0
 STORE_PATIENCE_S = 30.0
 FLUSH_S = 5.0
-UNREAD_S = 60.0
-"""Seconds that a client of the HTTP API may leave what was sent to it unread; then the kernel ends the connection."""
-REQUEST_S = 20.0
-"""Seconds that a client may take for the head of a request; at twice as many its connection is ended."""
 COLLECT_AFTER = 20_000
 """New objects between two walks of the cyclic collector."""
 
@@ -216,16 +214,12 @@ async def _serve_http(
     host, port = split_address(arguments.http)
     app = make_app(coordinator, runs_directory=arguments.data_dir / "runs", token=token)
     folder = tls_dir()
-    config = uvicorn.Config(
+    http = make_server(
         app,
-        log_level="warning",
-        access_log=False,
         timeout_graceful_shutdown=2,
-        lifespan="off",
         ssl_certfile=folder / CERTIFICATE if folder else None,
         ssl_keyfile=folder / KEY if folder else None,
     )
-    http = uvicorn.Server(config)
     listening = listen(host, int(port))
     # A TLS handshake that stands still is no connection of the protocol's, which would end it.
     DOORS.watch(listening.getsockname()[1], lambda: _peers(http))
@@ -233,9 +227,7 @@ async def _serve_http(
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    # Not `serve`: it would take the signal handlers over.
-    serving = asyncio.create_task(http._serve(sockets=[listening]))
-    ending = asyncio.create_task(end_silent_connections(http))
+    serving = asyncio.create_task(serve_http(http, listening))
     fenced = event_log.fenced
     assert fenced is not None
     stop = asyncio.create_task(stopping.wait())
@@ -245,7 +237,6 @@ async def _serve_http(
     http.force_exit = True
     await serving
     stop.cancel()
-    ending.cancel()
     if fenced.done():
         raise Refusal(fenced.result())
 
@@ -255,33 +246,11 @@ def _peers(http: uvicorn.Server) -> set[str]:
     return {peer_name(*client) for client in clients if client}
 
 
-async def end_silent_connections(http: uvicorn.Server) -> None:
-    """Ends connections that send no whole head of a request: they would hold descriptors, which anybody can open."""
-    before: dict[Any, Any] = {}
-    while True:
-        await asyncio.sleep(REQUEST_S)
-        cycles = {each: getattr(each, "cycle", None) for each in http.server_state.connections}
-        silent = {each: cycle for each, cycle in cycles.items() if cycle is None or cycle.response_complete}
-        for each, cycle in silent.items():
-            if each in before and before[each] is cycle:
-                each.transport.close()
-        before = silent
-
-
 def listen(host: str, port: int) -> socket.socket:
-    """A socket for the HTTP API; raises `Refusal`.
-
-    A client that reads nothing for UNREAD_S is cut off, where the kernel can do that (Linux): what waits for it would
-    stay in memory for ever. A reader of events goes on from the last id that it has read.
-    """
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Accepted connections have it from here.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
+    """A socket for the HTTP API; raises `Refusal`. A reader of events that was cut off goes on from the last id."""
     try:
-        listening.bind((host, port))
+        return listening_socket(host, port)
     except OSError as error:
         raise Refusal(
             f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}; set another --http"
         ) from error
-    return listening

@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from headrace_schema.sections.base import Count, CountOrZero, Section, Tokens, VariableName
+from headrace_schema.sections.base import (
+    FEW,
+    MANY,
+    Count,
+    CountOrZero,
+    Helpers,
+    Section,
+    Thousands,
+    Tokens,
+    VariableName,
+)
 
 
 class RoleSection(Section):
@@ -69,6 +79,7 @@ class EnvironmentSection(Section):
     )
     tasks: list[str] = Field(
         min_length=1,
+        max_length=MANY,
         description="names of environments in the backend, or a file of one's own: path/to/file.py:NAME",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the environment")
@@ -79,10 +90,11 @@ class EnvironmentSection(Section):
     )
     variants: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
+        max_length=MANY,
         description="variants by name, each as `options.variant` says one: TASK@NAME among the tasks is the task in it",
     )
-    count: Count = Field(default=16, description="environments at work, over all tasks and simulators")
-    alternating: Count = Field(
+    count: Thousands = Field(default=16, description="environments at work, over all tasks and simulators")
+    alternating: Thousands = Field(
         default=2,
         description="parts that a rollout's environments are split into: the policy acts for one while the others are "
         "simulated",
@@ -105,9 +117,7 @@ class EnvironmentSection(Section):
     step_timeout_s: PositiveFloat = Field(
         default=30.0, description="limit of one action or turn; beyond it the environment is made anew"
     )
-    processes: CountOrZero = Field(
-        default=0, description="child processes of a pool; 0: the simulator's choice"
-    )
+    processes: Helpers = Field(default=0, description="child processes of a pool; 0: the simulator's choice")
     vectorized: bool = Field(
         default=False,
         description="the environments of a process are stepped in one call, as simulators on a GPU are; there is then "
@@ -115,6 +125,7 @@ class EnvironmentSection(Section):
     )
     state: list[str] | None = Field(
         default=None,
+        max_length=MANY,
         description="observations that are the policy's state, one after the other; default: all that are no images",
     )
     cameras: dict[str, str] | None = Field(
@@ -138,6 +149,7 @@ class EnvironmentSection(Section):
 
     roles: dict[str, RoleSection] = Field(
         default_factory=dict,
+        max_length=FEW,
         description="of an agentic run whose environment has roles: who plays them, by role; default: the policy plays "
         "all, and learns from each",
     )

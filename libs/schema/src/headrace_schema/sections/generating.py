@@ -8,7 +8,18 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from headrace_schema.sections.base import Count, CountOrZero, Section, Seed, Share, Tokens
+from headrace_schema.sections.base import (
+    FEW,
+    Count,
+    CountOrZero,
+    Helpers,
+    Processes,
+    Section,
+    Seed,
+    Share,
+    Thousands,
+    Tokens,
+)
 
 MAX_UNANSWERED = (
     "share of answers that an environment, an engine or a scorer may fail at; they count for nothing"
@@ -206,7 +217,9 @@ class SamplingSection(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="refused unless 0")
     repetition_penalty: PositiveFloat = Field(default=1.0, description="refused unless 1")
     max_new_tokens: Tokens = Field(default=64, description="longest answer in tokens")
-    stop: list[str] = Field(default_factory=list, description="texts that end an answer and are cut off")
+    stop: list[str] = Field(
+        default_factory=list, max_length=FEW, description="texts that end an answer and are cut off"
+    )
 
 
 class RolloutSection(Section):
@@ -218,8 +231,8 @@ class RolloutSection(Section):
         "the run's events",
     )
     engine_options: dict[str, Any] = Field(default_factory=dict, description="options of the engine")
-    instances: Count = Field(default=1, description="rollout instances the run takes")
-    helpers: CountOrZero = Field(
+    instances: Processes = Field(default=1, description="rollout instances the run takes")
+    helpers: Helpers = Field(
         default=0,
         description="rollout instances beside these that help within a step of disaggregated placement: while the "
         "trainer has nothing to learn yet, they decode on its devices",
@@ -261,11 +274,12 @@ class EvaluationSection(Section):
     every: CountOrZero = Field(default=0, description="steps between evaluations; 0: only first and last")
     data: dict[SetName, EvaluationData] = Field(
         default_factory=dict,
+        max_length=FEW,
         description="other items to evaluate on, by a name of your own; each has its figure",
     )
     greedy: bool = Field(default=True, description="the likeliest token each time; false samples")
     temperature: PositiveFloat = Field(default=1.0, description="temperature when not greedy")
-    samples: Count = Field(default=1, description="answers a held-out prompt; more than one gives pass@k")
+    samples: Thousands = Field(default=1, description="answers a held-out prompt; more than one gives pass@k")
     pass_reward: float = Field(default=1.0, description="reward from which an answer counts as passed")
     max_new_tokens: Tokens | None = Field(default=None, description="default: as in sampling")
     max_unanswered: Share = Field(default=0.25, description=MAX_UNANSWERED)

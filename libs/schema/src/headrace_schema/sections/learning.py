@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, PositiveFloat, Tag
 
-from headrace_schema.sections.base import Count, CountOrZero, Rate, Section
+from headrace_schema.sections.base import Count, CountOrZero, Helpers, Processes, Rate, Section
 from headrace_schema.sections.generating import ModelSection
 
 
@@ -105,16 +105,16 @@ class TrainerSection(Section):
     """The learning side."""
 
     backend: str = Field(default="fsdp", description="name in the trainer's registry")
-    ranks: Count = Field(default=1, description="ranks of the trainer group, one trainer instance each")
-    min_ranks: Count | None = Field(
+    ranks: Processes = Field(default=1, description="ranks of the trainer group, one trainer instance each")
+    min_ranks: Processes | None = Field(
         default=None,
         description="a run that has lost trainers goes on with as few ranks as these; default: it waits for others",
     )
-    max_ranks: Count | None = Field(
+    max_ranks: Processes | None = Field(
         default=None,
         description="between two steps the trainer group takes free trainers up to so many ranks; default: none",
     )
-    helpers: CountOrZero = Field(
+    helpers: Helpers = Field(
         default=0,
         description="trainer instances beside the group that help within a step: while the last answers decode, and "
         "in disaggregated placement until all is learned, devices that rollouts give back compute the gradient of "

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from headrace_schema.sections.agent import AgentSection
-from headrace_schema.sections.base import Count, Section, Seed
+from headrace_schema.sections.base import FEW, Count, Section, Seed
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.generating import (
     DataSection,
@@ -68,6 +68,7 @@ class RunSections(Section):
     )
     policies: dict[PolicyName, PolicySection] = Field(
         default_factory=dict,
+        max_length=FEW,
         description="of an agentic run whose environment has roles: policies that learn beside the run's own one, by "
         "name; environment.roles says who plays which role",
     )

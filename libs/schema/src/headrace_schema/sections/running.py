@@ -19,7 +19,9 @@ SIDES = ("rollout", "trainer", "simulator", "reward")
 MEASURE_STEPS = 3
 MEASURING_SHARE = 0.05
 """Of a run's steps: what measuring both modes may take where the spec does not ask for it."""
-_RANGE = re.compile(r"(?P<stem>.*?)(?P<first>\d+)-(?P<last>\d+)")
+_RANGE = re.compile(r"(?P<stem>[^\n]*?)(?<!\d)(?P<first>\d{1,9})-(?P<last>\d{1,9})")
+LONGEST_NAME = 256
+"""Characters of a device's name with its host."""
 
 
 def _devices(given: Any) -> Any:
@@ -29,17 +31,26 @@ def _devices(given: Any) -> Any:
     listed = given.split(",") if isinstance(given, str) else given
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         return given
-    return [device for name in listed for device in _expanded(name.strip())]
+    found: list[str] = []
+    for name in listed:
+        _add(name.strip(), found)
+    return found
 
 
-def _expanded(name: str) -> list[str]:
-    found = _RANGE.fullmatch(name)
-    if found is None:
-        return [name]
-    first, last = int(found["first"]), int(found["last"])
-    if not first <= last < first + MAX_DEVICES:
-        raise ValueError(f"{name!r} is no range of devices; write such as {found['stem']}0-3")
-    return [f"{found['stem']}{index}" for index in range(first, last + 1)]
+def _add(name: str, found: list[str]) -> None:
+    """Appends what a name stands for, unless there are too many then: their number is known before they are made."""
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"{name[:40]!r}… is no name of a device; it has at most {LONGEST_NAME} characters")
+    match = _RANGE.fullmatch(name)
+    first, last = (int(match["first"]), int(match["last"])) if match else (0, 0)
+    if len(found) + last - first + 1 > MAX_DEVICES and first <= last:
+        raise ValueError(f"{name!r} makes them more than {MAX_DEVICES} devices; name fewer")
+    if match is None:
+        found.append(name)
+        return
+    if first > last:
+        raise ValueError(f"{name!r} is no range of devices; write such as {match['stem']}0-3")
+    found += [f"{match['stem']}{index}" for index in range(first, last + 1)]
 
 
 def overlap(names: list[str], others: list[str]) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from headrace_schema.sections.base import Section, VariableName
+from headrace_schema.sections.base import FEW, Section, VariableName
 
 
 class ScorerSection(Section):
@@ -21,13 +21,16 @@ class RewardSection(Section):
     """What answers are worth."""
 
     scorers: list[ScorerSection] = Field(
-        min_length=1, description="the reward is the sum of weights times scores"
+        min_length=1, max_length=FEW, description="the reward is the sum of weights times scores"
     )
     evaluation: list[ScorerSection] = Field(
-        default_factory=list, description="scorers of held-out answers; default: the same scorers"
+        default_factory=list,
+        max_length=FEW,
+        description="scorers of held-out answers; default: the same scorers",
     )
-    stages: dict[str, Annotated[list[ScorerSection], Field(min_length=1)]] = Field(
+    stages: dict[str, Annotated[list[ScorerSection], Field(min_length=1, max_length=FEW)]] = Field(
         default_factory=dict,
+        max_length=FEW,
         description="scorers of further reward stages of the workflow, by the stage's name",
     )
     give: list[Literal["tokens", "group"]] = Field(

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from headrace_schema.sections.base import CountOrZero, Section
+from headrace_schema.sections.base import FEW, CountOrZero, Section
 
 
 class TrackerSection(Section):
@@ -23,7 +23,7 @@ class TrackingSection(Section):
     """
 
     trackers: list[TrackerSection] = Field(
-        default_factory=list, description="experiment trackers that get every figure"
+        default_factory=list, max_length=FEW, description="experiment trackers that get every figure"
     )
     trajectories_per_step: CountOrZero = Field(
         default=64, description="settled trajectories of a step that are stored, evenly spread; 0: none"

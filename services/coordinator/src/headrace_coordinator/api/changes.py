@@ -20,7 +20,7 @@ from headrace_schema.sections.learning import TrainerSection
 from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
 
-from headrace_coordinator.api.idempotency import Keys, conflict, digest
+from headrace_coordinator.api.idempotency import Keys, conflict, digest, of_caller
 from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.refusal import Refused
@@ -301,13 +301,14 @@ class InstanceChanges:
         body = f"scale {kind}={count}" + (f" on {host}" if host else "")
         if self._keys.made(key, body):
             return count
-        used_for, command = self._in_flight.get(key, (body, None))
+        mine = of_caller(key)
+        used_for, command = self._in_flight.get(mine, (body, None))
         if used_for != body:
             raise conflict(key)
         if command is None:
             command = asyncio.create_task(self._command(kind, count, key, body, host), name=body)
-            self._in_flight[key] = body, command
-            command.add_done_callback(lambda _: self._in_flight.pop(key))
+            self._in_flight[mine] = body, command
+            command.add_done_callback(lambda _: self._in_flight.pop(mine))
         await asyncio.shield(command)  # another request with this key may wait for the same command
         return count
 

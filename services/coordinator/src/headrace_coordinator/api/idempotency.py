@@ -7,10 +7,23 @@ import contextlib
 import hashlib
 import json
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.store.event_log import EventLog
+
+if TYPE_CHECKING:
+    from headrace_coordinator.store.event_log import EventLog
+
+
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+"""Whose request is at work, as a digest of its token: a key is of who used it, and nobody finds another one's."""
+
+
+def of_caller(key: str) -> str:
+    """The key as it is kept."""
+    return f"{caller}/{key}" if (caller := CALLER.get()) else key
 
 
 class Keys:
@@ -23,6 +36,7 @@ class Keys:
     @contextlib.asynccontextmanager
     async def held(self, key: str) -> AsyncIterator[None]:
         """Requests with one key go one after the other: the second finds what the first has recorded."""
+        key = of_caller(key)
         lock = self._locks.setdefault(key, asyncio.Lock())
         try:
             async with lock:
@@ -33,7 +47,7 @@ class Keys:
 
     def made(self, key: str, body: str) -> str:
         """What the first request with this key made; empty for a new key. CONFLICT for another request."""
-        record = self._event_log.state.key(key, self._event_log.now())
+        record = self._event_log.state.key(of_caller(key), self._event_log.now())
         if record is None:
             return ""
         if record.body != body:
@@ -42,7 +56,7 @@ class Keys:
 
     def used(self, key: str, body: str, resource: str) -> ev.KeyUsed:
         """The event that records a key, to be committed together with what the request makes."""
-        return ev.KeyUsed(at=self._event_log.now(), key=key, body=body, resource=resource)
+        return ev.KeyUsed(at=self._event_log.now(), key=of_caller(key), body=body, resource=resource)
 
 
 def conflict(key: str) -> Refused:

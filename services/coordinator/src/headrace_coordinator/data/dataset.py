@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import json
@@ -16,6 +15,7 @@ from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.generating import DataSection
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.aside import READING, TooSlow
 from headrace_coordinator.data.items import DataItem, squeezed
 from headrace_coordinator.data.packed import HASH_BYTES, WORDS, PackedItems, hash_of, in_order
 from headrace_coordinator.data.prompts import PromptContent, Prompter
@@ -293,7 +293,10 @@ async def open_dataset(spec: RunSpec) -> Dataset:
             _ = dataset.warmup  # What takes long to find is known before rules ask for it.
         return dataset
 
-    return await asyncio.to_thread(read)
+    try:
+        return await READING.run(read)
+    except TooSlow as error:
+        raise Impossible([problem("data.source", str(error), "name data that is read sooner")]) from error
 
 
 def _of_set(name: str, found: KeyProblemView, spec: RunSpec) -> KeyProblemView:

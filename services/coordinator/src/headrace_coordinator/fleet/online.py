@@ -16,6 +16,8 @@ class OnlineSessions:
     """Of one run, as long as this coordinator lives."""
 
     def __init__(self) -> None:
+        self.key = ""
+        """What clients show; empty until one has asked."""
         self.urls: dict[str, str] = {}
         """Endpoints of its rollouts, by incarnation."""
         self.ended: Counter[str] = Counter()

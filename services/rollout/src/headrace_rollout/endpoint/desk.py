@@ -131,9 +131,10 @@ class Desk:
         """Whether the session is one of these, and open."""
         return session.id in self._open
 
-    def of_key(self, key: str) -> Session | None:
-        """The open session of its own key."""
-        return next((each.session for each in self._open.values() if each.session.api_key == key), None)
+    def with_id(self, id: str) -> Session | None:
+        """The open session with this id."""
+        found = self._open.get(id)
+        return found.session if found else None
 
     def end(self, session: Session) -> str:
         """What becomes of a session that has its last reward: taken, waiting (for a step), stale or untrained."""

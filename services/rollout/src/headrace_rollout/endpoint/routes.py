@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from headrace_servicekit.http_server import Bodies, BodyRefused, Receive, Scope, Send, admit, guarded
 from headrace_servicekit.rpc.callers import LEFT_STATUS, CallerLeft, while_connected
 from headrace_servicekit.session_marks import session_of_answer
 
@@ -28,7 +29,7 @@ from headrace_rollout.endpoint.responses import (
     response,
     response_events,
 )
-from headrace_rollout.endpoint.server import KEY, SESSION, Endpoint
+from headrace_rollout.endpoint.server import KEY, NO_KEY, SESSION, Endpoint
 from headrace_rollout.endpoint.session import Session
 from headrace_rollout.endpoint.streaming import MARKS, Piece, Pieces, pieces_of
 
@@ -75,8 +76,27 @@ def read_reward(body: bytes) -> tuple[float, bool | None, str, bool]:
     return float(value), success, f"{found[1]}-{found[2]}" if found else "", final
 
 
-MOST_BYTES = 32 << 20
-"""Longest body of a request."""
+MOST_BYTES, MOST_ARRIVING = 32 << 20, 128 << 20
+"""Longest body of a request; bytes of all bodies that arrive at the same time."""
+
+
+class KeyFirst:
+    """ASGI middleware before every route: without a good key nothing is read of a request but its head."""
+
+    def __init__(self, app: Any, endpoint: Endpoint) -> None:
+        self._app, self._endpoint = app, endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuses or passes on."""
+        from starlette.datastructures import Headers
+        from starlette.responses import JSONResponse
+
+        if scope["type"] == "http" and not self._endpoint.knows(Headers(scope=scope)):
+            refused = JSONResponse(_error(Refusal(401, "invalid_api_key", NO_KEY)), 401)
+            await refused(scope, receive, guarded(send, closing=True))
+            return
+        admit(scope)
+        await self._app(scope, receive, guarded(send))
 
 
 def make_app(endpoint: Endpoint) -> FastAPI:
@@ -86,24 +106,32 @@ def make_app(endpoint: Endpoint) -> FastAPI:
     from starlette.requests import ClientDisconnect
 
     app = FastAPI(title="Headrace endpoint for agents", openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_middleware(KeyFirst, endpoint=endpoint)
+    bodies = Bodies(MOST_BYTES, MOST_ARRIVING)
+
+    async def body_of(request: Request) -> bytes:
+        try:
+            return await bodies.read(request.scope["headers"], request.receive)
+        except BodyRefused as refused:
+            raise Refusal(refused.status, refused.code, refused.message) from refused
 
     async def answered(
         request: Request,
         what: Callable[[Session, bytes], Coroutine[Any, Any, Response]],
-        body: bytes | None = None,
-        named: str = "",
+        named: Callable[[bytes], str] = lambda _: "",
     ) -> Response:
-        session = None
+        session, of = None, ""
         try:
-            session = endpoint.session(request.headers, named)
-            body = await _body(request) if body is None else body
+            body = await body_of(request)
+            of = named(body)
+            session = endpoint.session(request.headers, of)
             response = await while_connected(request.receive, what(session, body))
         except (Refusal, CallerLeft, ClientDisconnect) as error:
             own = endpoint.clients_desk(request.headers)
             if (
                 own is not None
                 and session is not None
-                and not (named or SESSION in request.headers)
+                and not (of or SESSION in request.headers)
                 and not session.turns
             ):
                 own.drop(session, "withdrawn")
@@ -171,11 +199,6 @@ def make_app(endpoint: Endpoint) -> FastAPI:
         return await answered(request, work)
 
     async def responses(request: Request) -> Response:
-        try:
-            body = await _body(request)
-        except Refusal as refusal:
-            return JSONResponse(_error(refusal), refusal.status)
-
         async def work(session: Session, body: bytes) -> Response:
             asked = read_response_request(body, partial(_response_of, session))
             repeats = _repeats(request)
@@ -185,7 +208,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
             (answer,) = await session.answer(asked, **repeats)
             return JSONResponse(response(f"resp_{session.id}_{answer.number}", asked, answer, session.model))
 
-        return await answered(request, work, body, session_of_answer(previous_of(body)))
+        return await answered(request, work, lambda body: session_of_answer(previous_of(body)))
 
     async def models(request: Request) -> Response:
         try:
@@ -198,7 +221,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
 
     async def rewarded(request: Request, named: str) -> Response:
         try:
-            value, success, completion, final = read_reward(await _body(request))
+            value, success, completion, final = read_reward(await body_of(request))
             named = named or completion.partition("-")[0]
             desk = endpoint.clients_desk(request.headers)
             session = desk.find(named) if desk is not None else endpoint.session(request.headers)
@@ -227,7 +250,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
                 raise Refusal(401, "invalid_api_key", message)
             if request.method == "GET":
                 return JSONResponse(desk.figures())
-            session = desk.begin(read_group(await _body(request)))
+            session = desk.begin(read_group(await body_of(request)))
             return JSONResponse({"id": session.id, "api_key": session.api_key}, 201)
         except Refusal as refusal:
             return JSONResponse(_error(refusal), refusal.status)
@@ -268,15 +291,6 @@ def _repeats(request: Request) -> dict[str, Any]:
     """What the client says of whether it repeats a request: `openai` counts, others give each a key."""
     again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
     return {"again": again, "key": request.headers.get(KEY, "")}
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MOST_BYTES:
-            raise Refusal(413, "too_large", f"the body is longer than {MOST_BYTES} bytes; send less")
-    return bytes(body)
 
 
 def _error(refusal: Refusal) -> dict[str, Any]:

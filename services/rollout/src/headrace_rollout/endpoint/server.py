@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from headrace_servicekit.http_server import listening_socket, make_server, serve
 from headrace_servicekit.rpc.addresses import host_port
+from headrace_servicekit.session_marks import session_of_key
 
 from headrace_rollout.endpoint.requests import Refusal
 from headrace_rollout.endpoint.session import Session
@@ -24,7 +25,8 @@ SESSION, GROUP = "x-headrace-session", "x-headrace-group"
 KEY = "idempotency-key"
 """Header of a request that its client may send again."""
 KEEP_ALIVE_S = 600
-"""How long a connection may be idle: an agent's tools take their time between two requests."""
+"""How long a connection that has shown a key may be idle: an agent's tools take their time between two requests."""
+NO_KEY = "no session has this key, or it has ended; an agent finds its key in OPENAI_API_KEY"
 
 
 class Endpoint:
@@ -53,11 +55,11 @@ class Endpoint:
     @contextmanager
     def serving(self, session: Session) -> Iterator[None]:
         """Answers the session's requests meanwhile."""
-        self._sessions[session.api_key] = session
+        self._sessions[session.id] = session
         try:
             yield
         finally:
-            del self._sessions[session.api_key]
+            del self._sessions[session.id]
 
     async def close(self) -> None:
         """Ends the server and its connections."""
@@ -69,7 +71,11 @@ class Endpoint:
     def clients_desk(self, headers: Mapping[str, str]) -> Desk | None:
         """The desk where the request shows the run's own key."""
         desk, key = self.desk, _key(headers)
-        return desk if desk is not None and key and hmac.compare_digest(key, desk.key) else None
+        return desk if desk is not None and key and _same(key, desk.key) else None
+
+    def knows(self, headers: Mapping[str, str]) -> bool:
+        """Whether the request shows the run's key, or that of a session that goes on."""
+        return self.clients_desk(headers) is not None or self._of_key(_key(headers)) is not None
 
     def session(self, headers: Mapping[str, str], named: str = "") -> Session:
         """The session of a request's key, or the one that the run's key begins, or names by `named` or its header.
@@ -80,37 +86,29 @@ class Endpoint:
             if named := headers.get(SESSION) or named:
                 return desk.find(named)
             return desk.begin(headers.get(GROUP, ""), headers.get(KEY, ""))
-        key = _key(headers)
-        session = self._sessions.get(key) or (
-            self.desk.of_key(key) if self.desk is not None and key else None
-        )
-        if session is None:
-            message = "no session has this key, or it has ended; an agent finds its key in OPENAI_API_KEY"
-            raise Refusal(401, "invalid_api_key", message)
+        if (session := self._of_key(_key(headers))) is None:
+            raise Refusal(401, "invalid_api_key", NO_KEY)
         return session
 
-    async def _start(self) -> str:
-        import uvicorn
+    def _of_key(self, key: str) -> Session | None:
+        found = self._sessions.get(session_of_key(key))
+        if found is None and self.desk is not None:
+            found = self.desk.with_id(session_of_key(key))
+        return found if found is not None and _same(found.api_key, key) else None
 
+    async def _start(self) -> str:
         from headrace_rollout.endpoint.routes import make_app
 
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening = socket.socket(family)
-        listening.bind((self._host, 0))
-        listening.listen()  # whoever is told of it may connect at once
-        config = uvicorn.Config(
-            make_app(self),
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
-        self._server = uvicorn.Server(config)
-        # Not `serve`: it would take the signal handlers over.
-        self._serving = asyncio.create_task(self._server._serve(sockets=[listening]), name="endpoint")
+        listening = listening_socket(self._host, 0)
+        self._server = make_server(make_app(self), idle_s=KEEP_ALIVE_S)
+        self._serving = asyncio.create_task(serve(self._server, listening), name="endpoint")
         return f"http://{host_port(self._advertised, listening.getsockname()[1])}/v1"
 
 
 def _key(headers: Mapping[str, str]) -> str:
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
+
+
+def _same(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(), other.encode())

@@ -6,6 +6,7 @@ runs.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import time
@@ -18,6 +19,7 @@ from headrace_planner.documents import PlanRequest
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.http_server import admit, guarded
 from headrace_servicekit.rpc.addresses import parse_address
 from headrace_servicekit.tracing import TRACEPARENT, is_tracing, span
 from prometheus_client import Counter, Histogram
@@ -27,7 +29,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_coordinator.api.http.errors import ANSWERS, NO_HEAD, add_error_handlers, error_response
-from headrace_coordinator.api.http.relay import is_relayed, relay_route
+from headrace_coordinator.api.http.relay import Relay, is_relayed
 from headrace_coordinator.api.http.routes.dashboard import DOWNLOAD, Links, is_page, link_routes, page_routes
 from headrace_coordinator.api.http.routes.evaluations import evaluation_routes
 from headrace_coordinator.api.http.routes.events import event_routes
@@ -36,6 +38,7 @@ from headrace_coordinator.api.http.routes.overviews import overview_routes
 from headrace_coordinator.api.http.routes.recordings import recording_routes, video_routes
 from headrace_coordinator.api.http.routes.runs import run_routes
 from headrace_coordinator.api.http.routes.service import plan_routes, service_routes
+from headrace_coordinator.api.idempotency import CALLER
 
 if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator
@@ -74,7 +77,8 @@ def make_app(
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
     )
-    app.router.routes.append(relay_route(coordinator))
+    relay = Relay(coordinator)
+    app.router.routes.append(relay.route)
     app.include_router(run_routes(coordinator, runs_directory))
     app.include_router(recording_routes(coordinator))
     app.include_router(event_routes(coordinator, heartbeat_s))
@@ -88,7 +92,7 @@ def make_app(
     app.include_router(link_routes(token, links))
     app.include_router(page_routes())
     app.include_router(plan_routes())
-    app.add_middleware(Guard, token=token, links=links)
+    app.add_middleware(Guard, token=token, links=links, relay=relay)
     add_error_handlers(app)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return app
@@ -133,11 +137,12 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Guard:
-    """ASGI middleware in front of every route: refuses who may not call, and counts requests."""
+    """ASGI middleware in front of every route: refuses who may not call, by the head alone, and counts requests."""
 
-    def __init__(self, app: ASGIApp, token: str | None, links: Links) -> None:
-        self._app, self._links = app, links
+    def __init__(self, app: ASGIApp, token: str | None, links: Links, relay: Relay) -> None:
+        self._app, self._links, self._relay = app, links, relay
         self._token = token.encode() if token else None
+        self._caller = hashlib.sha256(b"caller/" + self._token).hexdigest()[:12] if self._token else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses or passes on, and counts either way."""
@@ -145,6 +150,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         began = time.perf_counter()
+        refusal = self._refusal(scope)
+        sent = guarded(send, closing=refusal is not None)
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -152,9 +159,8 @@ class Guard:
                 method = scope["method"] if route != "none" else "any"
                 REQUESTS.labels(method, route, message["status"]).inc()
                 SECONDS.labels(method, route).observe(time.perf_counter() - began)
-            await send(message)
+            await sent(message)
 
-        refusal = self._refusal(scope)
         headers = Headers(scope=scope)
         if is_tracing() and (scope["method"] in CHANGES or TRACEPARENT in headers):
             with span(f"{scope['method']} {scope['path']}", headers.get(TRACEPARENT, "")):
@@ -170,26 +176,23 @@ class Guard:
             await (refusal or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
         path = scope["path"]
-        if path in OPEN_PATHS or (self._token is not None and (is_page(path) or is_relayed(path))):
+        if path in OPEN_PATHS or (self._token is not None and is_page(path)):
             return None
-        if self._token is not None:
-            code = QueryParams(scope["query_string"]).get("code")
-            if code and DOWNLOAD.fullmatch(path) and self._links.redeem(code, path):
-                return None
-            return self._without_token(headers)
-        host = headers.get("host", "")
-        if not _is_here(host):
-            # A web page elsewhere whose name was re-pointed at this machine (DNS rebinding).
-            message = f"without an API token only this machine may call, not by the name {host[:80]!r}"
-            return error_response("FORBIDDEN", message + "; use 127.0.0.1, or give the coordinator a token")
-        origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2].lower() != host.lower():
-            return error_response("FORBIDDEN", f"web pages of {origin[:80]!r} may not call this API")
-        return None
+        refusal = self._by_token(scope) if self._token is not None else _from_elsewhere(scope)
+        if refusal is None and is_relayed(path):
+            refusal = self._relay.refusal(scope)
+        if refusal is None:
+            CALLER.set(self._caller)
+            admit(scope)
+        return refusal
 
-    def _without_token(self, headers: Headers) -> Response | None:
+    def _by_token(self, scope: Scope) -> Response | None:
+        """Of requests without the token: those to an endpoint bear a key, a download may bear a code."""
+        headers, path = Headers(scope=scope), scope["path"]
+        code = QueryParams(scope["query_string"]).get("code")
+        if is_relayed(path) or (code and DOWNLOAD.fullmatch(path) and self._links.redeem(code, path)):
+            return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._token or b""):
             return None
@@ -197,6 +200,19 @@ class Guard:
         return error_response(
             "UNAUTHENTICATED", f"the API token is {wrong}; send Authorization: Bearer TOKEN"
         )
+
+
+def _from_elsewhere(scope: Scope) -> Response | None:
+    """The refusal of requests that other machines or other sites' pages make, where there is no token."""
+    headers = Headers(scope=scope)
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if not _is_here(host):
+        # A web page elsewhere whose name was re-pointed at this machine (DNS rebinding).
+        message = f"without an API token only this machine may call, not by the name {host[:80]!r}"
+        return error_response("FORBIDDEN", message + "; use 127.0.0.1, or give the coordinator a token")
+    if origin is not None and origin.partition("://")[2].lower() != host.lower():
+        return error_response("FORBIDDEN", f"web pages of {origin[:80]!r} may not call this API")
+    return None
 
 
 def _without_body(send: Send) -> Send:

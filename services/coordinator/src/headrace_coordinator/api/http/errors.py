@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
 from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.aside import TooSlow
 
 log = logging.getLogger(__name__)
 STATUS = {
@@ -23,6 +24,7 @@ STATUS = {
     "UNAVAILABLE": 503,
     "UNAUTHENTICATED": 401,
     "FORBIDDEN": 403,
+    "TOO_SLOW": 408,
     "TOO_LARGE": 413,
     "UNSUPPORTED_MEDIA_TYPE": 415,
 }
@@ -38,6 +40,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     },
     404: {"model": ErrorView, "description": "There is no such thing; the message names the nearest one."},
     405: {"model": ErrorView, "description": "The path has other methods; the header Allow names them."},
+    408: {"model": ErrorView, "description": "The body came too slowly; the connection is ended."},
     409: {
         "model": ErrorView,
         "description": "The thing's state, or an earlier use of the key, does not allow it.",
@@ -74,6 +77,10 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> Response:
         return error_response(error.reason, error.message, error.problems)
+
+    @app.exception_handler(TooSlow)
+    async def slow(_: Request, error: TooSlow) -> Response:
+        return error_response("UNAVAILABLE", f"{error}; ask for less, or try again")
 
     @app.exception_handler(RequestValidationError)
     async def parameters(_: Request, error: RequestValidationError) -> Response:

@@ -11,17 +11,19 @@ import hashlib
 import hmac
 import json
 import re
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace_servicekit.http_server import Bodies, BodyRefused
 from headrace_servicekit.rpc.callers import LEFT_STATUS, CallerLeft, while_connected
 from headrace_servicekit.session_marks import is_at, own_key, session_of_answer, session_of_key
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-
-from headrace_coordinator.fleet.online import endpoint_key
+from starlette.types import Scope
 
 if TYPE_CHECKING:
     import httpx
@@ -30,10 +32,10 @@ if TYPE_CHECKING:
 
 PATH = "/v1/runs/{run}/endpoint/v1"
 SESSION, GROUP, KEY = "x-headrace-session", "x-headrace-group", "idempotency-key"
-MOST_BYTES = 8 << 20
-"""Longest body of a request."""
+BODIES = Bodies(8 << 20, 64 << 20)
+NO_KEY = "this key is neither a run's nor a session's here; headrace run endpoint RUN prints a run's"
 CONNECT_S, LOOK_S = 5.0, 2.0
-_RELAYED = re.compile(r"/v1/runs/[^/]+/endpoint/v1/")
+_RELAYED = re.compile(r"/v1/runs/([^/]+)/endpoint/v1/")
 _KEPT = ("content-type", SESSION, "retry-after")
 _SENT = ("authorization", "content-type", "accept", SESSION, GROUP, KEY, "x-stainless-retry-count")
 
@@ -51,25 +53,37 @@ class Unanswered(Exception):
         self.status, self.code, self.message = status, code, message
 
 
-def relay_route(coordinator: Coordinator) -> Route:
-    """The route of all requests to endpoints of runs."""
-    relay = Relay(coordinator)
-    return Route(f"{PATH}/{{path:path}}", relay.answer, methods=["GET", "POST", "DELETE"])
-
-
 class Relay:
     """Passes requests on. `coordinator` knows where the endpoints of a run are."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+        self._nobodys = secrets.token_urlsafe(32)
+        """The key of runs that are not there: names are compared with it as with any other."""
         self._made: httpx.AsyncClient | None = None
+
+    @property
+    def route(self) -> Route:
+        """The route of all requests to endpoints of runs."""
+        return Route(f"{PATH}/{{path:path}}", self.answer, methods=["GET", "POST", "DELETE"])
+
+    def refusal(self, scope: Scope) -> Response | None:
+        """What a request to an endpoint is told that shows no key of its run, whether there is the run or not."""
+        found = _RELAYED.match(scope["path"])
+        run, shown = found[1] if found else "", _key(Headers(scope=scope))
+        key = self._coordinator.reads.endpoint_key(run) or self._nobodys
+        of_run = hmac.compare_digest(shown.encode(), key.encode())
+        of_session = hmac.compare_digest(shown.encode(), own_key(key, session_of_key(shown)).encode())
+        if of_run or of_session:
+            return None
+        return _told(Unanswered(401, "invalid_api_key", NO_KEY))
 
     async def answer(self, request: Request) -> Response:
         """The answer of the instance that has the request's session, or begins it."""
         try:
             run, path = request.path_params["run"], request.path_params["path"]
             urls = self._coordinator.reads.endpoints(run)
-            body = await _body(request)
+            body = await BODIES.read(request.scope["headers"], request.receive)
             if path == "sessions" and request.method == "GET":
                 return await self._figures(request, urls)
             session = _session(request, path, body)
@@ -82,9 +96,9 @@ class Relay:
         except (CallerLeft, ClientDisconnect):
             return Response(status_code=LEFT_STATUS)
         except Unanswered as unanswered:
-            kind = "server_error" if unanswered.status >= 500 else "invalid_request_error"
-            told = {"message": unanswered.message, "type": kind, "param": None, "code": unanswered.code}
-            return JSONResponse({"error": told}, unanswered.status)
+            return _told(unanswered)
+        except BodyRefused as refused:
+            return _told(Unanswered(refused.status, refused.code, refused.message))
 
     async def _passed_on(
         self, request: Request, path: str, body: bytes, places: Sequence[str], session: str
@@ -109,15 +123,7 @@ class Relay:
 
     def _lost(self, request: Request, session: str, how: str) -> Unanswered:
         """What a client is told whose session went with its instance; counted in the run's figures."""
-        run = request.path_params["run"]
-        key = endpoint_key(self._coordinator.reads.find(run).directory)
-        shown = _key(request).encode()
-        if not any(hmac.compare_digest(shown, good.encode()) for good in (key, own_key(key, session))):
-            message = (
-                "this key is neither the run's nor the session's; headrace run endpoint prints the run's"
-            )
-            return Unanswered(401, "invalid_api_key", message)
-        self._coordinator.fleet.online[run].lose(session)
+        self._coordinator.fleet.online[request.path_params["run"]].lose(session)
         which = f"session {session}" if session else "the session that this request began"
         message = f"{which} is lost: the rollout instance that had it {how}; begin a new one"
         return Unanswered(404, "session_lost", message)
@@ -190,13 +196,10 @@ async def _pieces(found: httpx.Response) -> AsyncIterator[bytes]:
         await found.aclose()
 
 
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MOST_BYTES:
-            raise Unanswered(413, "too_large", f"the body is longer than {MOST_BYTES} bytes; send less")
-    return bytes(body)
+def _told(unanswered: Unanswered) -> Response:
+    kind = "server_error" if unanswered.status >= 500 else "invalid_request_error"
+    told = {"message": unanswered.message, "type": kind, "param": None, "code": unanswered.code}
+    return JSONResponse({"error": told}, unanswered.status)
 
 
 def _session(request: Request, path: str, body: bytes) -> str:
@@ -206,14 +209,14 @@ def _session(request: Request, path: str, body: bytes) -> str:
     first, _, rest = path.partition("/")
     if first == "sessions" and rest:
         return rest.partition("/")[0]
-    if own := session_of_key(_key(request)):
+    if own := session_of_key(_key(request.headers)):
         return own
     key_of_answer = {"feedback": "completion", "responses": "previous_response_id"}.get(path, "")
     return session_of_answer(_text(body, key_of_answer)) if key_of_answer else ""
 
 
-def _key(request: Request) -> str:
-    kind, _, key = request.headers.get("authorization", "").partition(" ")
+def _key(headers: Headers) -> str:
+    kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -11,17 +10,26 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Header, Query, Request, Response
 from headrace_schema.problems import choose, explain, problem
 from headrace_schema.yaml_text import YamlProblem, read_yaml
+from headrace_servicekit.http_server import Bodies, BodyRefused
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
-from starlette.requests import ClientDisconnect
 
 from headrace_coordinator.api.http.errors import invalid, unknown_parameter
 from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.aside import PARSING
 from headrace_coordinator.domain.run_states import STATES
 
-MAX_BODY_BYTES = 1024 * 1024
+BODIES = Bodies(1 << 20, 64 << 20)
+MOST_VALUES = 50_000
 JSON = "application/json"
 MEDIA_TYPES = (JSON, "application/yaml")
+BODY_REASONS = {
+    400: "INVALID",
+    408: "TOO_SLOW",
+    413: "TOO_LARGE",
+    415: "UNSUPPORTED_MEDIA_TYPE",
+    503: "UNAVAILABLE",
+}
 KEY_PATTERN = r"^[\x21-\x7e]{1,200}$"
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -90,7 +98,12 @@ async def read_model(request: Request, model: type[Model], what: str) -> Model:
         message = f"the body must be JSON or YAML and is {given}; send Content-Type: {types}"
         raise Refused("UNSUPPORTED_MEDIA_TYPE", message)
     body = await _read(request)
-    data = _from_json(body, what) if media_type == JSON else await _from_yaml(body, what)
+    return await PARSING.run(lambda: _parsed(body, media_type, model, what))
+
+
+def _parsed(body: bytes, media_type: str, model: type[Model], what: str) -> Model:
+    """In a thread: the largest body takes a second."""
+    data = _from_json(body, what) if media_type == JSON else _from_yaml(body, what)
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -102,15 +115,17 @@ def _from_json(body: bytes, what: str) -> Any:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise invalid([problem("", f"{what} is not JSON: {error}", "send one JSON object")], what) from error
+    if (count := _count(data)) > MOST_VALUES:
+        reason = f"{what} holds {count:,} values, and {MOST_VALUES:,} is the most"
+        raise invalid([problem("", reason, "put data into files that the spec names")], what)
     if not _finite(data):
         raise invalid([problem("", f"{what} holds a number beyond 1e308", "write a finite number")], what)
     return data
 
 
-async def _from_yaml(body: bytes, what: str) -> Any:
-    """In a thread: PyYAML takes a second for the largest text that it is given."""
+def _from_yaml(body: bytes, what: str) -> Any:
     try:
-        return await asyncio.to_thread(read_yaml, body.decode())
+        return read_yaml(body.decode())
     except UnicodeDecodeError as error:
         fix = "send UTF-8"
         raise invalid([problem("", f"{what} is not UTF-8 at byte {error.start}", fix)], what) from error
@@ -119,15 +134,20 @@ async def _from_yaml(body: bytes, what: str) -> Any:
 
 
 async def _read(request: Request) -> bytes:
-    body = bytearray()
     try:
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                raise Refused("TOO_LARGE", f"the body is larger than {MAX_BODY_BYTES} bytes")
-    except ClientDisconnect as error:
-        raise Refused("INVALID", "the connection broke before the body had arrived") from error
-    return bytes(body)
+        return await BODIES.read(request.scope["headers"], request.receive)
+    except BodyRefused as refused:
+        raise Refused(BODY_REASONS[refused.status], str(refused)) from refused
+
+
+def _count(data: Any) -> int:
+    """Values of JSON data, lists and objects among them."""
+    count, left = 0, [data]
+    while left:
+        value = left.pop()
+        count += 1
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return count
 
 
 def _finite(value: Any) -> bool:

@@ -70,6 +70,16 @@ class Reads:
             base_url=base_url if served else "", api_key=endpoint_key(self.find(run_id).directory)
         )
 
+    def endpoint_key(self, run_id: str) -> str:
+        """The key of an online run that this coordinator has known at work; empty for any other name."""
+        run, online = self._event_log.state.runs.get(run_id), self._fleet.online.get(run_id)
+        if online is not None and online.key:
+            return online.key
+        if run is None or not (run.spec.get("agent") or {}).get("online"):
+            return ""
+        self._fleet.online[run_id].key = key = endpoint_key(run.directory)
+        return key
+
     def endpoints(self, run_id: str) -> list[str]:
         """Addresses of the endpoints of an online run, at its rollout instances. NOT_FOUND for another run."""
         run = self.find(run_id)

@@ -18,12 +18,13 @@ from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.submission import Submission
-from headrace_coordinator.data.dataset import WARMUP_BYTES
+from headrace_coordinator.data.dataset import WARMUP_BYTES, Dataset
 from headrace_coordinator.trackers import tracker_problems
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 PRESETS = ("smollm2", "tiny", "tiny_vision")
 """Models that a command makes; the examples name their directories so."""
+MOST_ANSWERS = 2**20
 WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 BATCH_SHAPE = ("group_size", "prompts_per_step")
 """Keys of `algorithm` that say which prompts a step has: with others, step N would not begin where the origin ended."""
@@ -115,6 +116,23 @@ def suite_limit(submission: Submission) -> Iterator[KeyProblemView]:
     count, limit = submission.data.asked_size, submission.evaluated.asked.suite.limit
     if limit is not None and limit > count:
         yield problem("suite.limit", f"the suite has {count} items", f"the nearest valid value is {count}")
+    yield from _answers(min(limit or count, count), submission.evaluated.asked.samples, "samples")
+
+
+def heldout_answers(submission: Submission) -> Iterator[KeyProblemView]:
+    """An evaluation within a run that has more answers than the coordinator keeps in hand."""
+    data, spec = submission.data, submission.spec
+    if submission.evaluated is None and isinstance(data, Dataset):
+        asked = [len(data.of_kind(kind)[1]) for kind in data.evaluated]
+        yield from _answers(max(asked, default=0), spec.evaluation.samples, "evaluation.samples")
+
+
+def _answers(items: int, samples: int, key: str) -> Iterator[KeyProblemView]:
+    if items * samples > MOST_ANSWERS:
+        reason = (
+            f"{samples:,} answers to {items:,} items are more than the {MOST_ANSWERS:,} of one evaluation"
+        )
+        yield problem(key, reason, f"use at most {max(1, MOST_ANSWERS // items)}, or fewer items")
 
 
 def fork(submission: Submission) -> Iterator[KeyProblemView]:

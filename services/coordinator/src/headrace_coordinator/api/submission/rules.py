@@ -304,6 +304,7 @@ LOCAL: tuple[Rule, ...] = (
     local_rules.trackers,
     local_rules.fork,
     local_rules.suite_limit,
+    local_rules.heldout_answers,
 )
 """What no instance mends."""
 RULES = (*OF_FLEET, *LOCAL)

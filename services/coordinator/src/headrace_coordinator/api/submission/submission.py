@@ -138,7 +138,7 @@ class Submission:
         """The engine that the run takes."""
         return self._choice[0]
 
-    @property
+    @cached_property
     def note(self) -> str:
         """What was decided for the spec (an engine that is left to the fleet, defaults), and is foreseen."""
         seen = foreseen(self.spec, self.data) if isinstance(self.data, Dataset) and not self.evaluated else ""

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.local_rules import fork
 from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of, unseen
 from headrace_coordinator.api.submission.submission import Origin, Submission
+from headrace_coordinator.aside import CHECKING
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
@@ -158,6 +160,11 @@ def _before_a_run(
         trials.discard(client.run)  # The reconciler closes what could not be closed here.
 
 
+def _waits_for_fleet(submission: Submission) -> bool:
+    """Whether only the fleet, as it is now, is in the way."""
+    return bool(problems_of(submission, OF_FLEET)) and not problems_of(submission, LOCAL)
+
+
 NAMES_COMPARED = 200
 """Newest runs that the name of an unknown one is compared with."""
 
@@ -214,14 +221,15 @@ class Submissions:
             Impossible: with every problem, in the keys of what was asked.
         """
         submission = await self._resolve(asked)
-        if problems_of(submission, OF_FLEET) and not problems_of(submission, LOCAL):
+        if await CHECKING.run(partial(_waits_for_fleet, submission)):
             submission = await self._once_restarted(submission)
-        problems = problems_of(submission)
+        problems = await CHECKING.run(partial(problems_of, submission))
         problems = problems or await check_scorers(submission.spec, self._fleet, self._trials)
         problems = problems or await check_environment(submission, self._fleet, self._trials)
         problems = problems or await self._changed_origin(submission)
         if problems:
             raise Impossible(in_users_keys(problems, submission.evaluated))
+        await CHECKING.run(lambda: (submission.settled, submission.note))  # which are kept
         return submission
 
     async def _resolve(self, asked: RunSpec | EvaluationSpec) -> Submission:

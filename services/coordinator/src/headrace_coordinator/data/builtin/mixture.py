@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Annotated, Any, Self
 
 from headrace_schema.problems import Impossible, problem
+from headrace_schema.sections.base import FEW
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from typing_extensions import override
 
@@ -39,7 +40,7 @@ class Mixture(DataSource):
     Every item has the template field `part`, the place of its source in the list, from 0.
     """
 
-    parts: Annotated[tuple[Part, ...], Field(min_length=1, description="the sources")]
+    parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=FEW, description="the sources")]
     _left_out: Counter[str] = PrivateAttr(default_factory=Counter)
 
     @model_validator(mode="after")

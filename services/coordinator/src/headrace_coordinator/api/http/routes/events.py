@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from headrace_schema.resources.views import EventView
 from pydantic import Field
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 MEDIA_TYPE = "text/event-stream"
 RETRY_MS = 1000
-MAX_STREAMS = 256
+MAX_STREAMS, MAX_OF_CLIENT = 256, 64
 # No line ends to the standard, but to clients that split text as Python does (httpx). In JSON: in strings.
 LINE_SEPARATORS = {point: f"\\u{point:04x}" for point in (0x85, 0x2028, 0x2029)}
 MAX_EVENT_ID = 2**63 - 1
@@ -44,6 +45,7 @@ def event_routes(coordinator: Coordinator, heartbeat_s: float) -> APIRouter:
 
     @routes.get("/{run_id}/events", response_class=StreamingResponse, responses=EVENT_ANSWER)
     async def stream_events(
+        request: Request,
         run_id: str,
         after: Annotated[EventId, Query(description="only events with a higher id")] = 0,
         last_event_id: Annotated[EventId | None, Header(description="as `after`; takes precedence")] = None,
@@ -51,7 +53,7 @@ def event_routes(coordinator: Coordinator, heartbeat_s: float) -> APIRouter:
         """Events of a run as they happen, until it has ended."""
         run = coordinator.reads.run(run_id)
         events = coordinator.past.events(run.id, after if last_event_id is None else last_event_id)
-        return StreamingResponse(streams.start(events), 200, HEADERS, MEDIA_TYPE)
+        return StreamingResponse(streams.start(events, _client(request)), 200, HEADERS, MEDIA_TYPE)
 
     return routes
 
@@ -61,22 +63,28 @@ class Streams:
 
     def __init__(self, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s
-        self._open = 0
+        self._open: Counter[str] = Counter()
 
-    def start(self, events: AsyncIterator[EventView]) -> AsyncIterator[bytes]:
-        """A stream of these events; UNAVAILABLE when too many are open."""
-        if self._open >= MAX_STREAMS:
-            raise Refused("UNAVAILABLE", f"{MAX_STREAMS} streams of events are open; close one, or try again")
-        return self._counted(events)
+    def start(self, events: AsyncIterator[EventView], client: str = "") -> AsyncIterator[bytes]:
+        """A stream of these events; UNAVAILABLE when too many are open, in all or of this client."""
+        for most, count in ((MAX_STREAMS, self._open.total()), (MAX_OF_CLIENT, self._open[client])):
+            if count >= most:
+                raise Refused("UNAVAILABLE", f"{most} streams of events are open; close one, or try again")
+        return self._counted(events, client)
 
-    async def _counted(self, events: AsyncIterator[EventView]) -> AsyncIterator[bytes]:
-        self._open += 1
+    async def _counted(self, events: AsyncIterator[EventView], client: str) -> AsyncIterator[bytes]:
+        self._open[client] += 1
         try:
             async with aclosing(stream(events, self._heartbeat_s)) as parts:
                 async for part in parts:
                     yield part
         finally:
-            self._open -= 1
+            self._open[client] -= 1
+            self._open += Counter()  # without clients that have none
+
+
+def _client(request: Request) -> str:
+    return request.client.host if request.client else ""
 
 
 async def stream(events: AsyncIterator[EventView], heartbeat_s: float) -> AsyncGenerator[bytes, None]:
