@@ -206,7 +206,14 @@ def test_an_example_is_judged_alike_with_a_fleet_and_without_one(fleet, tiny_mod
         alone = {item["key"]: item["problem"] for item in check_offline(spec) or ()}
     except CommandError as error:
         alone = {problem.key: problem.problem for problem in error.problems}
-    of_instances = ("placement.", "trainer.ranks", "trainer.backend", "rollout.", "environment", "reward.load")
+    of_instances = (
+        "placement.",
+        "trainer.ranks",
+        "trainer.backend",
+        "rollout.",
+        "environment",
+        "reward.load",
+    )
     left = {key: text for key, text in by_fleet.items() if not key.startswith(of_instances)}
     assert left.keys() <= alone.keys() | {"reward.scorers[0].options"}, (left, alone)
     assert alone.keys() <= by_fleet.keys(), (alone, by_fleet)

@@ -121,3 +121,19 @@ def test_base64_may_have_lines():
 def test_a_packed_file_is_called_so():
     with pytest.raises(BadImage, match="is a gzip file; unpack it"):
         check_image(gzip.compress(saved(half("RGB", BLACK, RED))))
+
+
+def test_a_file_that_another_program_would_read_is_not_opened(tmp_path, monkeypatch):
+    """Pillow hands EPS to Ghostscript, which runs what the file says."""
+    from PIL import EpsImagePlugin
+
+    ran = tmp_path / "ran"
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {ran}\nexit 1\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    eps = saved(Image.new("RGB", (8, 8), RED), "EPS")
+    for read in (check_image, decode_image):
+        with pytest.raises(ValueError, match="image"):
+            read(eps)
+    assert not ran.exists()

@@ -114,7 +114,8 @@ def _write_video(directory: Path, camera: str, shape: Sequence[int], images: Seq
         stream.height, stream.width = shape[:2]
         stream.pix_fmt = _pixels(shape)
         for number, png in enumerate(images):
-            frame = av.VideoFrame.from_ndarray(np.asarray(Image.open(io.BytesIO(png))), format="rgb24")
+            picture = np.asarray(Image.open(io.BytesIO(png), formats=("PNG",)))
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
             frame.pts = number
             film.mux(stream.encode(frame))
         film.mux(stream.encode(None))

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.loading import context_limit, load_architecture, location, reading
+from headrace_modelkit.loading import context_limit, load_architecture, reading, trusted
 
 
 class Classifier:
@@ -61,9 +61,9 @@ class Classifier:
                 dtype=getattr(torch, dtype),
                 use_safetensors=True,
                 output_loading_info=True,
-                **location(section),
+                **trusted(section),
             )
-            tokenizer = AutoTokenizer.from_pretrained(path, **location(section))
+            tokenizer = AutoTokenizer.from_pretrained(path, **trusted(section))
         if missing := sorted(report["missing_keys"]):
             raise ModelNotReadable(f"{path!r} lacks {len(missing)} weights, first {missing[0]}")
         return cls(model.to(device).eval(), tokenizer, context_limit(section, architecture))

@@ -70,7 +70,7 @@ def load_model(
             model = _with_weights(config, architecture, wanted)
         else:
             with no_init_weights():
-                model = _models(architecture).from_config(architecture, dtype=wanted)
+                model = _models(architecture).from_config(architecture, dtype=wanted, trust_remote_code=False)
             model.tie_weights()
     if type(model.config) is not type(architecture):
         mark_wrapped(model)
@@ -131,9 +131,7 @@ def body_prefix(model: PreTrainedModel) -> str:
 def load_architecture(config: ModelSection) -> PreTrainedConfig:
     """The model's configuration with dropout off. Raises ModelNotReadable."""
     with reading(config):
-        architecture: PreTrainedConfig = _Configs.from_pretrained(
-            config.path, trust_remote_code=False, **location(config)
-        )
+        architecture: PreTrainedConfig = _Configs.from_pretrained(config.path, **trusted(config))
     _without_chance(vars(architecture))
     return architecture
 
@@ -211,6 +209,11 @@ def location(config: ModelSection) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
+def trusted(config: ModelSection) -> dict[str, Any]:
+    """`location`, and that none of the model's own code is run: else transformers asks at the terminal whether to."""
+    return {**location(config), "trust_remote_code": False}
+
+
 @contextmanager
 def reading(config: ModelSection) -> Iterator[None]:
     """Turns what loaders raise on an unreadable path into one sentence that names the key and the fix."""
@@ -227,7 +230,7 @@ def reading(config: ModelSection) -> Iterator[None]:
 def _with_weights(
     config: ModelSection, architecture: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    options = location(config)
+    options = trusted(config)
     if config.gguf_file is not None:
         options["quantization_config"] = GgufConfig(dequantize=True)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from headrace_schema.images import MOST_IMAGE_PIXELS, why_not_rgb
+from headrace_schema.images import IMAGE_FORMATS, MOST_IMAGE_PIXELS, why_not_rgb
 
 
 def decode_image(data: bytes) -> Any:
@@ -16,7 +16,7 @@ def decode_image(data: bytes) -> Any:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
         if image.width * image.height > MOST_IMAGE_PIXELS:
             raise ValueError(f"an image of {image.width} x {image.height} pixels is too large")
         image.load()

@@ -13,12 +13,12 @@ from typing import Any
 
 from headrace_schema.images import IMAGE_MARK
 from headrace_schema.sections.generating import ModelSection
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils.hub import cached_file
 
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.loading import load_architecture, location, reading
+from headrace_modelkit.loading import load_architecture, location, reading, trusted
+from headrace_modelkit.rendering import RENDERER, Endless
 from headrace_modelkit.vision import ImageReader, load_images
 
 PROCESSOR_TEMPLATE = "chat_template.json"
@@ -28,6 +28,11 @@ SPACE = "\u2581"
 MARK = "\0"
 """A byte that joins with nothing: behind it a text is as it is behind other text."""
 Measure = Callable[[str], int]
+MOST_ENDLESS = 3
+"""Times that a chat template is killed before it is refused at once."""
+ENDLESS = (
+    "model.path: the model's chat template comes to no end: {reason}; mend chat_template beside config.json"
+)
 
 
 def _byte_level(piece: str) -> int:
@@ -95,6 +100,7 @@ class TextCodec:
         """What reads the images of prompts; None for a model that takes none."""
         self.eos_ids = eos_ids
         self.pad_id = pad_id
+        self._endless = 0
         self._lengths = TokenLengths(tokenizer)
         first = tokenizer.convert_ids_to_tokens(self._ids("!", special=False))[:1]
         self._first_space = any(piece.startswith(SPACE) for piece in first)
@@ -168,16 +174,19 @@ class TextCodec:
             raise ValueError(
                 "data.prompt.chat: the model's tokenizer has no chat template; set data.prompt.chat: false"
             )
+        if self._endless >= MOST_ENDLESS:
+            raise Endless(ENDLESS.format(reason=f"it was killed {self._endless} times"))
+        given = {**self.tokenizer.special_tokens_map, **(arguments or {})}
+        template = self.tokenizer.get_chat_template(tools=given.get("tools"))
         refused: Exception | None = None
         for messages in _written(chat):
             try:
-                rendered: str = self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, **{"add_generation_prompt": True, **(arguments or {})}
-                )
-            except (TemplateError, TypeError, KeyError) as error:
+                return RENDERER.render(template, messages, given)
+            except Endless as error:
+                self._endless += 1
+                raise Endless(ENDLESS.format(reason=error)) from error
+            except ValueError as error:
                 refused = refused or error
-            else:
-                return rendered
         roles = ", ".join(message["role"] for message in chat)
         raise ValueError(f"the model's chat template refuses messages of {roles}: {refused}") from refused
 
@@ -239,7 +248,7 @@ def load_tokenizer(config: ModelSection) -> TextCodec:
     """The model's tokenizer. Raises ModelNotReadable, also when nothing ends an answer."""
     architecture = load_architecture(config)
     with reading(config):
-        tokenizer = AutoTokenizer.from_pretrained(config.path, **location(config))
+        tokenizer = AutoTokenizer.from_pretrained(config.path, **trusted(config))
     # Without any tokenizer file transformers makes an empty one for some architectures.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ModelNotReadable(

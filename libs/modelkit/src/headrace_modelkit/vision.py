@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.loading import load_architecture, location, reading, reads_images
+from headrace_modelkit.loading import load_architecture, reading, reads_images, trusted
 from headrace_modelkit.pictures import decode_image
 
 KEPT_BYTES = 256 << 20
@@ -290,7 +290,7 @@ def load_images(config: ModelSection) -> ImageReader | None:
         ) from error
     with reading(config):
         # Pillow's resizing everywhere: torchvision's differs from it in the last bits.
-        processor = _Processors.from_pretrained(config.path, backend="pil", **location(config))
+        processor = _Processors.from_pretrained(config.path, backend="pil", **trusted(config))
     untyped: Any = architecture
     merge = int(untyped.vision_config.spatial_merge_size)
     if int(processor.merge_size) != merge or int(processor.patch_size) != int(

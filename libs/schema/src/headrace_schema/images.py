@@ -20,6 +20,8 @@ MOST_IMAGE_PIXELS = 64_000_000
 """Width times height of one image: what is decoded before a processor makes it smaller."""
 MOST_IMAGE_RATIO = 200
 """Longer side over shorter side."""
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+"""Of image files, by Pillow's names: what is read. Others reach for programs of the machine (EPS: Ghostscript)."""
 _PLAIN_MODES = ("1", "L", "P", "RGB")
 """Of Pillow: what becomes RGB without a choice, where nothing is transparent; others have more bits, or an alpha."""
 _ON_WHITE = (

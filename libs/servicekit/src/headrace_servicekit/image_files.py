@@ -11,7 +11,13 @@ import io
 from typing import Any
 
 import numpy as np
-from headrace_schema.images import MOST_IMAGE_BYTES, MOST_IMAGE_PIXELS, MOST_IMAGE_RATIO, why_not_rgb
+from headrace_schema.images import (
+    IMAGE_FORMATS,
+    MOST_IMAGE_BYTES,
+    MOST_IMAGE_PIXELS,
+    MOST_IMAGE_RATIO,
+    why_not_rgb,
+)
 
 _GZIP = b"\x1f\x8b"
 
@@ -36,7 +42,7 @@ def check_image(data: bytes) -> None:
             f"of more bytes than the {MOST_IMAGE_BYTES:,} that travel", "make it smaller, or write it as JPEG"
         )
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
             width, height = image.size
             if width * height > MOST_IMAGE_PIXELS:
                 reason = f"of {width} x {height} pixels, and {MOST_IMAGE_PIXELS:,} are read"

@@ -145,10 +145,12 @@ async def groups_of(
 
 
 async def _read_prompt(prompt: rollout_pb2.Prompt, codec: TextCodec) -> Given:
-    """As `prompt_ids`, with where its images stand; these are decoded in a thread."""
-    if not prompt.images:
+    """As `prompt_ids`, with where its images stand; in a thread where a chat template or images take time."""
+    if prompt.WhichOneof("form") != "chat" and not prompt.images:
         return Given(prompt_ids(prompt, codec))
     ids = await asyncio.to_thread(prompt_ids, prompt, codec)
+    if not prompt.images:
+        return Given(ids)
     assert codec.images is not None, "checked by prompt_ids"
     return Given.of(codec.images, ids, [image.data for image in prompt.images])
 

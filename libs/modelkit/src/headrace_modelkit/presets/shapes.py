@@ -133,7 +133,7 @@ def write_shape(
     config: Any = kind(**{**shape, **ids, **overrides})
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        model = _Models.from_config(config, dtype=dtype)
+        model = _Models.from_config(config, dtype=dtype, trust_remote_code=False)
     count: int = sum(parameter.numel() for parameter in model.parameters())
     save_model(model, codec, directory)
     return count

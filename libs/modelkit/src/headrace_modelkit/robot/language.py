@@ -45,7 +45,7 @@ def instruction_encoder(config: PolicyConfig, directory: str) -> Encode:
 def read_tokenizer(directory: Path | str) -> Any:
     """The tokenizer in a directory. Raises ModelNotReadable."""
     try:
-        return AutoTokenizer.from_pretrained(Path(directory))
+        return AutoTokenizer.from_pretrained(Path(directory), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotReadable(
             f"model.path: {str(directory)!r} holds no tokenizer that can be read ({str(error).splitlines()[0]}); put "

@@ -12,6 +12,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 
 import msgspec
+from headrace_schema.images import IMAGE_FORMATS
 
 from headrace_coordinator.projections.trajectories import Message
 
@@ -44,7 +45,7 @@ def with_thumbnails(messages: Sequence[Message]) -> list[Message]:
 def _thumbnail(image: bytes) -> str:
     from PIL import Image, ImageOps
 
-    with Image.open(io.BytesIO(image)) as opened:
+    with Image.open(io.BytesIO(image), formats=IMAGE_FORMATS) as opened:
         opened.draft("RGB", (SIDE, SIDE))
         small = ImageOps.exif_transpose(opened).convert("RGB")
     small.thumbnail((SIDE, SIDE))

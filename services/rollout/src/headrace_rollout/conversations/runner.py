@@ -257,9 +257,9 @@ async def _tell(view: View, player: Player, tools: Sequence[Any] | None) -> Fini
     await player.template.reads([image for message in view.told for image in message.images])
     view.told = []
     if not line.prompt_ids:
-        line.begins(player.template.opened(told, tools))
+        line.begins(await asyncio.to_thread(player.template.opened, told, tools))
         return None
-    given = player.template.between(view.spoken, told, tools)
+    given = await asyncio.to_thread(player.template.between, view.spoken, told, tools)
     if len(line.prompt_ids) + len(line.tokens) + len(given.ids) >= player.engine.max_context_tokens:
         return Finish.LENGTH
     line.gave(given)

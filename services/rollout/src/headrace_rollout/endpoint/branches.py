@@ -5,10 +5,13 @@ Knows no HTTP, no engine and no simulator.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from headrace_modelkit.rendering import Endless
 from headrace_servicekit.image_files import BadImage
 
 from headrace_rollout.conversations.conversation import Conversation, Given, too_many
@@ -92,10 +95,19 @@ class Branches:
             if many := too_many(images, *(each.data for one in self._branches for each in one.talk.images)):
                 raise ValueError(many)
             await self._template.reads(images)
+            with suppress(ValueError):  # which placing it raises again
+                await asyncio.to_thread(self._rehearse, request)
         except BadImage as error:
             raise Refusal(400, "invalid_request", f"messages: an image {error}", "messages") from error
         except ValueError as error:
             raise Refusal(400, "unsupported_parameter", f"messages: {error}", "messages") from error
+
+    def _rehearse(self, request: ChatRequest) -> None:
+        """Renders the request's text, which is kept: placing it takes nobody's time then. Raises Refusal."""
+        try:
+            self.place(request)
+        except Endless as error:
+            raise Refusal(400, "invalid_request", f"messages: {error}", "messages") from error
 
     def _behind(self, request: ChatRequest) -> Place | None:
         """Behind the turn that the request extends, with the ids that were sampled; None: it extends none."""
