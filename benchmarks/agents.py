@@ -148,7 +148,8 @@ class Bench:
     async def over_http(self) -> tuple[float, Any, int]:
         """Seconds, the speaker that asked, and the tokens that the engine computed, of agents in another process."""
         from headrace_rollout.conversations.conversation import Conversation
-        from headrace_rollout.endpoint.session import Session, Terms
+        from headrace_rollout.endpoint.answers import Terms
+        from headrace_rollout.endpoint.session import Session
         from headrace_rollout.engines.samples import SlotKey
 
         stream, speaker = self._stream(), self._speaker()
