@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import uvicorn
-from headrace_coordinator.api.http.relay import relay_route
+from headrace_coordinator.api.http.relay import Relay
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
@@ -61,7 +61,7 @@ async def test_a_caller_who_leaves_is_gone_at_the_instance_too(streams):
 
     async with serving(Route("/v1/chat/completions", answer, methods=["POST"])) as instance:
         reads = SimpleNamespace(endpoints=lambda run: [f"http://127.0.0.1:{instance}/v1"])
-        async with serving(relay_route(SimpleNamespace(reads=reads))) as port:
+        async with serving(Relay(SimpleNamespace(reads=reads)).route) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             head = (
                 "POST /v1/runs/r/endpoint/v1/chat/completions HTTP/1.1\r\nHost: x\r\nIdempotency-Key: k\r\n"

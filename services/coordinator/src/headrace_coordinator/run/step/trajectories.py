@@ -213,10 +213,9 @@ def said(message: common.Trajectory) -> list[Spoken]:
 
 def told(form: str, said: Iterable[Spoken], turn_rewards: Iterable[float]) -> list[Message]:
     """What was said in a conversation, with the calls of tools in the `form` that the run's spec names."""
-    rewards, found, listed_turns = iter(turn_rewards), [], list(said)
-    answered = [each.role == "tool" for each in listed_turns[1:]] + [False]
-    for (role, party, content, tokens, files), called in zip(listed_turns, answered, strict=True):
-        own = tokens is not None
+    rewards, found, turns = iter(turn_rewards), [], list(said)
+    for at, (role, party, content, tokens, files) in enumerate(turns, 1):
+        own, called = tokens is not None, [each.role for each in turns[at : at + 1]] == ["tool"]
         # JSON without marks is an answer, unless a tool answered it.
         calls = PARSERS[form](content) if own and (called or form in TAGGED) and form in PARSERS else []
         listed = [Call(call.name, json.dumps(call.arguments), call.problem) for call in calls]
