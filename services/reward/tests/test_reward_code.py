@@ -12,7 +12,7 @@ import pytest
 from headrace.reward.v1 import reward_pb2
 from headrace_reward import scorers
 from headrace_reward.scorers.base import Answer, ScorerError
-from headrace_reward.scorers.code_tests import code_of, read_cases
+from headrace_reward.scorers.code_cases import code_of, read_cases
 from headrace_reward.scorers.coding import same_text, same_value
 from headrace_reward.scorers.contract import check_scorer
 from headrace_servicekit.sandbox import run

@@ -35,7 +35,7 @@ from headrace_servicekit.sandbox.run import (
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from headrace_reward.scorers.base import Answer, ScorerError
-from headrace_reward.scorers.code_tests import Cases, code_of, read_cases
+from headrace_reward.scorers.code_cases import Cases, code_of, read_cases
 
 _MEBIBYTE = 1 << 20
 _DEFINES = r"^(?:async\s+)?(?:def|class)\s+{0}\b|^{0}\s*=|^from\s.*\bimport\b.*\b{0}\b"
