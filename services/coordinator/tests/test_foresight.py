@@ -35,6 +35,11 @@ def noted(tmp_path):
         ),
         (ROWS, {"algorithm": {"prompts_per_step": 64}}, "64 prompts of 40 items"),
         (ROWS, {"steps": 2000}, "each of 40 items 200 times"),
+        (
+            [{**row, "question": row["question"] * 40} for row in ROWS],
+            {"model": {"path": "owner/model", "max_context": 24}, "sampling": {"max_new_tokens": 8}},
+            "every prompt has 280 characters or more, and the context 24 tokens: all would be dropped",
+        ),
     ],
 )
 def test_what_is_foreseen_is_said(noted, rows, changes, words):
@@ -45,3 +50,12 @@ def test_a_look_at_a_large_set_is_a_look_at_some_items_of_all_of_it(noted, monke
     monkeypatch.setattr(submission, "LOOKED_AT", 16)
     rows = [{"question": f"q{n}", "answer": "yes" if n else "no"} for n in range(400)]
     assert "every reference" in noted(rows), "one in four hundred is not looked at"
+
+
+def test_answers_longer_than_a_local_models_context_are_foreseen(noted, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 64}')
+    model = {"path": str(tmp_path)}
+    assert noted(model=model, sampling={"max_new_tokens": 32}) == ""
+    assert "max_new_tokens is 64, and the model's context is 64 tokens" in noted(
+        model=model, sampling={"max_new_tokens": 64}
+    )

@@ -206,14 +206,14 @@ def _spec(file: Path, sets: list[str] | None, command: str, needed: str) -> RunS
 
 def _answers(file: Path) -> Iterator[dict[str, Any]]:
     """The answers of a file; raises CommandError naming the line that is wrong."""
+    from headrace_schema.text_files import numbered_lines
+
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines() also splits within texts.
+        lines = list(numbered_lines(file))
     except (OSError, UnicodeDecodeError) as error:
         raise user_error("--on", f"{file} cannot be read ({error})", "name a file of JSON lines") from error
     found = 0
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         fix = 'write {"completion": …, "prompt": …, "reference": …, "metadata": {…}}'
         try:
             row = json.loads(line)

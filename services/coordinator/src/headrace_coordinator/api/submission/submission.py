@@ -11,6 +11,7 @@ from functools import cached_property
 
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.gpu_defaults import Default, told, with_defaults
+from headrace_schema.model_size import text_config
 from headrace_schema.problems import Impossible, nearest, problem
 from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunView
 from headrace_schema.spec import RunSpec
@@ -33,7 +34,30 @@ def foreseen(spec: RunSpec, data: Dataset) -> str:
     """Sentences for people; empty where nothing is foreseen, as of environments, which make their own tasks."""
     if spec.environment is not None:
         return ""
-    return "; ".join([*_of_items(spec, data.spread(LOOKED_AT)), *_of_amounts(spec, data.train_size)])
+    items = data.spread(LOOKED_AT)
+    return "; ".join([*_of_room(spec, items), *_of_items(spec, items), *_of_amounts(spec, data.train_size)])
+
+
+def _of_room(spec: RunSpec, items: list[DataItem]) -> Iterator[str]:
+    """What the context has no room for: `model.max_context`, else that of a local model's configuration."""
+    context = spec.model.max_context or text_config(spec.model.path).get("max_position_embeddings")
+    if type(context) is not int or context < 1:
+        return
+    if spec.sampling.max_new_tokens >= context:
+        yield (
+            f"sampling.max_new_tokens is {spec.sampling.max_new_tokens}, and the model's context is {context} tokens: "
+            "answers end where that does"
+        )
+    shortest = min((_characters(item) for item in items), default=0)
+    if shortest > CHARACTERS * context:
+        yield (
+            f"every prompt has {shortest} characters or more, and the context {context} tokens: all would be dropped; "
+            "raise model.max_context"
+        )
+
+
+def _characters(item: DataItem) -> int:
+    return sum(len(turn["content"] or "") for turn in item.messages) or len(item.question)
 
 
 def _of_items(spec: RunSpec, items: list[DataItem]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace_schema.text_files import numbered_lines
 from headrace_servicekit.registry import Options
 from headrace_servicekit.sandbox.run import POLICY, NotHeld, Policy, require_walls, run_programs
 from headrace_servicekit.sandbox.run import Limits as SandboxLimits
@@ -68,7 +69,7 @@ def _index(corpus: Path, key: str) -> tuple[Any, list[str]]:
     if not corpus.is_file():
         raise ValueError(f"there is no file {corpus}; paths start where the service does")
     texts = []
-    for number, line in enumerate(corpus.read_text().splitlines(), 1):
+    for number, line in numbered_lines(corpus):
         try:
             row = json.loads(line)
             texts.append(row if isinstance(row, str) else str(row[key]))
