@@ -64,7 +64,7 @@ def warnings(spec: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _is_cached(hub_id: str) -> bool:
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    home = os.environ.get("HF_HOME") or Path(os.path.expanduser("~"), ".cache", "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     return (hub / f"models--{hub_id.replace('/', '--')}").is_dir()
 

@@ -30,3 +30,13 @@ def test_the_tighter_limit_holds(users, wanted, holds):
     )
     assert (done.returncode, done.stdout) == (0, str(holds * GIB).encode()), done.stderr.decode()
     assert resource.getrlimit(resource.RLIMIT_AS)[0] != holds * GIB, "of the worker alone"
+
+
+def test_a_user_without_a_home_and_a_name_has_paths_too(tmp_path, monkeypatch):
+    """As in a container that is started with a number for its user."""
+    from headrace_servicekit.process.confine import named_paths
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 54321)
+    (tmp_path / "mine.py").touch()
+    assert named_paths(["~", "~/x", f"{tmp_path}/mine.py:score"], [], tmp_path) == [str(tmp_path)]

@@ -170,8 +170,9 @@ def named_paths(given: object, closed: Iterable[Path], base: Path) -> list[str]:
     if not isinstance(given, str) or not given or len(given) > 4096 or "\0" in given:
         return []
     text = given if ".py:" not in given else given.rpartition(":")[0]
-    path = (base / Path(text).expanduser()).absolute()
-    narrow = {Path("/"), Path.home(), Path("/tmp"), *closed}
+    # Path's own ways raise where a user has neither HOME nor a name.
+    path = (base / os.path.expanduser(text)).absolute()
+    narrow = {Path("/"), Path(os.path.expanduser("~")), Path("/tmp"), *closed}
     if os.path.isdir(path):
         return [] if path in narrow or os.path.realpath(path) in map(str, narrow) else [str(path)]
     if not os.path.isfile(path):
