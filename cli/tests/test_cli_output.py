@@ -14,7 +14,7 @@ from headrace.client import Certificate, Event, Instance, Leases, Trajectory
 from headrace.client.errors import HeadraceError, Problem
 from headrace_cli.commands.options import complete_run
 from headrace_cli.errors import refused
-from headrace_cli.output import console, error_console
+from headrace_cli.output import console, error_console, styled
 from headrace_cli.show.fleet import devices_table, instances_table
 from headrace_cli.show.reporters import event_line
 from headrace_cli.show.runs import certificates_table, runs_list, trajectories_list
@@ -68,7 +68,7 @@ def test_no_color_leaves_no_escape(make, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     made = make.__wrapped__()
     with made.capture() as said:
-        made.print("[bold]x[/] [dim red]y[/]")
+        made.print(styled(("x", "bold"), " ", ("y", "dim red")))
     assert said.get() == "x y\n"
 
 
@@ -278,3 +278,16 @@ def test_a_file_that_services_lack_and_this_machine_has_is_said_to_be_here(tmp_p
     text = f"no such file {tmp_path}/none.py; paths start at {tmp_path}"
     absent = HeadraceError("INVALID", "1 problem", [Problem("reward.scorers[0].name", text, "fix")])
     assert refused(absent).problems[0].fix == "fix", "the folder is here; the file is nowhere"
+
+
+def test_texts_of_users_steer_no_terminal(capsys):
+    """A run's name, a print of users' code, an answer: none is markup, a link, or a command to the terminal."""
+    from headrace_cli.output import _console
+
+    hostile = "a\x1b]8;;http://x\x07b\x9b31m\u202egnp\r[red]c[/] :boom:"
+    shown = _console(width=200)
+    shown.print(hostile)
+    shown.print(table(("name",), [(hostile,)]))
+    said = capsys.readouterr().out
+    assert not set(said) & set("\x1b\x07\x9b\u202e\r")
+    assert "[red]c[/] :boom:" in said and said.count("\\u202e") == 2

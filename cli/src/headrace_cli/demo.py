@@ -262,7 +262,7 @@ def _learned(run: Run, result: Outcome) -> list[str]:
         return ["held-out: not evaluated"]
     count = evaluations[-1].answers
     lines = [
-        f"held-out score [bold]{result.eval_before:.3f} → {result.eval_after:.3f}[/] over {count} answers, "
+        f"held-out score {result.eval_before:.3f} → {result.eval_after:.3f} over {count} answers, "
         f"after {result.steps} steps"
     ]
     if result.exact_before is not None and result.exact_after is not None:

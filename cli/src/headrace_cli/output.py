@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO
 
+from headrace_servicekit.logs import printable
+
 from headrace_cli.errors import CommandError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 NEVER_WRAPPED = ("run", "instance", "state", "device", "epoch", "mismatch", "its KL", "set digest")
 """Columns that a reader copies from, or compares down the page."""
@@ -23,17 +26,37 @@ NEVER_WRAPPED = ("run", "instance", "state", "device", "epoch", "mismatch", "its
 @cache
 def console() -> Console:
     """Standard output for people."""
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty(), color_system=_color_system())
+    return _console(soft_wrap=not sys.stdout.isatty())
 
 
 @cache
 def error_console() -> Console:
     """Standard error for people."""
-    from rich.console import Console
+    return _console(stderr=True, soft_wrap=True)
 
-    return Console(stderr=True, highlight=False, soft_wrap=True, color_system=_color_system())
+
+def _console(**options: Any) -> Console:
+    """A console that shows texts of users as they are: no markup, no names of emoji, no characters that steer a
+    terminal or turn a line's direction.
+    """
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class Safe(Console):
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    return Safe(highlight=False, markup=False, emoji=False, color_system=_color_system(), **options)
+
+
+def styled(*parts: str | tuple[str, str]) -> Text:
+    """A text of plain parts and of (part, style)."""
+    from rich.text import Text
+
+    return Text.assemble(*parts)
 
 
 def _color_system() -> Literal["auto"] | None:

@@ -30,7 +30,7 @@ from headrace_cli.commands.starting import (
 )
 from headrace_cli.errors import user_error
 from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan, host_name
-from headrace_cli.output import console, error_console, print_json
+from headrace_cli.output import console, error_console, print_json, styled
 
 if TYPE_CHECKING:
     from headrace_cli.launcher.data_dir import DataDir
@@ -271,9 +271,8 @@ def repair(
 def _show_examination(found: Examination) -> None:
     out = console()
     for damage in found.damages:
-        out.print(
-            f"[red]damaged[/] {damage.file}, byte {damage.offset}: {damage.what}; {damage.lost} bytes are lost"
-        )
+        lost = f" {damage.file}, byte {damage.offset}: {damage.what}; {damage.lost} bytes are lost"
+        out.print(styled(("damaged", "red"), lost))
     if not found.damages:
         out.print("the store is sound")
     snapshot = f"snapshot of event {found.snapshot}" if found.snapshot else "no snapshot"

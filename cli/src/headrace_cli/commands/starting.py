@@ -23,7 +23,7 @@ from headrace_cli.launcher.plan import (
     kind_and_count,
     simulator_python,
 )
-from headrace_cli.output import console, error_console, print_json
+from headrace_cli.output import console, error_console, print_json, styled
 
 if TYPE_CHECKING:
     from headrace_cli.launcher.start import ReadyFleet
@@ -176,11 +176,10 @@ def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
     where = "" if data_dir == DEFAULT_DATA_DIR else f" --data-dir {data_dir}"
     out = console()
     out.print(instances_table(fleet.instances, coordinator=fleet.state.url))
-    out.print(
-        f"[green]ready[/] in {fleet.seconds:.1f} s at [bold]{fleet.state.url}[/], logs in {data_dir / 'logs'}"
-    )
+    logs = f", logs in {data_dir / 'logs'}"
+    out.print(styled(("ready", "green"), f" in {fleet.seconds:.1f} s at ", (fleet.state.url, "bold"), logs))
     if fleet.notice:
-        out.print(f"[yellow]note[/] {fleet.notice}")
+        out.print(styled(("note", "yellow"), f" {fleet.notice}"))
     out.print(f"next: headrace run submit examples/tiny.yaml --watch{where}")
     out.print(f"look: headrace open{where}")
     scheme, _, head = fleet.state.url.partition("://")
@@ -195,9 +194,8 @@ def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
 def _show_joined(plan: FleetPlan, fleet: ReadyFleet) -> None:
     names = ", ".join(plan.instance_names) or "no processes yet"
     out = console()
-    out.print(
-        f"[green]joined[/] {fleet.state.url} as {plan.host} at {plan.listen} in {fleet.seconds:.1f} s: {names}"
-    )
+    where = f" {fleet.state.url} as {plan.host} at {plan.listen} in {fleet.seconds:.1f} s: {names}"
+    out.print(styled(("joined", "green"), where))
     out.print("look, at the head: headrace instances")
     out.print(f"more or fewer, at the head: headrace scale rollout=2 --host {plan.host}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""All control characters but tab and line feed, and those of bidirectional text."""
 _instance: contextvars.ContextVar[str] = contextvars.ContextVar("headrace_instance", default="")
 _run: contextvars.ContextVar[str] = contextvars.ContextVar("headrace_run", default="")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -62,6 +65,11 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 WINDOW_S, LINES, TRACEBACKS = 10.0, 200, 10
 """What one place in the code may write in so many seconds. More of it is counted."""
+
+
+def printable(text: str) -> str:
+    """The text with visible escapes for what would steer a terminal (ESC, BEL, C1 …) or turn a line's direction."""
+    return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text) if _STEERING.search(text) else text
 
 
 class CountingHandler(logging.StreamHandler[TextIO]):
@@ -128,7 +136,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return printable(json.dumps(line, default=str, ensure_ascii=False))
 
 
 class HumanFormatter(logging.Formatter):
@@ -138,4 +146,5 @@ class HumanFormatter(logging.Formatter):
         clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         fields = "".join(f" {key}={value}" for key, value in _fields(record).items())
         line = f"{clock} {record.levelname:<7} {record.getMessage()}{fields}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        whole = f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        return printable(whole)
