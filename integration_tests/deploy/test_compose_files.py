@@ -121,7 +121,7 @@ SECRETS = {
     "coordinator": {FLEET, HTTP, REDIS},
     "redis": {REDIS},
     "prometheus": {FLEET, HTTP},
-    **dict.fromkeys(("trainer", "rollout", "reward", "simulator", "scaler"), {FLEET}),
+    **{kind: {FLEET} for kind in ("trainer", "rollout", "reward", "simulator", "scaler")},
 }
 
 

@@ -307,11 +307,13 @@ def status(data_dir: DataDirOption = DEFAULT_DATA_DIR, url: Url = None, as_json:
             {"url": client.base_url} | {key: [item.raw for item in rows] for key, rows in documents.items()}
         )
         return
-    from headrace_cli.show.fleet import devices_table, instances_table
+    from headrace_cli.show.fleet import devices_table, instances_table, isolation_lines
     from headrace_cli.show.runs import runs_list
 
     out = console()
     out.print(instances_table(instances, coordinator=client.base_url, width=out.width))
+    for line in isolation_lines(instances):
+        out.print(line, markup=False)
     out.print(devices_table(leases, out.width))
     out.print(
         runs_list(runs[:10], console().width)
