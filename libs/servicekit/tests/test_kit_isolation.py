@@ -19,8 +19,8 @@ code = [(0x20, 0, 0, 0), (0x15, 0, 1, {unshare}), (0x06, 0, 0, 0x50001), (0x06, 
 filters = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in code))
 program = ctypes.create_string_buffer(struct.pack("@HP", len(code), ctypes.addressof(filters)))
 assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
-if {user}:
-    os.setgroups([]); os.setgid({user}); os.setuid({user})
+
+
 os.execv(sys.executable, [sys.executable, "-m", "headrace_servicekit.sandbox.isolation"])
 """
 
@@ -34,8 +34,8 @@ def test_it_says_what_the_kernel_allows():
 @pytest.mark.skipif(
     os.uname().machine != "x86_64" or os.getuid() != 0, reason="makes a container's filter as root"
 )
-def test_a_user_without_namespaces_as_in_our_images_is_told_of_all_three():
-    code = _BLOCK.format(unshare=272, user=0)
+def test_where_namespaces_are_refused_it_says_so():
+    code = _BLOCK.format(unshare=272)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
