@@ -12,9 +12,20 @@ import threading
 import pytest
 from headrace.client import Client, HeadraceError
 from headrace_cli.errors import CommandError
+from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.encryption import make_files, take_files, trust
 from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc import certificates
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path, monkeypatch):
+    """Keys of authorities go there, and not to the user's own."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+
+
+def made(folder):
+    return make_files(DataDir.at(folder), "127.0.0.1")
 
 
 @pytest.fixture
@@ -56,43 +67,49 @@ def refusal(url, ca_file=None):
 def test_why_a_coordinator_is_not_trusted(https, tmp_path, monkeypatch):
     for name in "abc":
         monkeypatch.setattr(certificates, "HOST_DAYS", -0.5 if name == "b" else 100)
-        make_files(tmp_path / name, "127.0.0.1")
-    port = https(tmp_path / "a")
+        made(tmp_path / name)
+    port = https(tmp_path / "a/tls")
     url = f"https://127.0.0.1:{port}"
-    assert "HEADRACE_CA_FILE" in refusal(url) and "another authority" in refusal(url, tmp_path / "c/ca.pem")
-    assert "has expired" in refusal(f"https://127.0.0.1:{https(tmp_path / 'b')}", tmp_path / "b/ca.pem")
-    assert "for another name" in refusal(f"https://127.0.0.2:{port}", tmp_path / "a/ca.pem")
+    assert "HEADRACE_CA_FILE" in refusal(url) and "another authority" in refusal(
+        url, tmp_path / "c/tls/ca.pem"
+    )
+    assert "has expired" in refusal(
+        f"https://127.0.0.1:{https(tmp_path / 'b/tls')}", tmp_path / "b/tls/ca.pem"
+    )
+    assert "for another name" in refusal(f"https://127.0.0.2:{port}", tmp_path / "a/tls/ca.pem")
     assert "write https:" in refusal(f"http://127.0.0.1:{port}")
-    assert "cannot be read as certificates" in refusal(url, tmp_path / "a/host-key.pem")
+    assert "cannot be read as certificates" in refusal(url, tmp_path / "a/tls/host-key.pem")
 
 
 def test_a_plain_coordinator_is_told_from_an_encrypted_one(coordinator, tmp_path):
-    make_files(tmp_path, "127.0.0.1")
-    assert "write http:" in refusal(coordinator.url.replace("http:", "https:"), tmp_path / "ca.pem")
+    made(tmp_path)
+    assert "write http:" in refusal(coordinator.url.replace("http:", "https:"), tmp_path / "tls/ca.pem")
 
 
 def test_a_fingerprint_decides_what_is_trusted(https, tmp_path):
-    pin = make_files(tmp_path / "head", "127.0.0.1")
-    url = f"https://127.0.0.1:{https(tmp_path / 'head')}"
+    pin = made(tmp_path / "head")
+    url = f"https://127.0.0.1:{https(tmp_path / 'head/tls')}"
     spelled = ":".join(pin[place : place + 2] for place in range(0, 64, 2)).upper()
-    assert trust(tmp_path / "x", url, None, spelled).read_bytes() == (tmp_path / "head/ca.pem").read_bytes()
+    assert (
+        trust(tmp_path / "x", url, None, spelled).read_bytes() == (tmp_path / "head/tls/ca.pem").read_bytes()
+    )
     with pytest.raises(CommandError, match=f"shows {pin}, not 00") as other:
         trust(tmp_path / "y", url, None, "00" * 32)
     assert other.value.exit_code == 2 and not (tmp_path / "y/ca.pem").exists()
     with pytest.raises(CommandError, match="no certificate in PEM"):
-        trust(tmp_path / "y", url, tmp_path / "head/host-key.pem", "")
+        trust(tmp_path / "y", url, tmp_path / "head/tls/host-key.pem", "")
 
 
 def test_files_of_ones_own_are_checked(tmp_path):
-    make_files(tmp_path / "own", "127.0.0.1")
-    take_files(tmp_path / "own", tmp_path / "data", "127.0.0.1")
+    made(tmp_path / "own")
+    take_files(tmp_path / "own/tls", tmp_path / "data", "127.0.0.1")
     assert sorted(file.name for file in (tmp_path / "data").iterdir()) == [
         "ca.pem",
         "host-key.pem",
         "host.pem",
     ]
     with pytest.raises(CommandError, match=r"not for 10\.0\.0\.1") as refused:
-        take_files(tmp_path / "own", tmp_path / "data", "10.0.0.1")
+        take_files(tmp_path / "own/tls", tmp_path / "data", "10.0.0.1")
     assert refused.value.exit_code == 2
 
 

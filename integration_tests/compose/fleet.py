@@ -62,7 +62,7 @@ class ComposeFleet:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from error
         self.client.close()
-        self.token = self.inside("coordinator", "cat", "/secrets/http-token").strip()
+        self.token = self.inside("coordinator", "cat", "/secrets/http/http-token").strip()
         self.client = Client(self.url, self.token, patience_s=60.0)
         self.ready()
 

@@ -51,7 +51,7 @@ def test_the_gpu_overlay_gives_trainers_a_host_with_a_rank_for_each_of_its_gpus(
         assert service["ulimits"]["memlock"] == -1
         mounted = {volume["target"] for volume in service["volumes"]}
         caches = {value for key, value in service["environment"].items() if "CACHE" in key}
-        assert {"/cache", "/weights", "/secrets"} <= mounted and all(
+        assert {"/cache", "/weights", "/secrets/fleet"} <= mounted and all(
             path.startswith("/cache") for path in caches
         )
     assert "size=32g" in found["volumes"]["weights"]["driver_opts"]["o"]
@@ -113,3 +113,53 @@ def test_measuring_is_a_profile_that_publishes_grafana_alone_on_the_loopback(ren
     assert plain["trainer"]["environment"]["HEADRACE_OTLP_ENDPOINT"] == "", (
         "no traces unless they are asked for"
     )
+
+
+FLEET, HTTP, REDIS = "/secrets/fleet", "/secrets/http", "/secrets/redis"
+SECRETS = {
+    "secrets": {FLEET, HTTP, REDIS},
+    "coordinator": {FLEET, HTTP, REDIS},
+    "redis": {REDIS},
+    "prometheus": {FLEET, HTTP},
+    **{kind: {FLEET} for kind in ("trainer", "rollout", "reward", "simulator", "scaler")},
+}
+
+
+@pytest.mark.parametrize("overlay", [(), OVERLAY])
+def test_a_service_has_the_secrets_that_it_needs_and_no_other(render, overlay):
+    for name, service in render(*overlay, "--profile", "*")["services"].items():
+        mounted = {
+            volume["source"]: volume
+            for volume in service.get("volumes", [])
+            if "secret" in volume["source"] or volume["target"].startswith("/secrets")
+        }
+        mounted = {key: volume for key, volume in mounted.items() if volume["type"] == "volume"}
+        assert {volume["target"] for volume in mounted.values()} == SECRETS.get(name, set()), name
+        for source, volume in mounted.items():
+            assert volume["target"] == f"/secrets/{source.removesuffix('-secret')}"
+            assert name == "secrets" or volume["read_only"]
+        held = {volume["target"] for volume in mounted.values()}
+        for key, value in (service.get("environment") or {}).items():
+            if key.endswith("_FILE"):
+                assert value.rpartition("/")[0] in held, f"{name}: {key} names a secret that it does not have"
+
+
+def test_secrets_are_made_once_in_folders_of_their_own(tmp_path):
+    for name in ("fleet", "http", "redis"):
+        (tmp_path / name).mkdir()
+    script = ["sh", str(ROOT / "deploy/make_secrets.sh"), str(tmp_path)]
+
+    def made():
+        subprocess.run(script, check=True, timeout=20)
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
+        return {str(path.relative_to(tmp_path)): path.read_text() for path in files}
+
+    first = made()
+    assert made() == first and len(set(first.values())) == 4
+    assert first.keys() == {
+        "fleet/fleet-token",
+        "http/http-token",
+        "redis/redis-password",
+        "redis/redis.conf",
+    }

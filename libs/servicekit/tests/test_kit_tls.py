@@ -23,7 +23,7 @@ def files(folder, *names, days=100, monkeypatch=None):
     """An authority and a host's certificate in one directory."""
     if monkeypatch:
         monkeypatch.setattr(certificates, "HOST_DAYS", days)
-    make_authority(folder)
+    make_authority(folder, "head")
     (folder / tls.CERTIFICATE).write_bytes(certify(folder, request_certificate(folder, names)))
     return folder
 
@@ -67,7 +67,7 @@ async def test_a_server_is_reached_by_those_who_trust_its_authority_alone(
 
 
 async def test_a_name_that_is_not_in_the_certificate_is_refused(servers, reward_stub, encrypted, tmp_path):
-    encrypted(files(tmp_path, "elsewhere"))
+    encrypted(files(tmp_path, "localhost"))
     _, address = await servers(reward_pb2_grpc.RewardServiceServicer(), token="t")
     assert (await refusal(reward_stub(address, "t"))).code() is grpc.StatusCode.UNAVAILABLE
 
@@ -79,20 +79,20 @@ async def test_files_that_are_not_there_are_named(servers, encrypted, tmp_path):
 
 
 def test_files_are_checked_before_others_refuse_them(tmp_path, monkeypatch):
-    good = files(tmp_path / "a", "10.0.0.1", "fd00::1", "head")
-    for name in ("10.0.0.1", "fd00::1", "head"):
+    good = files(tmp_path / "a", "10.0.0.1", "::1", "head")
+    for name in ("10.0.0.1", "::1", "head"):
         check_files(good, name)
-    with pytest.raises(BadCertificate, match=r"is for 10\.0\.0\.1, fd00::1, head, not for 10\.0\.0\.2"):
+    with pytest.raises(BadCertificate, match=r"is for 10\.0\.0\.1, ::1, head, not for 10\.0\.0\.2"):
         check_files(good, "10.0.0.2")
-    old = files(tmp_path / "b", "h", days=-0.5, monkeypatch=monkeypatch)
+    old = files(tmp_path / "b", "head", days=-0.5, monkeypatch=monkeypatch)
     with pytest.raises(BadCertificate, match=f"expired on {datetime.date.today().year}"):
-        check_files(old, "h")
+        check_files(old, "head")
     (old / tls.AUTHORITY).write_bytes((good / tls.AUTHORITY).read_bytes())
     (old / tls.CERTIFICATE).write_bytes(
-        (files(tmp_path / "c", "h", days=9, monkeypatch=monkeypatch) / tls.CERTIFICATE).read_bytes()
+        (files(tmp_path / "c", "head", days=9, monkeypatch=monkeypatch) / tls.CERTIFICATE).read_bytes()
     )
     with pytest.raises(BadCertificate, match="does not come from the authority"):
-        check_files(old, "h")
+        check_files(old, "head")
     request_certificate(good, ["head"])
     with pytest.raises(BadCertificate, match="is not the key of"):
         check_files(good, "head")
@@ -105,9 +105,9 @@ def test_files_are_checked_before_others_refuse_them(tmp_path, monkeypatch):
 
 
 def test_an_authority_stays_and_keys_are_readable_by_their_owner_alone(tmp_path):
-    folder = files(tmp_path, "h")
+    folder = files(tmp_path, "head")
     before = fingerprint((folder / tls.AUTHORITY).read_bytes())
-    files(tmp_path, "h")
+    files(tmp_path, "head")
     assert fingerprint((folder / tls.AUTHORITY).read_bytes()) == before and len(before) == 64
     assert {(folder / name).stat().st_mode & 0o777 for name in (tls.KEY, certificates.AUTHORITY_KEY)} == {
         0o600

@@ -83,7 +83,10 @@ def up(
     timeout: Timeout = 600,
     no_token: NoToken = False,
     tls: Annotated[
-        bool, typer.Option("--tls", help="Encrypt all traffic, with certificates made in DATA_DIR/tls.")
+        bool,
+        typer.Option(
+            "--tls", help="Encrypt all traffic, with certificates of an authority of the fleet's own."
+        ),
     ] = False,
     tls_files: TlsFiles = None,
     as_json: JsonFlag = False,
@@ -107,7 +110,7 @@ def up(
         no_token=no_token,
         pythons=pythons_of(engine, sim, backend),
         listen=listen,
-        tls=tls or tls_files is not None,
+        tls="given" if tls_files else "made" if tls else "",
     )
     if plan.tls:
         _encrypt(DataDir.at(data_dir), listen, tls_files)
@@ -123,7 +126,7 @@ def _encrypt(place: DataDir, address: str, given: Path | None) -> None:
     if given is not None:
         take_files(given, place.tls, address)
     else:
-        error_console().print(f"fingerprint: {make_files(place.tls, address)}", markup=False)
+        error_console().print(f"fingerprint: {make_files(place, address)}", markup=False)
 
 
 def join(
@@ -202,7 +205,7 @@ def join(
         listen=address,
         host=name or host_name(),
         head=found,
-        tls=authority is not None,
+        tls="given" if tls_files else "made" if authority else "",
     )
     if plan.tls:
         from headrace_cli.launcher.encryption import ask_for_certificate, take_files
@@ -303,11 +306,13 @@ def status(data_dir: DataDirOption = DEFAULT_DATA_DIR, url: Url = None, as_json:
             {"url": client.base_url} | {key: [item.raw for item in rows] for key, rows in documents.items()}
         )
         return
-    from headrace_cli.show.fleet import devices_table, instances_table
+    from headrace_cli.show.fleet import devices_table, instances_table, isolation_lines
     from headrace_cli.show.runs import runs_list
 
     out = console()
     out.print(instances_table(instances, coordinator=client.base_url, width=out.width))
+    for line in isolation_lines(instances):
+        out.print(line, markup=False)
     out.print(devices_table(leases, out.width))
     out.print(
         runs_list(runs[:10], console().width)

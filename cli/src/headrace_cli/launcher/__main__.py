@@ -67,14 +67,22 @@ class LocalFleet:
             return 2
         sweep(self.data_dir)
         self._prepare()
+        certified = asyncio.create_task(self._keep_certified())
         try:
             await self._start()
             while not stop.is_set():
                 self._write_state()
                 await _wait(stop, STATE_S)
         finally:
+            certified.cancel()
             await self._stop()
         return 0
+
+    async def _keep_certified(self) -> None:
+        if self.plan.tls == "made":
+            from headrace_cli.launcher.encryption import keep_certified  # gRPC comes with it
+
+            await keep_certified(self.data_dir, self.plan.head)
 
     async def _take_lock(self) -> bool:
         deadline = time.monotonic() + LOCK_PATIENCE_S  # `status` and `down` hold it for an instant

@@ -55,6 +55,13 @@ class DataDir:
         return file if (file := self.tls / AUTHORITY).is_file() else None
 
     @property
+    def authority_keys(self) -> Path:
+        """Where the key of the fleet's authority is: not below `root`, which every service has."""
+        from headrace_servicekit.rpc.tls import keys_folder  # gRPC comes with it
+
+        return keys_folder() / self.fleet_id
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

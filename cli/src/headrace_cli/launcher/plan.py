@@ -8,11 +8,13 @@ import sys
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from headrace_servicekit.process.ports import LOOPBACK, free_port
 from headrace_servicekit.rpc.addresses import host_port
 
 from headrace_cli.errors import user_error
+from headrace_cli.launcher.data_dir import DataDir
 
 KINDS = ("rollout", "trainer", "reward", "simulator")
 DEFAULT_PORT = 8470
@@ -60,8 +62,8 @@ class FleetPlan:
     host: str = field(default_factory=lambda: host_name())
     """The host's name in the fleet."""
     head: Head | None = None
-    tls: bool = False
-    """Encrypted, with the files below the data directory."""
+    tls: Literal["", "made", "given"] = ""
+    """Encrypted, with files below the data directory: the fleet's own authority made them, or the user gave them."""
 
     @property
     def url(self) -> str:
@@ -114,7 +116,7 @@ class Wiring:
 
     def coordinator_command(self, redis_url: str) -> list[str]:
         """Command line of the coordinator."""
-        file = self.http_token_file
+        file, keys = self.http_token_file, DataDir(self.data_dir).authority_keys
         return [
             *_module("headrace_coordinator"),
             *(
@@ -127,6 +129,7 @@ class Wiring:
             ),
             *("--data-dir", str(self.data_dir), "--token-file", str(self.token_file)),
             *(("--http-token-file", str(file)) if file else ("--no-token",)),
+            *(("--authority-dir", str(keys)) if self.plan.tls == "made" else ()),
         ]
 
     def instance_command(self, kind: str, index: int, incarnation: str) -> list[str]:

@@ -38,6 +38,15 @@ def instances_table(instances: Sequence[Instance], coordinator: str = "", width:
     return table([headers[i] for i in shown], [[row[i] for i in shown] for row in every])
 
 
+def isolation_lines(instances: Sequence[Instance]) -> list[str]:
+    """What is not held of users' code, and at which instances; a line for each."""
+    where: dict[str, list[str]] = {}
+    for item in sorted(instances, key=lambda item: item.name):
+        for text in item.capabilities.get("not_held", ()):
+            where.setdefault(text, []).append(short_name(item.name))
+    return [f"not held: {text} ({', '.join(names)}); see SECURITY.md" for text, names in where.items()]
+
+
 def instance_document(instance: Instance, pids: Mapping[str, int], *, schemas: bool) -> dict[str, Any]:
     """An instance as JSON, with its process id where that is known; without `schemas` capabilities are names alone."""
     document = dict(instance.raw)

@@ -31,7 +31,7 @@ from headrace_servicekit.rpc.addresses import advertised_host, host_port, split_
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_name
 from headrace_servicekit.rpc.server import AddServicer, GrpcServer, check_listen
-from headrace_servicekit.rpc.tls import tls_dir
+from headrace_servicekit.rpc.tls import keys_folder, tls_dir
 from headrace_servicekit.weights import WeightStore
 
 __all__ = ["Instance", "InstanceConfig", "parse_instance_config"]
@@ -69,7 +69,7 @@ class Instance:
         self.failure = ""
         self.token = config.read_token()
         check_listen(config.listen, self.token)  # before the service imports what takes seconds
-        own = (config.token_file, config.data_dir, config.shm_dir, tls_dir())
+        own = (config.token_file, config.data_dir, config.shm_dir, tls_dir(), keys_folder())
         hide_from_workers(*(path for path in own if path is not None))
         self._weights: WeightStore | None = None
         self._services: list[tuple[AddServicer, Any, str]] = []

@@ -42,6 +42,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="secret that every HTTP request must bear; default: http-token in the data directory, made if missing",
     )
     parser.add_argument(
+        "--authority-dir",
+        type=Path,
+        help="folder with ca.pem and ca-key.pem, by which hosts that join are certified; default: they are not",
+    )
+    parser.add_argument(
         "--no-token",
         action="store_true",
         help="answer HTTP without a token: every user of this machine can then run code as this user; loopback only",

@@ -25,7 +25,7 @@ from headrace_servicekit.rpc.addresses import is_loopback, split_address
 from headrace_servicekit.rpc.doors import DOORS, peer_name
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.rpc.tls import CERTIFICATE, KEY, tls_dir
+from headrace_servicekit.rpc.tls import CERTIFICATE, KEY, show_newest, tls_dir
 from headrace_servicekit.tracing import check_endpoint, is_tracing, start_tracing, stop_tracing
 
 from headrace_coordinator.api.http import make_app
@@ -154,7 +154,7 @@ async def _serve(
     _collect_less()
     server.add_service(
         fleet_pb2_grpc.add_FleetServiceServicer_to_server,
-        FleetServicer(coordinator.fleet, coordinator.instance_changes.answered),
+        FleetServicer(coordinator.fleet, coordinator.instance_changes.answered, arguments.authority_dir),
         "headrace.coordinator.v1.FleetService",
     )
     try:
@@ -220,6 +220,9 @@ async def _serve_http(
         ssl_certfile=folder / CERTIFICATE if folder else None,
         ssl_keyfile=folder / KEY if folder else None,
     )
+    http.config.load()
+    if folder and http.config.ssl:
+        show_newest(http.config.ssl, folder)
     listening = listen(host, int(port))
     # A TLS handshake that stands still is no connection of the protocol's, which would end it.
     DOORS.watch(listening.getsockname()[1], lambda: _peers(http))

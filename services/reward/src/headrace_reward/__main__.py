@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ async def mount(instance: Instance) -> Close:
     from headrace_servicekit.config import settings_from_environment
     from headrace_servicekit.registry import capability
     from headrace_servicekit.rpc.client import deadlines_enabled
+    from headrace_servicekit.sandbox.isolation import NOT_HELD, not_held
 
     from headrace_reward.config import PoolSettings
     from headrace_reward.pool import list_scorers
@@ -33,8 +35,9 @@ async def mount(instance: Instance) -> Close:
     from headrace_reward.service import RewardServicer
 
     settings = settings_from_environment(PoolSettings, "HEADRACE_REWARD_")
-    catalogue = await list_scorers(settings)
+    catalogue, missing = await asyncio.gather(list_scorers(settings), not_held())
     runs = Runs(Path.cwd(), settings, inline=not deadlines_enabled())
+    instance.capabilities[NOT_HELD] = missing
     instance.capabilities["scorers"] = [entry["name"] for entry in catalogue]
     instance.capabilities["scorer_options"] = [
         capability(entry["name"], entry["options_schema"]) for entry in catalogue

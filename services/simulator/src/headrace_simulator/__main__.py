@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ async def mount(instance: Instance) -> Close:
     from headrace_servicekit.lease.devices import gpu_uuids
     from headrace_servicekit.rpc.blobs import BlobServicer, BlobStore
     from headrace_servicekit.rpc.local import LocalStreams
+    from headrace_servicekit.sandbox.isolation import NOT_HELD, not_held
 
     from headrace_simulator.config import SimulatorSettings
     from headrace_simulator.pools.host import list_environments, task_capabilities
@@ -31,10 +33,11 @@ async def mount(instance: Instance) -> Close:
     from headrace_simulator.service import SimulatorServicer
 
     settings = settings_from_environment(SimulatorSettings, "HEADRACE_SIMULATOR_")
-    catalogue = await list_environments(settings.open_timeout_s)
+    catalogue, missing = await asyncio.gather(list_environments(settings.open_timeout_s), not_held())
     # Its directory exists from here on; its address is known once the instance listens.
     blobs = BlobStore(instance.weights.directory)
     pools = Pools(settings, blobs, on_gpus=bool(gpu_uuids(instance.config.devices)))
+    instance.capabilities[NOT_HELD] = missing
     instance.capabilities["backends"] = sorted({backend for backend, _ in catalogue})
     instance.capabilities["tasks"] = task_capabilities(catalogue)
     local = LocalStreams(blobs.folder.parent)

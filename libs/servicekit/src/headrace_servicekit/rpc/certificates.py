@@ -17,12 +17,12 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from headrace_servicekit.rpc.tls import AUTHORITY, CERTIFICATE, KEY
 
 AUTHORITY_KEY = "ca-key.pem"
-AUTHORITY_DAYS, HOST_DAYS = 3650, 825
+AUTHORITY_DAYS, HOST_DAYS = 3650, 7
 _EARLIER = datetime.timedelta(days=1)
 """Clocks of hosts differ."""
 
@@ -31,22 +31,35 @@ class BadCertificate(ValueError):
     """Why files or a request cannot be used; the sentence names the file and the fix."""
 
 
-def make_authority(folder: Path) -> None:
-    """`ca.pem` and `ca-key.pem`, where they are not there yet."""
+def make_authority(folder: Path, host: str) -> None:
+    """`ca.pem` and `ca-key.pem`, where there are none yet.
+
+    The certificate says which names the authority may sign for, and clients hold it to that: `localhost`, and that of
+    the head's host. It may sign for every address.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if (folder / AUTHORITY_KEY).exists():
+    if (folder / AUTHORITY_KEY).exists() and may_certify(folder, "localhost"):
         return
+    names = [x509.DNSName(name) for name in dict.fromkeys(("localhost", host))]
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Headrace fleet {secrets.token_hex(8)}")])
+    name = _common_name(f"Headrace fleet {secrets.token_hex(8)}")
     usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
     certificate = (
         _builder(name, name, key.public_key(), AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
+        .add_extension(x509.NameConstraints(names, None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    (folder / AUTHORITY).write_bytes(_pem(certificate))
     _write_key(folder / AUTHORITY_KEY, key)
+    (folder / AUTHORITY).write_bytes(_pem(certificate))
+
+
+def may_certify(folder: Path, name: str) -> bool:
+    """Whether clients take what the authority in `folder` signs for a name."""
+    authority = x509.load_pem_x509_certificate((folder / AUTHORITY).read_bytes())
+    return _within(_general_name(name), _permitted_names(authority))
 
 
 def request_certificate(folder: Path, names: Sequence[str]) -> bytes:
@@ -54,14 +67,23 @@ def request_certificate(folder: Path, names: Sequence[str]) -> bytes:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     _write_key(folder / KEY, key)
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
-    request = (
-        x509.CertificateSigningRequestBuilder()
-        .subject_name(subject)
-        .add_extension(x509.SubjectAlternativeName([_general_name(each) for each in names]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    return request.public_bytes(serialization.Encoding.PEM)
+    return _request(key, names)
+
+
+def request_renewal(folder: Path) -> bytes | None:
+    """The request for another certificate of the same key and names; None before half of its life is over."""
+    own = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
+    half = (own.not_valid_after_utc - own.not_valid_before_utc) / 2
+    if datetime.datetime.now(datetime.UTC) < own.not_valid_before_utc + half:
+        return None
+    return _request(_private_key(folder / KEY), names_of(own))
+
+
+def put_certificate(folder: Path, certificate: bytes) -> None:
+    """The host's certificate, in place of the one before it at once: servers read it while they run."""
+    fresh = folder / f".{CERTIFICATE}"
+    fresh.write_bytes(certificate)
+    fresh.replace(folder / CERTIFICATE)
 
 
 def certify(folder: Path, request: bytes) -> bytes:
@@ -74,11 +96,19 @@ def certify(folder: Path, request: bytes) -> bytes:
     if not asked.is_signature_valid:
         raise BadCertificate("the request is not signed by the key that it names")
     authority = x509.load_pem_x509_certificate((folder / AUTHORITY).read_bytes())
-    key = serialization.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    signed_for = _permitted_names(authority)
+    for name in names.value:
+        if not _within(name, signed_for):
+            raise BadCertificate(
+                f"this fleet's authority signs for addresses, {' and '.join(signed_for)}, not for {name.value}"
+            )
+    key = _private_key(folder / AUTHORITY_KEY)
+    subject = _common_name(str(next(iter(names.value)).value))
     certificate = (
-        _builder(asked.subject, authority.subject, asked.public_key(), HOST_DAYS)
+        _builder(subject, authority.subject, asked.public_key(), HOST_DAYS)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
         .add_extension(names.value, critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -147,6 +177,35 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: object, days: int) -> x
     )
 
 
+def _common_name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _request(key: ec.EllipticCurvePrivateKey, names: Sequence[str]) -> bytes:
+    request = (
+        x509.CertificateSigningRequestBuilder()
+        .subject_name(_common_name(names[0]))
+        .add_extension(x509.SubjectAlternativeName([_general_name(each) for each in names]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return request.public_bytes(serialization.Encoding.PEM)
+
+
+def _permitted_names(authority: x509.Certificate) -> list[str]:
+    """None where it says nothing: such an authority is not one of ours."""
+    with suppress(x509.ExtensionNotFound):
+        found = authority.extensions.get_extension_for_class(x509.NameConstraints).value
+        return [str(each.value) for each in found.permitted_subtrees or ()]
+    return []
+
+
+def _within(name: x509.GeneralName, permitted: Sequence[str]) -> bool:
+    """An address is: gRPC's TLS library refuses all certificates below an authority with constraints on addresses."""
+    if isinstance(name, x509.DNSName):
+        return any(f".{name.value.lower()}".endswith(f".{each.lower()}") for each in permitted)
+    return isinstance(name, x509.IPAddress)
+
+
 def _general_name(text: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(text))
@@ -156,6 +215,12 @@ def _general_name(text: str) -> x509.GeneralName:
 
 def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    key = serialization.load_pem_private_key(path.read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return key
 
 
 def _public(key: object) -> bytes:

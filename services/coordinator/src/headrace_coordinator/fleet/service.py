@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -25,7 +26,6 @@ from headrace_servicekit.rpc.requests import (
     check_seconds,
     invalid,
 )
-from headrace_servicekit.rpc.tls import tls_dir
 from typing_extensions import override
 
 from headrace_coordinator.domain.events import LeaseGranted
@@ -44,8 +44,9 @@ Result = Callable[[str, str], None]
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """The coordinator's side of the sessions of instances and supervisors."""
 
-    def __init__(self, fleet: Fleet, on_scaled: Result) -> None:
+    def __init__(self, fleet: Fleet, on_scaled: Result, authority: Path | None = None) -> None:
         self._fleet = fleet
+        self._authority = authority
         self._on_scaled = on_scaled
 
     @override
@@ -80,7 +81,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
 
     @override
     async def Certify(self, request: pb.CertifyRequest, context: Any) -> pb.CertifyResponse:
-        return pb.CertifyResponse(certificate=await asyncio.to_thread(_certified, request.request))
+        return pb.CertifyResponse(
+            certificate=await asyncio.to_thread(_certified, self._authority, request.request)
+        )
 
     @override
     async def Session(
@@ -318,18 +321,17 @@ async def _pump(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _certified(request: bytes) -> bytes:
+def _certified(authority: Path | None, request: bytes) -> bytes:
     """A host's certificate, where the fleet has an authority of its own."""
-    from headrace_servicekit.rpc.certificates import AUTHORITY_KEY, BadCertificate, certify
+    from headrace_servicekit.rpc.certificates import BadCertificate, certify
 
-    folder = tls_dir()
-    if folder is None or not (folder / AUTHORITY_KEY).is_file():
+    if authority is None:
         raise ServiceError(
             grpc.StatusCode.FAILED_PRECONDITION,
             "NO_AUTHORITY",
             "this fleet has no certificate authority of its own; give the host its files with --tls-files",
         )
     try:
-        return certify(folder, request)
+        return certify(authority, request)
     except BadCertificate as error:
         raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", f"request: {error}") from error
