@@ -38,7 +38,6 @@ def cached():
 def downloaded():
     from huggingface_hub import constants, snapshot_download
     Path(constants.HF_HUB_CACHE, "models--me--other").mkdir()
-    Path(constants.HF_HUB_CACHE, "models--me--one/refs/new").write_text("abd")
     return Path(snapshot_download("me/one", local_files_only=True), "config.json").read_text()
 
 

@@ -44,7 +44,7 @@ _KEPT = (
 _KEPT_PREFIXES = ("LC_",)
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 """Kept where they hold no password."""
-_MOST_LINKS = 4000
+_MOST_LINKS = 60
 _FOLDERS = ("MS_ASSET_DIR", "LIBERO_CONFIG_PATH")
 OWN_PREFIX = "HEADRACE_"
 """Of this service's own settings, which no spec can name."""
@@ -76,9 +76,12 @@ def caches(given: Mapping[str, str]) -> list[str]:
 
 def own_caches(given: Mapping[str, str], scratch: Path, user: int) -> Path:
     """A HF_HOME in `scratch` for another user: what was downloaded is in it by links, what is new is written there."""
-    own, left = scratch / "huggingface", _MOST_LINKS
-    for name, source in zip(("hub", "datasets"), _model_folders(given).values(), strict=True):
-        left = _link(source, own / name, left)
+    own = scratch / "huggingface"
+    hub, datasets = _model_folders(given).values()
+    _link(hub, own / "hub", 0)  # whole repositories
+    _link(
+        datasets, own / "datasets", _MOST_LINKS
+    )  # files: a data set is locked, and mapped, in its innermost folder
     for folder, _, _ in os.walk(own):
         os.chown(folder, user, user)
     return own

@@ -97,7 +97,8 @@ class Worker(Generic[Message]):
         else:
             scratch = _scratch()
             confinement = _confinement(code, scratch)
-            models = own_caches(os.environ, scratch, confinement.user) if confinement.user else None
+            user = confinement.user
+            models = await asyncio.to_thread(own_caches, os.environ, scratch, user) if user else None
             environment = environment_of(os.environ, code.variables, scratch, models)
             environment[CONFINED_VARIABLE] = json.dumps(asdict(confinement))
         tree = f"{os.environ.get('HEADRACE_INCARNATION') or os.getpid()}/{uuid.uuid4().hex}"
