@@ -128,6 +128,7 @@ KINDS = [never_ends, speaks_to_nobody, floods, forges, edits, two_at_once, grows
 
 
 def test_each_costs_its_own_sample_and_nothing_else(fleet, tiny_model, tmp_path):
+    tmp_path.chmod(0o777)  # it writes beside itself, as another user where the fleet is root
     (tmp_path / "agent.py").write_text(AGENT, encoding="utf-8")
     spec: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
     spec["model"]["path"] = str(tiny_model)

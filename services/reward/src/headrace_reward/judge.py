@@ -19,6 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+from headrace_servicekit.process.confine import explained
+
 from headrace_reward import scorers
 from headrace_reward.scorers.base import BLANK, Answer, AnswerFailed, Score, Scorer, ScorerError, Unavailable
 from headrace_reward.user_scorer import UserScorer, is_user_scorer, load_user_scorer, locate
@@ -318,4 +320,4 @@ def _call(function: Callable[[], _RESULT]) -> _RESULT | Raised:
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:300]}{where}"
+    return f"{type(error).__name__}: {str(error)[:300]}{where}{explained(error)}"

@@ -7,12 +7,12 @@ there even where a folder above it is closed to that user. By most specific path
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import site
 import stat
 import struct
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,7 @@ _DAEMONS = (
     *("/run/systemd/private", "/run/snapd.socket"),
 )
 """Ways to have something done outside: cgroups of the user, D-Bus, daemons that start containers."""
-_FIRST_ID, _ANY_ID = 0x7F000000, 65533
+_FIRST_ID, _ANY_ID, _GROUP = 0x7F000000, 65533, 65533
 """Users of users' code: one for each service's process where ids are plenty, else one for all."""
 
 
@@ -36,7 +36,9 @@ class Confinement:
     hidden: list[str] = field(default_factory=list)
     """Files and folders of the service; they are empty there."""
     read: list[str] = field(default_factory=list)
-    """What the code was given: its own folders, models."""
+    """What the code was given, closed or not: its own folders, models."""
+    base: str = ""
+    """Where its relative paths begin; there it has the rights that all have."""
     write: list[str] = field(default_factory=list)
     user: int = 0
     """User and group id; 0: the service's own."""
@@ -74,9 +76,45 @@ def confine(given: Confinement) -> None:
         if mounts := Mounts.enter():
             _arrange(mounts, given)
         _drop(given.user)
+        _return_to(given.base)
     except OSError as error:
         raise NotConfined(f"users' code cannot be confined: {error.strerror or error}") from error
     _check(given)
+    _confined.append(given)
+
+
+_confined: list[Confinement] = []
+
+
+def explained(error: BaseException) -> str:
+    """What to add to an error of users' code that these walls may have caused; empty for any other."""
+    walls = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
+    if not isinstance(error, OSError) or error.errno not in walls or not error.filename:
+        return ""
+    if not _confined or not _confined[0].user:
+        return ""
+    path = os.path.abspath(os.fsdecode(error.filename)) if not isinstance(error.filename, int) else ""
+    if error.errno == errno.ENOENT and not _emptied(path):
+        return ""
+    return (
+        f"; users' code is another user here. To read {path}, name it or its folder in the spec; to write, use the "
+        f"home (~), or name its folder in the spec and let all write there: chmod 777 {os.path.dirname(path)}"
+    )
+
+
+def _emptied(path: str) -> bool:
+    """Whether a path leads to an empty folder that stands for one that is closed or hidden."""
+    there = next((str(each) for each in Path(path).parents if each.exists()), "/")
+    return os.statvfs(there).f_flag & os.ST_RDONLY != 0
+
+
+def _return_to(base: str) -> None:
+    """The current folder is that of before the mounts: enters it again, or the home where it may not be entered."""
+    for folder in (base or os.getcwd(), os.environ.get("HOME", ""), "/"):
+        try:
+            return os.chdir(folder)
+        except OSError:
+            continue
 
 
 def installation() -> list[str]:
@@ -92,14 +130,19 @@ def installation() -> list[str]:
 def _arrange(mounts: Mounts, given: Confinement) -> None:
     hidden = {os.path.realpath(path) for path in (*given.hidden, *_DAEMONS) if os.path.lexists(path)}
     kept = dict.fromkeys(map(os.path.realpath, installation()), False)
+    # What is open to that user stays as open as it is; what is opened for it is read alone.
+    base = [given.base] if os.path.isdir(given.base) and _open_to(given.base, given.user) else []
     kept |= {
-        path: False for path in map(os.path.realpath, given.read) if _in_the_way(path, hidden, given.user)
+        path: bool(given.user) and _open_to(path, given.user)
+        for each in (*base, *given.read)
+        if _in_the_way(path := os.path.realpath(each), hidden, given.user)
     }
     kept |= dict.fromkeys((os.path.realpath(path) for path in given.write if os.path.exists(path)), True)
     kept = {path: writable for path, writable in kept.items() if path not in hidden}
+    as_owner = set(map(os.path.realpath, (*given.read, *installation())))
     closed = {each for path in kept if (each := closed_above(path, given.user)) and each not in kept}
     for path, writable in kept.items():
-        as_user = given.user if not writable and not _open_to(path, given.user) else 0
+        as_user = given.user if path in as_owner and not _open_to(path, given.user) else 0
         mounts.take(path, writable=writable, as_user=as_user)
     for path in sorted({*hidden, *closed, *kept}, key=lambda each: (each.count("/"), each)):
         if path in kept:
@@ -142,7 +185,8 @@ def _drop(user: int) -> None:
         libc.prctl(_PR_CAPBSET_DROP, *map(ctypes.c_ulong, (capability, 0, 0, 0)))
     if user:
         os.setgroups(sorted({path.stat().st_gid for path in Path("/dev/dri").glob("render*")} - {0}))
-        os.setresgid(user, user, user)
+        os.setresgid(_GROUP, _GROUP, _GROUP)
+        os.umask(0o002)  # a service that comes later, or another one, writes on in the same files
         os.setresuid(user, user, user)
     header, sets = struct.pack("=Ii", _CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
     checked(libc.capset(header, sets), "capset")
@@ -156,25 +200,3 @@ def _check(given: Confinement) -> None:
     for path in given.hidden:
         if os.path.isfile(path) and os.access(path, os.R_OK) and os.path.getsize(path):
             raise NotConfined(f"users' code can read {path}: chmod 600 it, and 700 the folder that it is in")
-
-
-def named_paths(given: object, closed: Iterable[Path], base: Path) -> list[str]:
-    """Folders of the files, and the folders, that the strings of a JSON value name below `base`.
-
-    PATH:NAME counts as PATH. Of a file in the home directory, in a `closed` folder or at the top, itself alone.
-    """
-    if isinstance(given, dict):
-        return [path for each in given.values() for path in named_paths(each, closed, base)]
-    if isinstance(given, list | tuple):
-        return [path for each in given for path in named_paths(each, closed, base)]
-    if not isinstance(given, str) or not given or len(given) > 4096 or "\0" in given:
-        return []
-    text = given if ".py:" not in given else given.rpartition(":")[0]
-    # Path's own ways raise where a user has neither HOME nor a name.
-    path = (base / os.path.expanduser(text)).absolute()
-    narrow = {Path("/"), Path(os.path.expanduser("~")), Path("/tmp"), *closed}
-    if os.path.isdir(path):
-        return [] if path in narrow or os.path.realpath(path) in map(str, narrow) else [str(path)]
-    if not os.path.isfile(path):
-        return []
-    return [str(path)] if path.parent in narrow else [str(path.parent)]

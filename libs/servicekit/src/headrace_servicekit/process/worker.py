@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Generic
 
-from headrace_servicekit.process.confine import Confinement, named_paths, other_user
+from headrace_servicekit.process.confine import Confinement, other_user
+from headrace_servicekit.process.named_paths import named_paths
 from headrace_servicekit.process.spawn import TREE_VARIABLE, descendants, kill_tree
-from headrace_servicekit.process.users_environment import caches, environment_of
+from headrace_servicekit.process.users_environment import caches, environment_of, own_caches
 from headrace_servicekit.process.worker_pipes import (
     BUFFER_BYTES,
     CONFINED_VARIABLE,
@@ -95,8 +96,10 @@ class Worker(Generic[Message]):
             environment = dict(os.environ)
         else:
             scratch = _scratch()
-            environment = environment_of(os.environ, code.variables, scratch)
             confinement = _confinement(code, scratch)
+            user = confinement.user
+            models = await asyncio.to_thread(own_caches, os.environ, scratch, user) if user else None
+            environment = environment_of(os.environ, code.variables, scratch, models)
             environment[CONFINED_VARIABLE] = json.dumps(asdict(confinement))
         tree = f"{os.environ.get('HEADRACE_INCARNATION') or os.getpid()}/{uuid.uuid4().hex}"
         environment |= {**(variables or {}), TREE_VARIABLE: tree}
@@ -182,6 +185,7 @@ def _confinement(code: UsersCode, scratch: Path) -> Confinement:
     named = named_paths(code.names, _hidden, code.base.absolute())
     models = [str(path / "models") for path in _hidden]  # a fleet keeps those of `headrace demo` there
     return Confinement(
+        base=str(code.base.absolute()),
         hidden=[str(path) for path in _hidden],
         read=[*named, *models, *caches(os.environ)],
         write=[str(path.resolve()) for path in (scratch, *code.writes)],

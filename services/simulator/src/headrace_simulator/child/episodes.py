@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.process.confine import explained
 from headrace_servicekit.process.worker_pipes import MAX_FRAME_BYTES
 from headrace_servicekit.rpc.blobs import BlobWriter
 from headrace_servicekit.rpc.errors import ServiceError
@@ -107,7 +108,7 @@ def call(function: Callable[[], _RESULT]) -> _RESULT:
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        raise Raised(f"{type(error).__name__}: {str(error)[:500]}{where}") from error
+        raise Raised(f"{type(error).__name__}: {str(error)[:500]}{where}{explained(error)}") from error
 
 
 @dataclass(frozen=True)
