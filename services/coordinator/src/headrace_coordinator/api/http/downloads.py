@@ -73,7 +73,8 @@ async def _sent(entries: list[_Entry]) -> AsyncIterator[bytes]:
 def _pieces(entries: list[_Entry]) -> Iterator[bytes]:
     for entry in entries:
         yield entry.header
-        with entry.path.open("rb", buffering=0) as file:
+        handle = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(handle, "rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             left = entry.size
             while left:
