@@ -101,7 +101,8 @@ class ShardedModel:
         """Names of the experts' weights, of which this rank has a share only."""
         for module in [*layers, self.policy]:
             shard(module, ranks.mesh_of(layout.shard_ranks))
-        register_fsdp_forward_method(self.policy, "probe")
+        if hasattr(self.policy, "probe"):  # a robot's policy has none
+            register_fsdp_forward_method(self.policy, "probe")
         materialise(self.policy, torch.device("cpu") if self._on_host else ranks.device)
         root: Any = self.policy
         self._root: FSDPModule = root

@@ -197,12 +197,10 @@ def _answers(architecture: PreTrainedConfig, limit: int) -> tuple[list[Sequence]
     answer = max(1, min(ANSWER, (limit - 1) // 2))
     prompt = max(1, min(PROMPT, limit - answer))
     # Answers begin with different tokens, so that all have nodes of their own in a tree.
-    begins, rest = torch.split(
-        torch.tensor(probe_tokens(architecture, 7 * answer + 2 * prompt)), [7, 7 * (answer - 1) + 2 * prompt]
-    )
-    prompts, ends = torch.split(rest, [2 * prompt, 7 * (answer - 1)])
-    asked = prompts.view(2, prompt).tolist()
-    given = torch.cat([begins[:, None], ends.view(7, answer - 1)], 1).tolist()
+    tokens = list(probe_tokens(architecture, 7 * answer + 2 * prompt))
+    begins, prompts, ends = tokens[:7], tokens[7 : 7 + 2 * prompt], tokens[7 + 2 * prompt :]
+    asked = [prompts[:prompt], prompts[prompt:]]
+    given = [[begin, *ends[at * (answer - 1) : (at + 1) * (answer - 1)]] for at, begin in enumerate(begins)]
     trained = list(range(prompt, prompt + answer))
 
     def sequence(which: int, number: int) -> Sequence:
