@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 BY_SCHEMA = "by the schema alone: install headrace[local], or name a fleet"
 BY_RULES = "by the schema, and this machine's models, data and plug-ins; engines, devices, your own code with a fleet"
-BY_FLEET = "by the schema and by the fleet"
+BY_FLEET = "by the schema and by the fleet, which has run your own scorers and environments once"
 
 
 def check(spec: dict[str, Any], target: Target) -> dict[str, Any]:

@@ -7,7 +7,9 @@ there is no file.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import stat
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -226,11 +228,17 @@ def read_log(folder: Path, name: str, level: str, lines: int) -> list[LogLineVie
 
     A line that is no record (a traceback, a library's print) has the level of the record before it.
     """
-    path = folder / f"{name}.log"
-    if not NAME.fullmatch(name) or path.is_symlink() or not path.is_file():
+    if not NAME.fullmatch(name):
         return None
-    with path.open("rb") as file:
-        start = max(0, path.stat().st_size - READ_BYTES)
+    try:  # A link may have been put there since it was looked for.
+        handle = os.open(folder / f"{name}.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(handle, "rb") as file:
+        state = os.fstat(handle)
+        if not stat.S_ISREG(state.st_mode):
+            return None
+        start = max(0, state.st_size - READ_BYTES)
         file.seek(start)
         whole = file.read(READ_BYTES).decode(errors="replace").splitlines()[1 if start else 0 :]
     found: list[LogLineView] = []

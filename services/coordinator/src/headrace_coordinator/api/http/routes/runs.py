@@ -96,7 +96,11 @@ def _writes(routes: APIRouter, coordinator: Coordinator) -> None:
     async def submit_run(
         request: Request,
         dry_run: Annotated[
-            Flag, Query(description="check only; answers 200 with every default filled in")
+            Flag,
+            Query(
+                description="check only; answers 200 with every default filled in. Scorers and environments of "
+                "the spec's own are tried for that, so their code runs"
+            ),
         ] = False,
         idempotency_key: GivenKey = None,
     ) -> Response:
