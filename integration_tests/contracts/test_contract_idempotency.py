@@ -207,6 +207,7 @@ def test_a_lease_that_was_released_is_no_authority(pair, fake_fleet):
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward")
+    folder.chmod(0o777)  # what users write as root's other user
     (folder / "count.py").write_text(
         "import pathlib\n"
         "def score(prompt, completion, reference, metadata):\n"
