@@ -31,6 +31,7 @@ from headrace_coordinator.domain.devices.demand import devices_each
 from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.domain.devices.places import device_order, machines
 from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.step.timer import GENERATE_OPEN
 
 
 class Layouts:
@@ -376,7 +377,9 @@ def _time(view: StepView, after_s: float, moved_s: float) -> StepTime:
     seconds = view.stage_s
     switch_s = seconds.get("switch", 0.0) + seconds.get("sync", 0.0)
     step_s = view.wall_s - sum(seconds.get(stage, 0.0) for stage in NO_WORK)
-    generate_s, learn_s = seconds.get("generate", 0.0), seconds.get("learn", 0.0)
+    # A placement has the devices while the last answers are scored, too.
+    generate_s = view.figures.get(GENERATE_OPEN, seconds.get("generate", 0.0))
+    learn_s = seconds.get("learn", 0.0)
     return StepTime(generate_s, learn_s, step_s, after_s, switch_s, min(moved_s, switch_s))
 
 

@@ -17,7 +17,7 @@ from headrace_coordinator.domain.ledger.versions import Lineage
 from headrace_coordinator.projections.trajectories import SettledTrajectory, whole_groups
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.learning import carries_no_loss, identities
-from headrace_coordinator.run.step.timer import StepTimer
+from headrace_coordinator.run.step.timer import GENERATE_OPEN, StepTimer
 from headrace_coordinator.run.step.trajectories import Trajectories, told
 from headrace_coordinator.run.workers.rollout_client import weight_figures
 
@@ -121,9 +121,9 @@ def step_view(
     trained = [slot for slot in slots if slot.state == ACCUMULATED]
     is_baseline = context.workers.leader.is_baseline
     sampled = [slot.reward for slot in trained if not is_baseline(slot.sample)]
-    wall, stages = timer.wall, timer.stages()
+    wall, stages, generate_open = timer.wall, timer.stages(), timer.open("generate")
     if context.spec.algorithm.max_staleness:  # Streams of work are open all the time.
-        stages["generate"] = timer.worked("generate")
+        stages["generate"] = generate_open = timer.worked("generate")
     return StepView(
         step=certificate.ordinal,
         version=certificate.number,
@@ -142,6 +142,7 @@ def step_view(
             **response.figures,
             **weight_figures(context.workers.rollouts),
             **timer.figures,
+            GENERATE_OPEN: generate_open,
             **(online.figures() if (online := context.fleet.online.get(context.run_id)) else {}),
         },
     )

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from headrace_coordinator.domain.intervals import Interval, covered, joined, without
 
 NO_DEVICE = ""
-GENERATE = "generate"
+GENERATE, SCORE = "generate", "score"
+GENERATE_OPEN = "generate_open_seconds"
+"""A step's figure: time in which rollouts generated, or waited for what was made of their answers."""
 SPANS_KEPT = 32
 WAIT_LEASE = "wait for lease"
 WAIT_DATA, WAIT_TAIL = "wait for data", "wait for tail"
@@ -51,7 +53,9 @@ class StepTimer:
             self._devices[device][name].append(interval)
 
     def rested(self, interval: Interval, devices: Iterable[str]) -> None:
-        """Marks an interval in which the devices had nothing to generate: it is no time of that stage."""
+        """Marks an interval in which the devices had nothing to generate; while answers are scored, it is not that
+        stage's time.
+        """
         for device in devices:
             self._rests[device].append(interval)
 
@@ -74,13 +78,17 @@ class StepTimer:
         return covered((max(start, end), stop) for start, stop in self._intervals(name) if stop > end)
 
     def worked(self, name: str) -> float:
-        """Seconds of a stage, in the mean over its devices."""
+        """Seconds of a stage without those in which its devices had nothing to do, in the mean over them."""
         found = [
-            covered(self._of(device, name))
+            max(0.0, covered(stages[name]) - covered(self._rests[device]))
             for device, stages in self._devices.items()
             if device != NO_DEVICE and name in stages
         ]
         return sum(found) / len(found) if found else 0.0
+
+    def open(self, name: str) -> float:
+        """Seconds of a stage with those in which its devices waited."""
+        return covered(each for stages in self._devices.values() for each in stages.get(name, ()))
 
     def devices(self) -> dict[str, dict[str, float]]:
         """Seconds by device and stage."""
@@ -91,10 +99,14 @@ class StepTimer:
         }
 
     def _of(self, device: str, name: str) -> list[Interval]:
-        """A device's intervals of a stage. Rollouts that wait, for scores or for the trainer, generate nothing."""
+        """A device's intervals of a stage. A rollout that waits while answers are scored generates nothing."""
         intervals = self._devices[device].get(name, [])
-        rests = self._rests.get(device, []) if name == GENERATE else []
-        return [part for each in intervals for part in without(each, rests)] if rests else intervals
+        rests = self._rests.get(device) if name == GENERATE else None
+        if not rests:
+            return intervals
+        scoring = [each for stages in self._devices.values() for each in stages.get(SCORE, ())]
+        for_scores = [part for rest in rests for part in without(rest, without(rest, scoring))]
+        return [part for each in intervals for part in without(each, for_scores)]
 
     def _intervals(self, name: str) -> list[Interval]:
         return [interval for device in self._devices for interval in self._of(device, name)]
