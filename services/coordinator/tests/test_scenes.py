@@ -121,12 +121,13 @@ def test_only_what_an_ended_instance_would_mend_waits_for_it_to_come_back():
             began = clock()
             keys = {each.key for each in await checked(coordinator, asked)}
             assert "rollout.instances" in keys
-            found.append((clock() - began, "model.path" in keys))
+            found.append((clock() - began, "model.path" in keys))  # a thread that checks costs moments
 
     ends(Scene(play, steps=30))
     (waited, _), *others = found
     assert waited >= RESTART_S
-    assert others == [(0.0, False), (0.0, True), (0.0, False)]
+    assert [bad for _, bad in others] == [False, True, False]
+    assert max(waited for waited, _ in others) < 1.0 < RESTART_S
 
 
 def test_a_cancel_beside_an_open_run_that_is_not_answered_takes_seconds(monkeypatch):
