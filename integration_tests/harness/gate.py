@@ -40,6 +40,7 @@ class Gate:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(0o777)  # as root, users' code is another user
         self._directory = directory
         (directory / "gate.py").write_text(SCORER)
         self.open()
