@@ -46,6 +46,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
     return report
 
 
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """Open to all: as root, users' code is another user, and writes what tests read."""
+    tmp_path.chmod(0o777)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 with random weights and a tokenizer of characters."""

@@ -175,7 +175,9 @@ def test_code_runs_in_the_sandbox(monkeypatch):
     found = answers(environment, call("python", code="a = 6\na * 7") + call("python", code="print(1/0)"))
     assert found[0] == "42" and found[1].endswith("ZeroDivisionError: division by zero")
     reads = answers(environment, call("python", code="import os; print(os.environ, open('/etc/passwd'))"))
-    assert "of-the-service" not in reads[0] and "PermissionError" in reads[0]
+    # What is not there behind the walls cannot be found, what is there cannot be read.
+    assert "of-the-service" not in reads[0]
+    assert "PermissionError" in reads[0] or "FileNotFoundError" in reads[0]
     schema = environment.reset(0, {"question": "?"})[1][0]["function"]
     assert schema["parameters"]["required"] == ["code"] and list(schema["parameters"]["properties"]) == [
         "code"
