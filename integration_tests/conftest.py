@@ -24,6 +24,16 @@ FAILED_IN = pytest.StashKey[set[Path]]()
 TEST_S = 600  # names a hang; a busy machine of two cores needs a tenth of it
 
 
+def _open_folder(self: pytest.TempPathFactory, *named: Any, **how: Any) -> Path:
+    """A temporary folder that is open to all: as root, users' code is another user, and writes what tests read."""
+    made = _made_folder(self, *named, **how)
+    made.chmod(0o777)
+    return made
+
+
+_made_folder, pytest.TempPathFactory.mktemp = pytest.TempPathFactory.mktemp, _open_folder  # type: ignore[method-assign]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes about a minute; runs in CI all the same")
 
@@ -44,13 +54,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
             if fleet.data_dir.is_dir() and (logs := fleet.logs()):
                 report.sections.append((f"logs of the fleet on {fleet.data_dir}", logs))
     return report
-
-
-@pytest.fixture
-def tmp_path(tmp_path: Path) -> Path:
-    """Open to all: as root, users' code is another user, and writes what tests read."""
-    tmp_path.chmod(0o777)
-    return tmp_path
 
 
 @pytest.fixture(scope="session")
