@@ -29,7 +29,7 @@ def run_service(kind: str, mount: Mount, argv: Sequence[str] | None = None) -> N
     config = parse_instance_config(kind, argv)
     configure_logging(config.log_level, instance=config.name)
     raise_limit()
-    keep_collectives_at(config.listen, config.advertise)
+    keep_collectives_at(config.listen)
     let_idle_threads_sleep()
     try:
         asyncio.run(_serve(config, mount))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
 from ipaddress import ip_address
 
 import psutil
 
-from headrace_servicekit.rpc.addresses import advertised_host, split_address
+from headrace_servicekit.rpc.addresses import split_address
 
 
 def own_addresses() -> dict[str, str]:
@@ -31,18 +30,14 @@ def outward_addresses() -> dict[str, str]:
     }
 
 
-def keep_collectives_at(listen: str, advertise: str) -> None:
-    """Has Gloo and NCCL listen on the interface at which this service is reached; they would choose one themselves.
+def keep_collectives_at(listen: str) -> None:
+    """Has Gloo and NCCL listen on the interface of the address that this service listens at.
 
-    NCCL takes a name for the beginning of one, unless "=" stands before it. What the environment says stays.
+    One that listens everywhere leaves the choice to them: an interface of a container may be another one by the time
+    that a group forms. NCCL takes a name for the beginning of one, unless "=" stands before it. What the environment
+    says stays.
     """
     host, _ = split_address(listen)
-    known = own_addresses()
-    if host not in known:
-        host = advertised_host(listen, advertise)
-        with suppress(OSError):
-            found = [place[0] for *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-            host = next((str(address) for address in found if address in known), host)
-    if interface := known.get(host):
+    if interface := own_addresses().get(host):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
