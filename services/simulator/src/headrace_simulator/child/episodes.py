@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -46,7 +47,8 @@ class Film:
         except ImportError as error:
             message = f"videos need imageio-ffmpeg: pip install 'headrace-simulator[video]' ({error})"
             raise NoVideo(message) from error
-        self._file = os.memfd_create("video")
+        # A file of this user: ffmpeg is another process, which may not look into the descriptors of this one.
+        self._file = tempfile.NamedTemporaryFile(prefix="video-", suffix=".mp4")  # noqa: SIM115
         self._encoder: Generator[None, Any, None] | None = None
         self._shape: tuple[int, ...] = ()
 
@@ -55,7 +57,7 @@ class Film:
         if self._encoder is None:
             self._shape = frame.shape
             self._encoder = self._encode(
-                f"/proc/{os.getpid()}/fd/{self._file}",
+                self._file.name,
                 (frame.shape[1], frame.shape[0]),
                 fps=FRAMES_PER_S,
                 codec="libx264",
@@ -76,18 +78,18 @@ class Film:
         try:
             if self._encoder is not None:
                 self._encoder.close()
-            size = os.fstat(self._file).st_size
+            size = os.fstat(self._file.fileno()).st_size
             if not 0 < size <= MAX_BYTES:
                 raise NoVideo(f"the video of this episode has {size} bytes; 1 to {MAX_BYTES} can be sent")
-            return os.pread(self._file, size, 0)
+            return os.pread(self._file.fileno(), size, 0)
         finally:
-            os.close(self._file)
+            self._file.close()
 
     def drop(self) -> None:
         """Ends it without a video."""
         if self._encoder is not None:
             self._encoder.close()
-        os.close(self._file)
+        self._file.close()
 
 
 _RESULT = TypeVar("_RESULT")
