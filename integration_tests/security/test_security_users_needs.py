@@ -59,6 +59,7 @@ tried("named folder that is open to all", appended)
 tried("own Python", lambda: subprocess.check_output([sys.executable, "-c", "import numpy; print(1)"], text=True))
 tried("Python of another environment", lambda: subprocess.check_output(
     [HERE / "agent/bin/python", "-c", "import of_the_agent; print(2)"], text=True))
+tried("closed file of a named folder", lambda: Path("model/model.safetensors").read_text())
 tried("file beside", lambda: Path("scorers/log.txt").write_text("x"))
 tried("file that no spec names", lambda: Path({there!r}, "unnamed.txt").read_text())
 writer.write(frame(encode_json(FOUND)))
@@ -73,6 +74,7 @@ def project(home: Path) -> Path:
         *(
             ("scorers/users_code.py", CODE.format(here=str(here), there=str(home))),
             ("data/answers.txt", "42"),
+            ("model/model.safetensors", "tensors"),
         ),
         *(("results/.keep", ""), ("../unnamed.txt", "x"), ("state/token", "secret")),
         ("../.cache/huggingface/hub/models--me--one/refs/main", "abc"),
@@ -85,6 +87,7 @@ def project(home: Path) -> Path:
     library = next((here / "agent/lib").glob("python3*/site-packages"))
     (library / "of_the_agent.py").write_text("")
     (here / "results").chmod(0o777)
+    (here / "model/model.safetensors").chmod(0o600)  # as the library writes it, whatever the umask
     home.chmod(0o700)
     return here
 
@@ -92,7 +95,12 @@ def project(home: Path) -> Path:
 async def asked(here: Path) -> dict[str, str]:
     """What the project's scorer found, as its spec names it."""
     hide_from_workers(here / "state/token", here / "state")
-    names = {"name": "scorers/users_code.py:score", "command": ["agent/bin/python"], "log": "results"}
+    names = {
+        "name": "scorers/users_code.py:score",
+        "command": ["agent/bin/python"],
+        "log": "results",
+        "path": "model",
+    }
     worker = await Worker.start("users_code", JSON_CODEC, code=UsersCode(names, here))
     try:
         return await worker.receive(100.0)
@@ -107,6 +115,7 @@ WORKS = {
     "caches": "[None, None]",
     "data set": "1",
     "model": "weights",
+    "closed file of a named folder": "tensors",
     "own Python": "1\n",
     "Python of another environment": "2\n",
 }

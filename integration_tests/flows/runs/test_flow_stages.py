@@ -25,6 +25,7 @@ def score(prompt, completion, reference, metadata):
 def test_the_second_stage_sees_what_the_first_let_through(fleet, spec_of, tmp_path, mode):
     seen, scorer = tmp_path / "seen", tmp_path / "judge.py"
     seen.touch()
+    seen.chmod(0o666)  # as root, users' code is another user
     scorer.write_text(JUDGE.format(seen=str(seen)), encoding="utf-8")
     # The first reward is 1 for an answer of one character and less for longer ones.
     spec = spec_of(

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar
 
+from headrace_servicekit.process.confine import explained
+
 from headrace_reward.scorers.base import Answer, ScorerError
 
 SIGNATURE = "def score(prompt: str, completion: str, reference: str, metadata: dict) -> float | dict[str, float] | None"
@@ -282,8 +284,13 @@ def locate(name: str, directory: Path) -> tuple[Path, str]:
     if not path_text or not function.isidentifier():
         raise ScorerError("name", f"{name}: name the function too, as {name.split(':')[0]}:score")
     path = (directory / path_text).absolute()  # a link, as a cache of files has them, keeps its own name
-    if not path.is_file():
-        raise ScorerError("name", f"{name}: no such file {path}; paths start at {directory} or are absolute")
+    try:
+        found, closed = path.is_file(), ""
+    except PermissionError as error:  # by users' code, which may be another user than who wrote the file
+        found, closed = False, f" that its user may see{explained(error)}"
+    if not found:
+        reason = f"no such file {path}{closed}; paths start at {directory} or are absolute"
+        raise ScorerError("name", f"{name}: {reason}")
     return path, function
 
 

@@ -13,7 +13,10 @@ import site
 import stat
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from headrace_servicekit.process.mounts import Mounts, checked
@@ -25,6 +28,7 @@ _DAEMONS = (
     *("/run/systemd/private", "/run/snapd.socket"),
 )
 """Ways to have something done outside: cgroups of the user, D-Bus, daemons that start containers."""
+_ENTRIES_READ = 1_000
 _FIRST_ID, _ANY_ID, _GROUP = 0x7F000000, 65533, 65533
 """Users of users' code: one for each service's process where ids are plenty, else one for all."""
 
@@ -132,18 +136,23 @@ def _arrange(mounts: Mounts, given: Confinement) -> None:
     kept = dict.fromkeys(map(os.path.realpath, installation()), False)
     # What is open to that user stays as open as it is; what is opened for it is read alone.
     base = [given.base] if os.path.isdir(given.base) and _open_to(given.base, given.user) else []
-    kept |= {
-        path: bool(given.user) and _open_to(path, given.user)
-        for each in (*base, *given.read)
-        if _in_the_way(path := os.path.realpath(each), hidden, given.user)
+    is_open = dict.fromkeys(map(os.path.realpath, base), True)
+    is_open |= {
+        path: _open_within(path, given.user)
+        for path in map(os.path.realpath, given.read)
+        if os.path.exists(path)
     }
+    for path, opened in is_open.items():
+        if not opened or _in_the_way(path, hidden, given.user):
+            kept[path] = bool(given.user) and opened
     kept |= dict.fromkeys((os.path.realpath(path) for path in given.write if os.path.exists(path)), True)
     kept = {path: writable for path, writable in kept.items() if path not in hidden}
-    as_owner = set(map(os.path.realpath, (*given.read, *installation())))
+    as_owner = {
+        path for path in kept if not is_open.get(path, path in given.write or _open_to(path, given.user))
+    }
     closed = {each for path in kept if (each := closed_above(path, given.user)) and each not in kept}
     for path, writable in kept.items():
-        as_user = given.user if path in as_owner and not _open_to(path, given.user) else 0
-        mounts.take(path, writable=writable, as_user=as_user)
+        mounts.take(path, writable=writable, as_user=given.user if path in as_owner else 0)
     for path in sorted({*hidden, *closed, *kept}, key=lambda each: (each.count("/"), each)):
         if path in kept:
             mounts.place(path)
@@ -153,11 +162,8 @@ def _arrange(mounts: Mounts, given: Confinement) -> None:
 
 
 def _in_the_way(path: str, hidden: set[str], user: int) -> bool:
-    """Whether it is there, and something keeps that user from it."""
-    if not os.path.exists(path):
-        return False
-    within = any(path.startswith(f"{each}/") for each in hidden)
-    return within or bool(closed_above(path, user)) or not _open_to(path, user)
+    """Whether a folder above a path keeps that user from it."""
+    return any(path.startswith(f"{each}/") for each in hidden) or bool(closed_above(path, user))
 
 
 def closed_above(path: str, user: int) -> str:
@@ -171,6 +177,27 @@ def closed_above(path: str, user: int) -> str:
 def _open_to(path: str, user: int) -> bool:
     found = os.stat(path)
     return not user or _has(found, user, 5 if stat.S_ISDIR(found.st_mode) else 4)
+
+
+def _open_within(path: str, user: int) -> bool:
+    """Whether that user may read a path and all in it, by its first entries: tools write models as 0600.
+
+    A folder in which that user may write is its own affair: as its owner's it could only be read.
+    """
+    if not _open_to(path, user):
+        return False
+    if not user or _has(os.stat(path), user, 7):
+        return True
+    within = (entry for folder in os.walk(path) for entry in _entries(*folder))
+    for entry in islice(within, _ENTRIES_READ):
+        with suppress(OSError):  # a link to nothing, or an entry that went meanwhile
+            if not _open_to(entry, user):
+                return False
+    return True
+
+
+def _entries(folder: str, folders: list[str], files: list[str]) -> Iterator[str]:
+    return (os.path.join(folder, name) for name in (*folders, *files))
 
 
 def _has(found: os.stat_result, user: int, wanted: int) -> bool:
