@@ -11,8 +11,8 @@ EXPERTS = "experts"
 TRAINED = {"all": "all", "lora": "LoRA", EXPERTS: "all, experts over 8"}
 GIB = 2**30
 HEAD = (
-    "model", "GPUs", "trained", "layout", "GPU GiB, planned", "measured", "off by", "host GiB",
-    "a micro-batch: collectives", "GiB", "to and from the host, GiB", "a commit: GiB", "host, GiB",
+    "model", "GPUs", "trained", "layout", "GPU GiB, planned", "measured", "host GiB",
+    "a micro-batch: collectives, GiB", "to and from the host", "a commit: collectives", "to and from the host",
 )  # fmt: skip
 Row = dict[str, Any]
 
@@ -49,10 +49,9 @@ def cells(row: Row) -> tuple[str, ...]:
         return (*first, f"fits in none: {row['refused'].splitlines()[0]}", *["-"] * len(HEAD[4:]))
     measured = "measured" in row
     host = f"{row['host_of_all'] / GIB:.0f}" + (", saves in place" if row["saves_in_place"] else "")
-    found = ["-"] * 5
+    found = ["-"] * 4
     if measured:
         found = [
-            ", ".join(f"{count} {kind}" for kind, count in row["micro-batch calls"].items()) or "none",
             *(f"{row[f'micro-batch {what}'] / GIB:.1f}" for what in ("moved", "carried")),
             *(f"{row[f'commit {what}'] / GIB:.1f}" for what in ("moved", "carried")),
         ]
@@ -61,7 +60,6 @@ def cells(row: Row) -> tuple[str, ...]:
         row["layout"],
         f"{sum(row['device'].values()) / GIB:.1f}",
         f"{row['measured'] / GIB:.1f}" if measured else "-",
-        f"{row['error']:+.1%}" if measured else "-",
         host,
         *found,
     )
@@ -81,6 +79,10 @@ def text_of(rows: list[Row]) -> str:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The rows as a table."""
-    lines = [HEAD, tuple("---" for _ in HEAD), *map(cells, rows)]
+    """The rows as a table; rows that differ only in the number of GPUs are one."""
+    lines = [HEAD, tuple("---" for _ in HEAD)]
+    for line in map(cells, rows):
+        if lines[-1][:1] + lines[-1][2:] == line[:1] + line[2:]:
+            line = (line[0], f"{lines.pop()[1]}, {line[1]}", *line[2:])
+        lines.append(line)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
