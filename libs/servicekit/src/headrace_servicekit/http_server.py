@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 UNREAD_S = 60.0
 """Seconds that a client may leave what was sent to it unread; then the kernel ends the connection (Linux)."""
 HEAD_S = 10.0
-"""Seconds that a client may take for the head of a request; at one and a half as many its connection is ended."""
+"""Seconds that a client may take for the head of a request; its connection is ended after 1.5 times that."""
 IDLE_S = 5
 """Seconds that a connection without a key may be idle after an answer."""
 MOST_CONNECTIONS = 2048

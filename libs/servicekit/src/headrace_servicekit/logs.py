@@ -64,7 +64,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 WINDOW_S, LINES, TRACEBACKS = 10.0, 200, 10
-"""What one place in the code may write in so many seconds. More of it is counted."""
+"""Limits of what one place in the code may write in a period, and the period in seconds; the rest is counted."""
 
 
 def printable(text: str) -> str:

@@ -21,7 +21,7 @@ class Waits:
 
     @contextmanager
     def named(self, run: str, what: str, *, after: float = 0.0) -> Iterator[None]:
-        """Shows `what` while the body runs; with `after`, once it has lasted so many seconds, and for how long."""
+        """Shows `what` while the body runs; with `after`, after that many seconds, and for how long."""
         entry = (what, self._now(), after)
         self._by_run[run].append(entry)
         try:

@@ -29,7 +29,7 @@ _RESULT = TypeVar("_RESULT")
 
 
 class NoScores(Exception):
-    """A function of batches returned no list with one score an answer."""
+    """A function of batches did not return a list with one score for each answer."""
 
 
 # Raised by a scorer's own code whatever the answer is: the scorer is at fault, and its author can mend it.

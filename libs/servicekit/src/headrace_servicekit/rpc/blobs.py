@@ -35,7 +35,7 @@ SPARE_BYTES = 64 * 1024 * 1024
 LARGE_BYTES = 4 * 1024 * 1024
 """Above it a blob is read and hashed in a thread: the event loop goes on meanwhile."""
 FETCH_S, SLOW = 60.0, 10e6
-"""A producer has so many seconds to send a blob, and one more for so many bytes of it."""
+"""Seconds that a producer has to send a blob, and the bytes for which it gets one more."""
 _FOLDER = "blobs"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 

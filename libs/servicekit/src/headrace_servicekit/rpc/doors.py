@@ -128,7 +128,7 @@ class Doors:
             time.sleep(BUSY_LOOK_S if busy else LOOK_S)
 
     def _look(self, now: float) -> bool:
-        """Ends what is over; whether there are so many strangers that another look is due soon."""
+        """Ends expired connections; returns whether there are enough strangers to look again soon."""
         named = {port: callers.named() for port, callers in self._callers.items()}
         known = {port: look() for port, look in self._known.items()}
         self._connections = dict(self._found(now))

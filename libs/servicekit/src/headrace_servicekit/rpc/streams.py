@@ -139,7 +139,7 @@ async def _next(requests: AsyncIterator[Request]) -> Request:
 async def unordered(
     requests: AsyncIterator[Request], expand: Expand[Request, Result], limit: int, linger_s: float = 0.0
 ) -> AsyncIterator[list[Result]]:
-    """Yields the results of all that `expand` makes of the requests, in any order, as many as are ready.
+    """Yields lists of the results that are ready, in any order, of all that `expand` makes of the requests.
 
     At most `limit` run or wait to be taken, so that a slow reader slows its writer. Once one is ready, others
     of its request get up to `linger_s` seconds to come with it: results that take microseconds are not worth a

@@ -33,7 +33,7 @@ class Orchestrator(Protocol):
         """Kinds of which it can change the number."""
 
     def scale(self, kind: str, containers: int) -> str:
-        """Wants so many containers of a kind; returns why that cannot be, or "". Waits for no process."""
+        """Sets the wanted number of containers of a kind, without waiting; returns why that cannot be, or ""."""
 
     def hosts(self) -> set[str]:
         """Host names of the fleet's containers that have not ended. Raises OSError where nobody can tell."""

@@ -1,6 +1,6 @@
 """A version comes to a host once: one instance pulls it, the others of the host map it, other hosts read along.
 
-Whose turn it is says a lock on a file in the directory that a host's instances share; the kernel passes it on when its
+A lock on a file in the directory that a host's instances share decides which one pulls; the kernel releases it when its
 holder dies. Knows no source and no transport.
 """
 

@@ -164,7 +164,7 @@ class Changes:
         return list(self._groups)
 
     async def response(self, offset: int) -> weights_pb2.FetchChangesResponse:
-        """The one that begins at an offset of `offsets`; as many threads as there are cores code the next ones."""
+        """The stretch that begins at an offset of `offsets`; a thread for each core codes the next ones."""
         if offset not in self.made:
             offsets = self.offsets
             first = offsets.index(offset)

@@ -23,7 +23,7 @@ from headrace_servicekit.weights.pending import PendingPart, PendingWeights, Sto
 from headrace_servicekit.weights.store import WeightStore
 
 WHOLE_EVERY = 16
-"""Versions after which one comes whole, where changes are quicker; and as many after which they are tried again."""
+"""Versions after which one comes whole where changes are quicker, and after which changes are tried again where not."""
 log = logging.getLogger(__name__)
 
 

@@ -197,7 +197,7 @@ def _check_fits(state: State, run: RunState, ranks: int, fleet: FleetView, now: 
 
 
 def _changed(run: RunState, ranks: int) -> RunSpec:
-    """The spec as if it had been submitted with so many ranks; raises Refused INVALID."""
+    """The spec with this number of ranks; raises Refused INVALID."""
     algorithm = run.spec["algorithm"]
     prompts: int = algorithm["prompts_per_step"]
     if run.spec.get("deterministic"):

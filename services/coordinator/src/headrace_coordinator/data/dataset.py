@@ -119,7 +119,7 @@ class Dataset:
         return self._item(self._order(part, epoch)[position])
 
     def spread(self, most: int) -> list[DataItem]:
-        """At most so many training items, at even distances in the order of their keys' hashes."""
+        """At most `most` training items, at even distances in the order of their keys' hashes."""
         return [self._item(number) for number in self._train[:: -(-len(self._train) // most) or 1].tolist()]
 
     def chance(self, prompt_ordinal: int, attempt: int) -> float:

@@ -80,7 +80,7 @@ class PackedItems:
         self.system_messages = 0
         """Items that begin with a system message of their own."""
         self.pictured: Counter[tuple[int, int]] = Counter()
-        """How many items with images have so many marks for them in their texts, and so many images."""
+        """Number of items with images, by (marks in their texts, images)."""
         parts, answered = array("i"), bytearray()
         shapes: Counter[tuple[str, ...]] = Counter()
         keys, rows = bytearray(), bytearray()

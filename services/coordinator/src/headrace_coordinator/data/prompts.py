@@ -21,8 +21,8 @@ DOUBLE = "write a brace that is meant as text twice: {{ or }}"
 class PromptContent:
     """A prompt before tokenisation: chat messages with a prefill, or else plain text.
 
-    `arguments` are what the chat template is given beside the messages. `images` are files; the messages have as many
-    marks for them.
+    `arguments` are passed to the chat template beside the messages. `images` are files; the messages have one mark for
+    each.
     """
 
     chat: list[dict[str, Any]] | None

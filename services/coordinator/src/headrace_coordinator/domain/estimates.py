@@ -12,7 +12,7 @@ import msgspec
 Z95 = 1.959964
 """Standard deviations of a normal distribution between its 2.5% and 97.5% quantiles, halved."""
 DRAWS, FEWEST_RESAMPLES, MOST_RESAMPLES = 1_000_000, 1000, 4000
-"""A bootstrap draws about so many items in all, within these bounds of resamples."""
+"""Items that a bootstrap draws in all, about, and the bounds of its resamples."""
 TAIL = 0.025
 ROUNDING = 1e-9
 """What equal figures may differ by."""
@@ -22,8 +22,8 @@ def interval(scores: Sequence[Sequence[float]]) -> tuple[float, float] | None:
     """95% interval of the mean score; `scores` has the answers' scores, prompt by prompt.
 
     Prompts are what is drawn at random, so answers of one prompt count as one draw. Scores from 0 to 1 have Wilson's
-    interval (Wilson 1927), which is right near 0 and 1 too, of as many 0-or-1 draws as would spread the mean as far
-    as the prompts' means do; of equal means, of as many as there are prompts. Other scores have the normal interval of
+    interval (Wilson 1927), which is right near 0 and 1 too, for the number of 0-or-1 draws that gives the same standard
+    error as the prompts' means; for equal means, the number of prompts. Other scores have the normal interval of
     the prompts' means. None for fewer than two prompts, and for such scores that are all equal.
     """
     means = [fmean(each) for each in scores if each]
@@ -115,10 +115,9 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def bootstrap(gaps: Sequence[float]) -> tuple[float, float] | None:
-    """95% percentile interval of the mean (Efron 1979), from a seed of its own; None for fewer than two items.
+    """95% percentile interval of the mean (Efron 1979), with a fixed seed; None for fewer than two items.
 
-    Equal gaps of scores from 0 to 1 have one all the same: as many items may differ as Wilson's interval of none among
-    these ends at.
+    Equal gaps of scores from 0 to 1 have one too: the upper end of Wilson's interval for 0 differing items bounds it.
     """
     count = len(gaps)
     if count < 2:

@@ -35,7 +35,7 @@ STALLED = "progress"
 EVALUATED_KEPT = 256
 """Names of evaluations that are kept: a rewind abandons fewer."""
 SWITCH_SHARE = 1.0
-"""A run keeps its instances at least so many times as long as its last start took."""
+"""A run keeps its instances at least this many times as long as its last start took."""
 
 
 class Grant(msgspec.Struct):

@@ -18,7 +18,7 @@ from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.waits import Waits, WaitTimeout
 
 MOST_DEATHS = 5
-"""A run without a step between so many deaths that are charged to it has FAILED."""
+"""Deaths charged to a run, without a step between them, after which it has FAILED."""
 NEAR_S = 10.0
 """A call that broke so long before an instance's exit was noticed may be what ended it."""
 TURN_S, LONGEST_TURN_S = 20.0, 600.0

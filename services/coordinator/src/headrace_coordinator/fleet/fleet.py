@@ -174,7 +174,7 @@ class Fleet:
     def draining(self, incarnation: str, grace_s: float) -> None:
         """A process was told to stop: it gets no new work, and is told to exit once no run needs its state any more.
 
-        `grace_s`: it exits after so many seconds in any case.
+        `grace_s`: seconds after which it exits in any case.
         """
         state = self.event_log.state.instances.get(incarnation)
         if state is None or state.draining:

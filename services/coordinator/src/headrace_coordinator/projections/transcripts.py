@@ -17,7 +17,7 @@ from headrace_coordinator.projections.trajectories import NAME, SettledTrajector
 FILE_BYTES = 64 * 1024 * 1024
 EVERYTHING = 2**40
 CUT = ("LENGTH", "TRUNCATED", "TIMED_OUT")
-"""An answer of as many tokens, or an episode of as many steps, as the spec allows."""
+"""An answer with all the tokens, or an episode with all the steps, that the spec allows."""
 LONGEST_CHOICE = 500
 """Characters of a choice that are compared."""
 Extract = Callable[[str], str]

@@ -1,6 +1,6 @@
 """What differs between runs of texts, of episodes and of conversations: prompts, streams, and the peers of a rollout.
 
-The one place of `run` that asks which of them a run is. Only the others than a run of texts have simulators.
+The one place of `run` that asks which kind a run is. Runs of texts have no simulators; the others do.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ MOST_LEAPS = 1024
 LINGER_S = 0.05
 """Seconds after which events that nothing waits for are appended, together with later ones."""
 STALL_S = 5.0
-"""A wait that ends so many seconds after its deadline shows that this process was stopped: it waits again."""
+"""A wait that ends this many seconds after its deadline shows that this process was stopped: it waits again."""
 TICK_S = 0.001
 """Seconds added to a deadline's timer: the event loop may call it a little early."""
 Posted = tuple[int, bytes, ev.Event]

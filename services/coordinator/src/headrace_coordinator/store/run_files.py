@@ -157,7 +157,7 @@ class RunFiles:
     # --- reading
 
     def after(self, number: int, most: int, most_bytes: int) -> list[Item]:
-        """Events with higher numbers, in order, as many as fit."""
+        """Events with higher numbers, in order, up to what fits."""
         found: list[Item] = []
         for (sequence, data), _ in self.segments.after(number):
             found.append((sequence, ev.decode(data)))

@@ -73,8 +73,8 @@ class Rewarded:
 class Desk:
     """The sessions of a run at its instance, which outlive the streams of its steps.
 
-    `kept` says whether the instance still keeps the trajectory of a slot: one that is asked for again, as its stream
-    broke or the coordinator was started again, is told again.
+    `kept` says whether the instance still keeps the trajectory of a slot. It is sent again when it is requested again,
+    after its stream broke or the coordinator restarted.
     """
 
     def __init__(

@@ -208,7 +208,7 @@ AnyRound = (
 
 
 class Header(msgspec.Struct, frozen=True):
-    """An announced round: the how-manieth it is of which generation, and the step attempt that is open."""
+    """An announced round: its generation, its number within that, and the step attempt that is open."""
 
     generation: int
     number: int

@@ -260,7 +260,7 @@ def part_of(group: Group, policy: str, played: Mapping[str, str]) -> Group:
 
 
 def _own_lines(member: Member, policy: str, played: Mapping[str, str]) -> Member | None:
-    """A member's lines of these roles, and their turns; a role's line is as the manieth as it first spoke."""
+    """A member's lines of these roles, and their turns; lines are in the order in which the roles first spoke."""
     mine = [role for role in dict.fromkeys(member.turn_roles) if played.get(role, "") == policy]
     lines = list(pairwise([0, *member.siblings, len(member.tokens)]))
     bounds = [

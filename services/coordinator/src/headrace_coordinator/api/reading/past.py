@@ -35,7 +35,7 @@ T = TypeVar("T")
 E = TypeVar("E", ev.StepCommitted, ev.Evaluated)
 LOOK_S = 5.0
 SLOTS_A_PAGE = 20_000
-"""Slots in a page of certificates: it ends with the one that reaches so many."""
+"""Most slots in a page of certificates: the page ends with the certificate that reaches them."""
 
 
 class Past:

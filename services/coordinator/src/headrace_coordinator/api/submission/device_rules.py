@@ -100,7 +100,7 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
 def _engines(
     spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]], each: int
 ) -> Iterator[KeyProblemView]:
-    """Rollout instances of several devices that the fleet cannot give as many: engines span GPUs, or have their own."""
+    """Problems of rollout instances that need more devices than the fleet can give (engines over GPUs, own devices)."""
     key, fewer = SPAN, f"use a smaller {SPAN}"
     if spec.engines > 1:
         key = next(_own_devices(spec))
@@ -213,7 +213,7 @@ def _on_gpus(spec: RunSpec) -> Iterator[KeyProblemView]:
 def _fitting(
     rollouts: int, ranks: int, devices: int, *, apart: bool, each: int = 1, ahead: bool = False
 ) -> str:
-    """What of a run would fit on so many devices; `rollouts`: the devices of its engines, `each` of one.
+    """What of a run would fit on `devices`; `rollouts`: the devices of its engines, `each` of one.
 
     `ahead`: it has `max_staleness` above 0, which turns have not.
     """

@@ -11,7 +11,7 @@ from headrace_schema.problems import choose, nearest, show
 Row = Mapping[str, Any]
 FEW_CHARACTERS = 1 << 20
 MOST_NESTED = 100
-"""Objects and lists in each other; the reward service reads twice as many."""
+"""Depth of nested objects and lists; the reward service reads twice that."""
 _PLAIN = frozenset({str, int, bool, type(None)})
 
 

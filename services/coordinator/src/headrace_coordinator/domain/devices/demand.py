@@ -24,9 +24,9 @@ class Demand(msgspec.Struct, frozen=True):
     fewest_rollouts: int
     trainers: int
     helpers: int
-    """Trainers beside the group: as many as there are while no run waits."""
+    """Trainers beside the group: all that are free while no run waits."""
     decoders: int
-    """Rollouts without devices of their own: as many as there are while no run waits."""
+    """Rollouts without own devices: all that are free while no run waits."""
     engine: str
     backend: str
     algorithm: str
@@ -99,7 +99,7 @@ def _tries_both(placement: Mapping[str, Any], steps: int, helpers: int) -> bool:
 
 
 def devices_each(spec: RunSpec, devices: Sequence[str]) -> int:
-    """Of `devices`, how many each rollout instance needs: on GPUs as many as its engines span, else a slot for each."""
+    """How many of `devices` each rollout instance needs: on GPUs those that its engines span, else a slot for each."""
     return spec.engines * (instance_gpus(spec.rollout.engine_options) if all_gpus(devices) else 1)
 
 
@@ -129,7 +129,7 @@ def section_of(
 BUSY, IDLE = 0.6, 0.1
 """Shares of a step that a stage takes from which a kind that all runs share has one more, or one fewer."""
 SHARED = {"reward": "score", "simulator": "simulate"}
-"""Kinds of which a run uses as many as there are, and the stage that they work on."""
+"""Kinds of which a run uses all that there are, and the stage that they work on."""
 
 
 def instances_wanted(state: State) -> dict[str, int]:

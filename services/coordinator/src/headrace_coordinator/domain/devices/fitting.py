@@ -106,7 +106,7 @@ class Fitting:
         """Up to `count` free instances: those that the run has, in their order, then others by name.
 
         `room`: GPUs that are free by machine, of which each instance is to hold `each`: those without come last.
-        `hosts`: so many of different hosts make one engine, and stand behind each other.
+        `hosts`: number of hosts whose instances make one engine; these follow each other.
         """
         places = {who: place for place, who in enumerate(own)}
         fitting = [
@@ -197,7 +197,7 @@ class Fitting:
                 part = min(mine, part) if demand.fair else mine
             fair = max(needed, part)
             if on_gpus:
-                # An engine computes on as many GPUs as its parallel sizes say and a rank on one: more would be idle.
+                # An engine computes on the GPUs that its parallel sizes need, a rank on one: more would be idle.
                 fair = engines + learn if demand.side_by_side else needed
             # Also a run that shares takes first what no other run was granted.
             free.sort(key=lambda device: (device not in own, users[device], everything.index(device)))

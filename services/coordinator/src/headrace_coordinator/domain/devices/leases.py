@@ -216,7 +216,7 @@ def is_gpu(device: str) -> bool:
 
 
 def all_gpus(devices: Sequence[str]) -> bool:
-    """Whether there are devices, and each is a GPU: engines and ranks then hold as many as they compute on."""
+    """Whether there are devices and all are GPUs: engines and ranks then hold only those that they compute on."""
     return bool(devices) and all(map(is_gpu, devices))
 
 

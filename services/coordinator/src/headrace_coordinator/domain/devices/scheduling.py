@@ -19,7 +19,7 @@ from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.state import State
 
 PATIENCE_QUANTA = 10
-"""A run that has waited so many of its quanta comes first, whatever its priority."""
+"""Quanta after which a waiting run comes first, whatever its priority."""
 
 Offers = Mapping[str, Sequence[Grant | None]]
 """Id of a run → what it may hold in place of its grant, from the most to the least; None, the last: nothing."""

@@ -59,7 +59,7 @@ class RunAdmitted(RunEvent, frozen=True, kw_only=True):
 
 
 class RanksWanted(RunEvent, frozen=True, kw_only=True):
-    """From the next step on the run's trainer group should have so many ranks."""
+    """The number of ranks that the run's trainer group should have from the next step on."""
 
     ranks: int
     author: str

@@ -82,9 +82,9 @@ Observed = tuple[int, int, int]
 
 
 class StepRefilled(RunEvent, frozen=True, kw_only=True):
-    """An open step takes so many of the next groups, in place of those that were dropped before they settled.
+    """An open step takes some of the next groups, in place of those that were dropped before they settled.
 
-    They were the first ones of the step behind it, which takes as many from the one behind it; the last one is new.
+    They were the first ones of the step behind it, which takes the same number from the next; the last step's are new.
     """
 
     step: int

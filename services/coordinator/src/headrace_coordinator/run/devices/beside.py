@@ -189,9 +189,9 @@ def _holds(lease: Lease | None, client: WorkerClient) -> bool:
 def sides(
     section: PlacementSection, granted: Collection[str], instances: Collection[InstanceState], engines: int
 ) -> tuple[set[str], set[str]]:
-    """Devices that generate and devices that simulate, of those granted; in both are those of joint leases alone.
+    """Of the granted devices, those that generate and those that simulate; only those of joint leases are in both.
 
-    `instances` tell which devices are on one machine. On each of these are at most so many `engines`.
+    `instances` say which devices are on one machine. `engines`: most engines on one machine.
     """
     machine_of, hosts = machines(instances), hosts_of(instances)
     on: dict[str, set[str]] = {}

@@ -230,7 +230,7 @@ async def evaluate(
 ) -> EvaluationView:
     """Generates and scores every item of a kind with the installed version.
 
-    Raises TooFewAnswers, and WaitTimeout where so many are missing because rollouts were lost.
+    Raises TooFewAnswers, or WaitTimeout if answers are missing because rollouts were lost.
     """
     dataset, items = context.dataset.of_kind(kind)
     sampling = _sampling(context, published)

@@ -40,7 +40,7 @@ from headrace_coordinator.waits import WaitTimeout
 VERSION = 1
 """Number of the policy that answers: an evaluation has one."""
 BLOCKS = 4
-"""A block has so many times the answers that the rollouts decode together, so that few of them idle at its end."""
+"""A block has this many times the answers that the rollouts decode at once, so that few of them idle at its end."""
 
 
 class SuiteLoop(RunLoop):

@@ -92,7 +92,7 @@ class Pools:
         return self._environment.instruction_of(task) or said
 
     def count_environments(self) -> None:
-        """Rollouts act in as many environments as they have."""
+        """Rollouts act in all environments that they have."""
         for worker in self._workers.rollouts:
             worker.max_concurrency = max(1, self.count(worker.incarnation))
 

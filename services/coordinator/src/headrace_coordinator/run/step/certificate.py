@@ -151,7 +151,7 @@ def step_view(
 def settled_lines(
     context: RunContext, certificate: ev.Certificate, slots: list[Slot], trajectories: Trajectories
 ) -> list[SettledTrajectory]:
-    """The step's trained trajectories as text: as many as are kept of a step."""
+    """The step's trained trajectories as text, up to the number that is kept of a step."""
     found = [
         (slot, trajectory, trajectory.shown)
         for slot in slots

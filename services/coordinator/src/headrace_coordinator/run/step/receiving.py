@@ -31,8 +31,8 @@ TAKEN_AT_ONCE, TAKEN_BYTES = 64, 1 << 20
 """Trajectories of a large response that are taken together: while the next ones are looked at, these are scored."""
 FAILED = (common.FINISH_REASON_ERROR, common.FINISH_REASON_ABORTED)
 FEWEST_IN_A_ROW, MOST_IN_A_ROW = 5, 64
-"""Groups that environments fail at one after the other, with no good episode between, end the run: as many as it has
-environments, within these bounds. Fewer may be the starts that end at once, while good episodes take their time.
+"""Bounds of the failed groups in a row, with no good episode between, that end a run; the number is that of its
+environments. With fewer, starts that fail at once could outnumber good episodes, which take longer.
 """
 
 
@@ -166,7 +166,7 @@ class Receiver:
             self._count_failure(text)
 
     def _count_failure(self, text: str) -> None:
-        """Raises CallRefused where the run's environments have failed at so many groups that none of them works."""
+        """Raises CallRefused if the run's environments have failed at enough groups to conclude that none works."""
         context, section = self._context, self._context.spec.environment
         if section is None:
             return

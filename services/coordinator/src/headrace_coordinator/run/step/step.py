@@ -1,4 +1,4 @@
-"""One step: as many attempts as it takes, each from open slots to groups that are accumulated or dropped; then the
+"""One step: attempts, each from open slots to groups that are accumulated or dropped, until one succeeds; then the
 commit, the record and its checks.
 """
 
@@ -129,7 +129,7 @@ class Attempt:
 
 
 class Step:
-    """One step of the run, with as many attempts as it takes."""
+    """One step of the run, over all its attempts."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline

@@ -1,4 +1,4 @@
-"""The finished trajectories of open steps: a record each, and the messages of as many as the byte budget allows.
+"""The finished trajectories of open steps: a record of each, and the messages that fit the byte budget.
 
 A message beyond the budget stays with its producer, which retains it, and is fetched when the trainer group needs it.
 """

@@ -10,7 +10,7 @@ from headrace_schema.resources.views import StepView
 from headrace_schema.spec import RunSpec
 
 STEPS = 5
-"""A warning is about so many steps, one after the other; it ends with the first step of which it does not hold."""
+"""Consecutive steps before a warning; it ends with the first step of which it does not hold."""
 CUT_SHARE = 0.97
 """Of the longest answer: where answers are as long as this on average, nearly all of them are cut."""
 COLLAPSED = 0.05

@@ -40,7 +40,7 @@ S = TypeVar("S", bound=Sized)
 
 
 def in_parts(pieces: Iterable[S]) -> Iterator[list[S]]:
-    """The pieces in order, as many together as have PART_BYTES, and one alone that is larger."""
+    """The pieces in order, joined up to PART_BYTES; a larger one is alone."""
     part: list[S] = []
     size = 0
     for piece in pieces:

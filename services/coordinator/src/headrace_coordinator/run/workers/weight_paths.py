@@ -13,7 +13,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace_coordinator.domain.state import InstanceState
 
 CHAIN = 16
-"""Hosts of one chain; the trainer feeds as many chains as there have to be."""
+"""Most hosts of one chain; the trainer feeds all chains."""
 PEERS = 2
 """Instances of a host that are asked, one after the other."""
 

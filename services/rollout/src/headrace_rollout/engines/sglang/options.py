@@ -72,6 +72,6 @@ class SglangOptions(HostedOptions):
     def _ngram(self) -> Self:
         if self.speculative is not None and self.speculative.method == "draft":
             raise ValueError(
-                "speculative: a draft model of SGLang does not outlast that its memory is suspended; set method: ngram"
+                "speculative: SGLang loses a draft model when its memory is suspended; set method: ngram"
             )
         return self

@@ -146,7 +146,7 @@ class ParallelModel:
     def state_parts(self, pieces: Mapping[str, Tensor]) -> Iterator[StatePart]:
         """What this rank saves of tensors whose pieces are given by local name; every rank exhausts it.
 
-        The ranks that have the same parameters take turns: each puts every so-manieth one together and saves it.
+        The ranks that have the same parameters divide them: each of n ranks assembles and saves every n-th one.
         """
         by_local: dict[str, list[str]] = {}
         for name, part in self._parts.items():

@@ -87,7 +87,7 @@ class Tail:
         self._finished, self._began, self._alike = {}, now, None
 
     def finished(self, replica: str, tokens: int, now: float, prompt: int = 0) -> None:
-        """An answer of the step is finished, to a prompt of so many tokens."""
+        """An answer of the step is finished; its prompt has `prompt` tokens."""
         if now >= self._began:
             self._prompts.append(prompt)
             self._finished.setdefault(replica, []).append((now - self._began, tokens))
@@ -110,7 +110,7 @@ class Tail:
                 self._points.append((seconds, float(tokens), float(together)))
 
     def learned(self, seconds: float, tokens: int, devices: int) -> None:
-        """The trainer group learned its part of a step on so many devices."""
+        """The trainer group learned its part of a step on this number of devices."""
         self._step_tokens = max(self._step_tokens, tokens)
         # A few tokens that helpers left would measure what is done once a step, not the pace.
         if seconds > 0 and tokens > SMALL_PART * self._step_tokens:
@@ -155,7 +155,7 @@ class Tail:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest answer that is finished in the open step; others will have about as many."""
+        """Tokens of the longest finished answer of the open step; others will be about as long."""
         return max((tokens for each in self._finished.values() for _, tokens in each), default=0)
 
     @property
@@ -164,7 +164,7 @@ class Tail:
         return max(1.0, sum(self._lengths) / max(1, len(self._lengths)))
 
     def helper_s(self, tokens: int) -> float:
-        """Seconds that a helper takes for groups of so many tokens, at the mean pace of the helpers so far.
+        """Seconds that a helper takes for groups with these tokens, at the mean pace of the helpers so far.
 
         A few pieces say little, because groups of equal rewards leave nothing to learn: until helpers have learned the
         tokens of one step, the rest of these counts at the trainer group's seconds a token times its devices.
