@@ -82,7 +82,7 @@ def png(image: Any) -> bytes:
 
 
 def file_of(value: Any) -> bytes:
-    """As `image_file`, and not checked."""
+    """Like `image_file`, without its checks."""
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     if isinstance(value, str):

@@ -21,7 +21,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 
 _NAME = re.compile(r"(?:([^/]+)/)?(?:(cpu):(\d+)|(gpu):(\d+(?:\.\d+)?))")
 PER_DEVICE = "devices"
-"""As the number of a container's instances: one for each of its devices."""
+"""Stands for the number of a container's instances: one for each of its devices."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SPINS = "2000"
 """Two threads alone gain up to a half over none; two processes of two threads on the same two cores lose a fifth."""

@@ -1,6 +1,6 @@
 """The GPUs that this process can use, by maker: of those that the kernel shows, what the container and variables leave.
 
-The kernel shows all of a machine's GPUs in every container. A container has the device nodes of its own alone, and a
+The kernel shows all of a machine's GPUs in every container. A container has the device nodes of only its GPUs, and a
 variable such as CUDA_VISIBLE_DEVICES narrows that for one process. Knows no lease and imports no maker's library.
 """
 
@@ -34,7 +34,7 @@ class Gpu:
 
     @property
     def name(self) -> str:
-        """As leases name it."""
+        """The name that leases use."""
         return f"{self.uuid}/gpu:{self.number}"
 
 

@@ -23,7 +23,7 @@ _PROC = Path("/proc")
 
 @dataclass
 class Usage:
-    """Of one process. `devices` says which devices it holds, by their full names; `measured`: others to look at."""
+    """The usage of one process. `devices`: full names of the devices that it holds; `measured`: others to look at."""
 
     devices: Callable[[], Sequence[str]]
     ask: Callable[[], dict[str, GpuUse]]

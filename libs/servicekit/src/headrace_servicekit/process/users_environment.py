@@ -47,13 +47,13 @@ _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 _MOST_LINKS = 60
 _FOLDERS = ("MS_ASSET_DIR", "LIBERO_CONFIG_PATH")
 OWN_PREFIX = "HEADRACE_"
-"""Of this service's own settings, which no spec can name."""
+"""Prefix of this service's own settings, which no spec can name."""
 
 
 def environment_of(
     given: Mapping[str, str], named: Collection[str], scratch: Path, models: Path | None = None
 ) -> dict[str, str]:
-    """Of the environment `given` what is kept and what is `named`; home and temporary files are in `scratch`."""
+    """The variables of `given` that are kept or `named`; home and temporary files are in `scratch`."""
     kept = {
         name: value
         for name, value in given.items()

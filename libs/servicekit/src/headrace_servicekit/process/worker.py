@@ -54,7 +54,7 @@ class UsersCode:
     base: Path = Path()
     """Where relative ones begin."""
     variables: Collection[str] = ()
-    """Of this service's environment, what a spec names for it."""
+    """Variables of this service's environment that a spec names for the code."""
     writes: Sequence[Path] = ()
     """Folders of this service in which it may write."""
 
@@ -76,7 +76,7 @@ class Worker(Generic[Message]):
     reader: FrameReader
     writer: asyncio.StreamWriter
     tree: str = ""
-    """Of the worker and all that it starts, daemons too; see `spawn.TREE_VARIABLE`."""
+    """Name of the process tree of the worker and all that it starts, daemons too; see `spawn.TREE_VARIABLE`."""
     scratch: Path | None = None
     """A folder of the worker's own, which goes with it."""
     _killed: bool = False

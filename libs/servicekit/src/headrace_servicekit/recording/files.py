@@ -19,7 +19,7 @@ from headrace.common.v1 import recording_pb2
 FORMAT = 1
 SUFFIX = ".recording"
 LEVEL = 1
-"""Of the compression: higher ones take five times as long for a tenth less."""
+"""Compression level: higher ones take five times as long for a tenth less."""
 Part = recording_pb2.RecordedPart
 
 

@@ -1,7 +1,7 @@
-"""Keeps what is said in the calls of runs, so that a step can be made again from a file.
+"""Keeps the messages of runs' calls, so that a step can be repeated from a file.
 
-`Recorder` belongs to a process that calls instances, `RunRecorder` is what it keeps of one run. What is told to either
-must come from one event loop.
+`Recorder` belongs to a process that calls instances, `RunRecorder` is what it keeps of one run. Call both
+from one event loop.
 """
 
 from __future__ import annotations

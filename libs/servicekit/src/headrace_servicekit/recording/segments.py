@@ -35,7 +35,7 @@ class Segments:
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory, self._max_bytes = directory, max_bytes
         self.number = 1
-        """Of the segment that is written."""
+        """Number of the segment that is being written."""
         self.trouble = ""
         self._kept: list[_Segment] = []
         self._thread: ThreadPoolExecutor | None = None

@@ -27,7 +27,7 @@ def split_address(address: str, default_port: int | None = None) -> tuple[str, s
 
 
 def parse_address(address: str, default_port: int | None = None) -> tuple[str, str] | None:
-    """As `split_address`, with None for what is no address. Imports no gRPC."""
+    """Like `split_address`, but returns None for a text that is no address. Imports no gRPC."""
     host, colon, port = address.rpartition(":")
     if default_port is not None and (not colon or address.endswith("]") or _is_v6(address)):
         host, port = address, str(default_port)

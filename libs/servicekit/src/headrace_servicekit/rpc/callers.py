@@ -1,4 +1,4 @@
-"""Work for an HTTP caller that goes no further than the caller stays. Knows ASGI's messages alone."""
+"""Work for an HTTP caller, cancelled when the caller leaves. Knows only ASGI's messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 LEFT_STATUS = 499
-"""What logs say of a request whose caller has left; nobody is told."""
+"""Status in logs of a request whose caller has left."""
 
 
 class CallerLeft(Exception):

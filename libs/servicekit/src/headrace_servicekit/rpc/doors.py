@@ -2,7 +2,7 @@
 
 gRPC accepts whoever connects and keeps the connection, and a TLS handshake may stand still before any protocol hears of
 it. So a thread looks at the process's own sockets and shuts down those of strangers: by age, and by number a peer and
-in all, the oldest first. Knows no protocol: who is known, a server says.
+in all, the oldest first. Knows no protocol: a server says which peers are known.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "headrace"
 MAX_MESSAGE_BYTES = 3000
-"""Of a sentence on the wire: gRPC's trailers, which carry it twice, may hold 8 KiB."""
+"""Most bytes of a message on the wire: gRPC's trailers, which carry it twice, may hold 8 KiB."""
 _MAX_METADATA_BYTES = 300
 _DETAILS_KEY = "grpc-status-details-bin"
 _NO_RETRY = ("grpc-retry-pushback-ms", b"-1")

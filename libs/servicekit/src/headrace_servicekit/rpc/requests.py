@@ -19,9 +19,9 @@ from headrace_servicekit.rpc.errors import ServiceError
 MAX_NAME_CHARACTERS = 256
 MAX_ATTEMPT = 1 << 20
 MAX_NUMBER = 1 << 53
-"""Of versions, steps and ordinals, which only rise: one far above the others would end a run's numbering."""
+"""Highest version, step or ordinal. They only rise, so one far above the others would end a run's numbering."""
 HIGHEST_EPOCH = (1 << 30) - 1
-"""Of coordinators: opening ids and command sequences carry the epoch above 32 bits of their own, in 64 bits."""
+"""Highest epoch of a coordinator: opening ids and command sequences have 64 bits, the epoch above 32 others."""
 HIGHEST_COMMAND = (HIGHEST_EPOCH << 32) + (1 << 32) - 1
 _UNSPEAKABLE = re.compile(r"[\x00-\x1f\x7f]")
 

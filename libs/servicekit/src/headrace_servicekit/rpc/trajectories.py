@@ -30,7 +30,7 @@ LEVEL = 1
 
 
 def pack_routes(data: bytes) -> bytes:
-    """As it travels; nothing for nothing."""
+    """The routes as they travel; empty for empty ones."""
     return zlib.compress(data, LEVEL) if data else b""
 
 

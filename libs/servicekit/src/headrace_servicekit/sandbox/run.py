@@ -50,16 +50,16 @@ _REPLY_BYTES_PER_OUTPUT_BYTE = 24
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one case. Nothing that foreign code does takes more than this."""
+    """Limits of one case, for everything that the foreign code does."""
 
     wall_s: float = 4.0
-    """Of wall time, and of CPU time."""
+    """Seconds of wall time, and of CPU time."""
     memory_bytes: int = 512 * _MEBIBYTE
     """Address space. It starts no process, so this is all that it has."""
     output_bytes: int = _MEBIBYTE
-    """Of each file and stream that it writes."""
+    """Most bytes of each file and stream that it writes."""
     scratch_bytes: int = 16 * _MEBIBYTE
-    """Of its folder for files, which is in memory."""
+    """Most bytes of its folder for files, which is in memory."""
     threads: int = 64
 
 
@@ -75,7 +75,7 @@ class Outcome:
     err: str = ""
     """The end of what it wrote to standard error."""
     result: str = ""
-    """Of a call: the returned value, see `inside.values`. Of a test: `passed`, what did not hold, or its own fault."""
+    """Result of a call (see `inside.values`), or of a test: `passed`, what did not hold, or a fault of the test."""
     wall_s: float = 0.0
 
 

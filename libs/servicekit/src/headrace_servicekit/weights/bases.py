@@ -1,4 +1,4 @@
-"""The frozen weights of a run that publishes adapters alone: a version of their own, which a receiver takes once."""
+"""The frozen weights of a run that publishes only adapters: a separate version, which a receiver takes once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace_servicekit.weights.transfer import receive_weights
 from headrace_servicekit.weights.transports import Transport
 
 NUMBER = 1
-"""Of every base."""
+"""Version number of every base."""
 ASK_S = 10.0
 _WHOLE = ("shm", "grpc")
 """Transports of a version that has none before it."""

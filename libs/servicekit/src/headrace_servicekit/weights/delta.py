@@ -22,9 +22,9 @@ from headrace_servicekit.rpc.digests import RunningDigest
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 
 PART_BYTES = 1 << 20
-"""Of a change: both stretches and what is made of them stay in a core's cache."""
+"""Bytes of one stretch: both stretches and their change stay in a core's cache."""
 RESPONSE_BYTES = 4 << 20
-"""Of the body that one response covers."""
+"""Bytes of the body that one response covers."""
 MOST_AHEAD = 8
 """Responses that are coded at the same time, each by a thread."""
 ESCAPE = 255

@@ -1,6 +1,6 @@
 """A version that lies in parts at the trainer's ranks: each is a version by itself there, and they land in one body.
 
-No rank has the whole, and each sends what it has; which ways a part takes is told by whoever asks for it.
+No rank has the whole, and each sends what it has; the receiver chooses the ways that a part takes.
 """
 
 from __future__ import annotations

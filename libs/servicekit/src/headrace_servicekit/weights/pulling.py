@@ -196,5 +196,5 @@ async def _drain_into(
 
 
 def unavailable(message: str) -> ServiceError:
-    """What a source that cannot be had is told as."""
+    """The error for a source that cannot be reached."""
     return ServiceError(grpc.StatusCode.UNAVAILABLE, "WEIGHTS_UNAVAILABLE", message)

@@ -112,7 +112,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """As specs and messages name it."""
+        """The name that specs and messages use."""
 
     @property
     def kind(self) -> common_pb2.WeightTransport: ...

@@ -41,7 +41,7 @@ class Labels:
         self._found[run] = found
 
     def forget(self, run: str) -> None:
-        """Of a run that was deleted."""
+        """Forgets the labels of a deleted run."""
         self._found.pop(run, None)
 
 

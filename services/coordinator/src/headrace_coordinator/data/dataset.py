@@ -25,7 +25,7 @@ ORDERS_KEPT = 2
 LARGE = 20_000
 """Training items from which an order takes long enough to find to be found in a thread."""
 WARMUP_BYTES = 48_000_000
-"""Of the examples of a supervised warm-up, which travel in the one message that opens a run at a trainer."""
+"""Most bytes of a supervised warm-up's examples, which travel in the message that opens a run at a trainer."""
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class PackedItems:
         self._images.flush()
         self.key_hashes = np.frombuffer(bytes(keys), WORDS)
         self.row_hashes = np.frombuffer(bytes(rows), WORDS)
-        """Of everything that an item has."""
+        """Hashes of everything that an item has."""
         self.parts = np.frombuffer(parts.tobytes(), np.int32)
         """The template field `part` of each, where it is a number."""
         self.answered = np.frombuffer(bytes(answered), np.bool_)

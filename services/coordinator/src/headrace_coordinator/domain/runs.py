@@ -31,7 +31,7 @@ from headrace_coordinator.domain.run_states import (
 from headrace_coordinator.domain.totals import Totals
 
 STALLED = "progress"
-"""Of the warning, among those of a run, that its step stands still."""
+"""Key, among a run's warnings, of the one that its step stands still."""
 EVALUATED_KEPT = 256
 """Names of evaluations that are kept: a rewind abandons fewer."""
 SWITCH_SHARE = 1.0
@@ -62,11 +62,11 @@ class SuiteEvaluation(msgspec.Struct):
     checkpoint_run: str = ""
     checkpoint_step: int | None = None
     checkpoint_directory: str = ""
-    """Of the checkpoint itself; empty: the model's own weights."""
+    """Directory of the checkpoint; empty: the model's own weights."""
     policy: str = ""
     """Which of the policies that it holds; empty: the run's own one."""
     digest: str = ""
-    """Of the weights; empty: not read yet."""
+    """Digest of the weights; empty: not read yet."""
     answers: int = 0
     result: dict[str, Any] | None = None
 
@@ -120,7 +120,7 @@ class RunState(msgspec.Struct):
     plan: ev.PlanAdopted | None = None
     """How it uses its devices; None: as its spec says, or collocated where the spec says auto."""
     fitted: ev.PolicyFitted | None = None
-    """Of an embodied run, once its environment is known."""
+    """The policy of an embodied run, once its environment is known."""
     proposal: str = ""
     """A faster plan, in words, of a run whose plan only its user changes."""
     changed_ranks: int = 0

@@ -64,7 +64,7 @@ class Fleet:
         self._suspects: dict[str, set[str]] = {}
         """Who says of whom that it is lost, by the incarnation that says so."""
         self.online: defaultdict[str, OnlineSessions] = defaultdict(OnlineSessions)
-        """Of online runs, by run."""
+        """Sessions of online runs, by run."""
         self._swept_at = event_log.monotonic()
         self._refused: set[str] = set()
         self.lease_manager = LeaseManager(event_log, self, self.waits, settings.lease_ttl, settings.notice)
@@ -140,7 +140,7 @@ class Fleet:
         return [name for name in (instance.devices if instance else ()) if name in doubted and is_gpu(name)]
 
     def used_bytes(self, device: str) -> int | None:
-        """Of a GPU, by anybody, as an instance that sees it said in its last heartbeat; None: nobody told."""
+        """Bytes in use on a GPU, by anybody, from the last heartbeat of an instance that sees it; None: unknown."""
         told = [
             used for session in self.sessions.values() for gpu, _, used in session.usage.gpus if gpu == device
         ]

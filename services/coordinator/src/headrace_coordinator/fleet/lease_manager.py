@@ -38,7 +38,7 @@ class Holders(Protocol):
         """A command to a process; lost where it has no session."""
 
     def used_bytes(self, device: str) -> int | None:
-        """Of a GPU in quarantine, as the last heartbeat of an instance that sees it said; None: nobody told."""
+        """Bytes in use on a GPU in quarantine, from the last heartbeat of an instance that sees it; None: unknown."""
 
 
 class LeaseManager:

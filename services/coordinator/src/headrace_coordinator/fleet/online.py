@@ -13,7 +13,7 @@ _MOST_LOST = 10_000
 
 
 class OnlineSessions:
-    """Of one run, as long as this coordinator lives."""
+    """Sessions of one run, as long as this coordinator lives."""
 
     def __init__(self) -> None:
         self.key = ""

@@ -20,7 +20,7 @@ from headrace_coordinator.projections.trajectories import NAME, Slot, full_files
 
 PAGE_SIZE = 50
 BINS = 12
-"""Of a histogram of rewards."""
+"""Number of bins in a histogram of rewards."""
 SCANS_KEPT = 12
 """Files whose lines are cached. A file that grows is read again; a rotated one is not."""
 LISTS_KEPT = 4

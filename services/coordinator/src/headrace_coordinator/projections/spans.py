@@ -10,9 +10,9 @@ from headrace_servicekit.tracing import record
 from headrace_coordinator.domain import events as ev
 
 MOST_SPANS = 256
-"""Of one step: more cannot be told apart."""
+"""Most spans of one step: more cannot be told apart."""
 SPANS_A_SECOND = 50.0
-"""Of a step's time. A span costs 0.2 ms of a core, the collector's work included: so they cost a hundredth of it."""
+"""Most spans per second of a step. A span costs 0.2 ms of a core with the collector's work: a hundredth in all."""
 
 
 class _Life(msgspec.Struct):

@@ -19,9 +19,9 @@ from headrace_coordinator.projections.trajectories import Message
 SIDE = 128
 """Pixels of the longer side."""
 MOST = 4
-"""Of one prompt, or one message."""
+"""Most images of one prompt, or of one message."""
 MOST_OF_TALK = 16
-"""Of one conversation."""
+"""Most images of one conversation."""
 
 
 def thumbnails(images: Sequence[bytes]) -> list[str]:

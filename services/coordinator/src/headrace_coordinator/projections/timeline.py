@@ -289,7 +289,7 @@ class _LabelledPart:
         return (holder.stage, Label.WAIT_DATA, name) if holder else (UNPLANNED, Label.WAIT_LEASE, "")
 
     def _waits_for(self, at: float) -> tuple[str, Label]:
-        """Of a device that has decoded all its sequences: the stage that it waits for, and the label of that."""
+        """The stage, with its label, that a device waits for which has decoded all its sequences."""
         place = bisect_left(self._decoding, (at, at))
         if place and self._decoding[place - 1][1] > at:
             return "generate", Label.WAIT_TAIL

@@ -52,7 +52,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     party: str = ""
     images: list[str] = []
     files: list[bytes] = []
-    """Of its images, until a line is written: `with_thumbnails`."""
+    """Its images, until a line is written: `with_thumbnails`."""
 
 
 class SettledTrajectory(Slot, frozen=True, omit_defaults=True):

@@ -21,11 +21,11 @@ from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.run_files import RunFiles
 
 STEPS_BYTES = 16 << 20
-"""Of the steps that a checkpoint's ledger repeats, before they are compressed."""
+"""Most bytes of the steps that a checkpoint's ledger repeats, before compression."""
 
 LEAST_COST_S = 0.25
-"""Of a checkpoint, however fast it was made: by default they are at least five seconds apart. A killed trainer makes
-again what came after the last one, so this bounds what a kill costs a run of short steps."""
+"""Least cost of a checkpoint, however fast it was made: by default they are at least five seconds apart. A killed trainer
+repeats what came after the last one, so this bounds what a kill costs a run of short steps."""
 
 
 async def ledger_of(event_log: EventLog, run_id: str) -> bytes:
@@ -154,7 +154,7 @@ class Checkpointer:
         self._announced = context.state.last_checkpoint
         self._in_flight, self._name, self._step = 0, "", 0
         self._began_at = self._ordinal
-        """Of the version that was saved last, or that this began with."""
+        """Ordinal of the version that was saved last, or that this began with."""
         self._last_failure = ""
 
     def due(self) -> bool:
@@ -175,7 +175,7 @@ class Checkpointer:
 
     @property
     def _ordinal(self) -> int:
-        """Of the version that steps begin with."""
+        """Ordinal of the version that steps begin with."""
         base = self._context.state.lineage.base
         return base.ordinal if base else 0
 

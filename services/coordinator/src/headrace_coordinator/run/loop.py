@@ -357,7 +357,7 @@ class RunLoop:
     # --- faults
 
     async def _take_turns(self, misfit: PlacementError) -> bool:
-        """Of a run with `auto`: adopts turns on the devices that are left; False where it takes turns already."""
+        """Lets a run with `auto` take turns on the devices that are left; False if it takes turns already."""
         context = self.context
         if context.spec.placement.mode != "auto" or context.workers.in_turns:
             return False

@@ -40,7 +40,7 @@ class Sampling:
     deterministic: bool = False
     chunk_tokens: int = 0
     greedy: bool = False
-    """Of an episode; a greedy text has temperature 0."""
+    """Whether an episode is greedy; a greedy text has temperature 0."""
     evaluation: bool = False
     until_success: bool = False
     """Whether an episode ends with its first success."""

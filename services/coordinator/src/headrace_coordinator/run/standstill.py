@@ -17,7 +17,7 @@ from headrace_coordinator.waits import WaitTimeout
 
 T = TypeVar("T")
 FACTOR = 10.0
-"""Of the seconds that were predicted for the stage, or that the last step's took: no sign of progress for so long."""
+"""Multiple of a stage's predicted (or last) seconds without progress after which it counts as standing still."""
 LEAST_S = 20.0
 UNKNOWN_S = 300.0
 """Where nothing was predicted or measured yet: engines load and compile."""

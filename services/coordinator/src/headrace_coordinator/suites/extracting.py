@@ -15,7 +15,7 @@ _SIGN = r"(?:(?<![\w.)])[-+])?"
 _NUMBER = re.compile(rf"{_SIGN}(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|{_SIGN}\.[0-9]+")
 _CHOICE = re.compile(CHOICE)
 _SPARE = re.compile(r"\\(?:left|right|displaystyle|[!,;: ])|\\[()\[\]]|\$|\s|\^\{?\\circ\}?|\\?%")
-"""Of LaTeX: what sets an expression without changing it, and units of an angle or a share."""
+"""LaTeX that does not change an expression's value, and units of an angle or a share."""
 _FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?[0-9]+)\}\{(-?[0-9]+)\}|(-?)([0-9]+)/([0-9]+)")
 _WHOLE = re.compile(r"[-+]?(?:[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?<=[0-9])")
 

@@ -62,7 +62,7 @@ def serve(code: str, before: str, read: int, write: int) -> None:
 
 
 def _asked(asked: dict[str, Any], given: list[Any], namespace: dict[str, Any]) -> Any:
-    """Of what was given the first is the object that is asked, and the last are given by name."""
+    """Does what `asked` says with the first of `given`; the last of the others are passed by name."""
     if asked["do"] == "get":
         return lookup(namespace, given[0])
     target, *given = given

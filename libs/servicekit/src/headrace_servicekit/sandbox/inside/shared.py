@@ -31,7 +31,7 @@ class Shared:
         self._names, self._namespace = names, namespace
 
     def pack(self, values: Sequence[Any], other: Callable[[Any], Any]) -> Packed:
-        """As JSON; `other` says what to send of what is neither plain nor shared."""
+        """The values as JSON; `other` converts those that are neither plain nor shared."""
         found: list[Any] = []
         places: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""A root of its own: a tree in memory that holds Python's files alone, which cannot be written, in own namespaces.
+"""A separate root: a read-only tree in memory that has only Python's files, in its own namespaces.
 
 `enter_tree` once, then `enter_namespaces` for each request. OSError where a kernel or a container allows no part of it.
 """

@@ -21,7 +21,7 @@ class NotPlain(ValueError):
 
 
 def encode(value: Any, other: Callable[[Any], Any] | None = None, depth: int = 0) -> Any:
-    """As JSON. Subclasses of plain types count as those; for what is not plain, `other` says what to send.
+    """The value as JSON. Subclasses of plain types count as those; `other` converts what is not plain.
 
     Raises NotPlain, or whatever `other` raises.
     """

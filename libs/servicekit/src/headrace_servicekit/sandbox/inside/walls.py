@@ -37,7 +37,7 @@ def drop_privileges(*, other_user: bool) -> None:
 
 
 def landlock_version() -> int:
-    """Of the kernel; 0 where it has none."""
+    """Landlock's version in the kernel; 0 where it has none."""
     found = ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     return max(0, int(found))
 

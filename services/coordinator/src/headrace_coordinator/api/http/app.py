@@ -188,7 +188,7 @@ class Guard:
         return refusal
 
     def _by_token(self, scope: Scope) -> Response | None:
-        """Of requests without the token: those to an endpoint bear a key, a download may bear a code."""
+        """Refuses requests without the token, except those to an endpoint (with a key) and downloads with a code."""
         headers, path = Headers(scope=scope), scope["path"]
         code = QueryParams(scope["query_string"]).get("code")
         if is_relayed(path) or (code and DOWNLOAD.fullmatch(path) and self._links.redeem(code, path)):

@@ -68,7 +68,7 @@ class Relay:
         return Route(f"{PATH}/{{path:path}}", self.answer, methods=["GET", "POST", "DELETE"])
 
     def refusal(self, scope: Scope) -> Response | None:
-        """What a request to an endpoint is told that shows no key of its run, whether there is the run or not."""
+        """The refusal of a request to an endpoint without its run's key; the same if there is no such run."""
         found = _RELAYED.match(scope["path"])
         run, shown = found[1] if found else "", _key(Headers(scope=scope))
         key = self._coordinator.reads.endpoint_key(run) or self._nobodys
@@ -122,7 +122,7 @@ class Relay:
         raise Unanswered(503, "run_over", message)
 
     def _lost(self, request: Request, session: str, how: str) -> Unanswered:
-        """What a client is told whose session went with its instance; counted in the run's figures."""
+        """The error for a client whose session was lost with its instance; counted in the run's figures."""
         self._coordinator.fleet.online[request.path_params["run"]].lose(session)
         which = f"session {session}" if session else "the session that this request began"
         message = f"{which} is lost: the rollout instance that had it {how}; begin a new one"

@@ -25,7 +25,7 @@ from headrace_coordinator.suites import Suite
 LOOKED_AT = 512
 """Training items, spread over all of them."""
 CHARACTERS = 8
-"""Of text that a token stands for at most, on average, in any common tokenizer."""
+"""Most characters of text that a token stands for, on average, in any common tokenizer."""
 ROUNDS = 100
 """Times that a run asks each item: far more than a data set is worth."""
 
@@ -128,9 +128,9 @@ class Evaluated:
     model: str
     """The model as people name it."""
     checkpoint: CheckpointView | None = None
-    """Of the submission's origin; None: the model's own weights."""
+    """The checkpoint that the submission begins with; None: the model's own weights."""
     digest: str = ""
-    """Of the weights, where it is known before they are read."""
+    """Digest of the weights, if known before they are read."""
 
 
 @dataclass(frozen=True)

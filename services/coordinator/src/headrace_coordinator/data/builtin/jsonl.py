@@ -22,7 +22,7 @@ event loop, which wakes, finds it taken again, and begins to wait anew.
 """
 LINE_BYTES = 1024 * 1024
 IMAGE_LINE_BYTES = 2 * MOST_PROMPT_IMAGE_BYTES
-"""Of a line with images in base64."""
+"""Most bytes of a line with images in base64."""
 PATH_KEY = "data.options.path"
 
 

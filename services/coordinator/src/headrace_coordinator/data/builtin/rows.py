@@ -20,7 +20,7 @@ from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.sources import DataSource
 
 ROW_BYTES = 8 << 20
-"""Of one row: a scorer gets it with its prompt and an answer in one message."""
+"""Most bytes of one row: a scorer gets it with its prompt and an answer in one message."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

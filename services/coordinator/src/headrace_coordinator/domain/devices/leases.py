@@ -16,7 +16,7 @@ from headrace_coordinator.domain import events as ev
 KEPT_BYTES = 256 * 2**20
 """Bytes that a process may still use of a GPU that it has released: small buffers of its libraries."""
 ASLEEP_BYTES = 2 * 2**30
-"""As KEPT_BYTES, of each GPU of an engine in processes of its own, which sleep: contexts, and buffers of libraries."""
+"""Like KEPT_BYTES, for each GPU of an engine whose separate processes sleep: contexts, and buffers of libraries."""
 HELP, DECODE = "help", "decode"
 """Stages of the leases within a step: of a trainer that helps, and of a rollout that decodes on trainers' devices."""
 BUILT_IN = "transformers"
@@ -40,7 +40,7 @@ class Lease(msgspec.Struct):
     boot_id: str = ""
     since: float = 0.0
     memory_part: float = 1.0
-    """Of each device's memory; below 1, others of the run may hold the rest."""
+    """Share of each device's memory; below 1, others of the run may hold the rest."""
 
 
 class Quarantine(msgspec.Struct):
@@ -64,7 +64,7 @@ class LeaseRequest(msgspec.Struct, frozen=True):
     """Where the instance runs: whose supervisor can prove its end."""
     boot_id: str = ""
     memory_part: float = 1.0
-    """Of each device's memory; requests of one run share a device whose parts they are."""
+    """Share of each device's memory; requests of one run whose shares fit may have the same device."""
 
 
 class Blocked(Exception):

@@ -141,7 +141,7 @@ class PlanAdopted(RunEvent, frozen=True, kw_only=True):
     trainer: list[str] = []
     flow: str = ""
     memory: str = ""
-    """As in the spec's placement; empty: what that says, or its default."""
+    """A value of `placement.memory`; empty: what the spec says, or its default."""
     reason: str
     predicted_s: dict[str, float] = {}
     """Seconds of generate, learn and the whole step; empty while the mode is only measured."""

@@ -74,7 +74,7 @@ class GroupDropped(RunEvent, frozen=True, kw_only=True):
     reason: str
     detail: str
     reward: float = 0.0
-    """Of every sample, where the group is FILTERED."""
+    """The reward of every sample, if the group is FILTERED."""
 
 
 Observed = tuple[int, int, int]

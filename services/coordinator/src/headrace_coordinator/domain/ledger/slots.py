@@ -69,7 +69,7 @@ class SlotLedger(msgspec.Struct, dict=True):
     unsettled_drops: list[int] = []
     """Prompts of open steps whose group was dropped before it settled."""
     helped: dict[str, list[int]] = {}
-    """Of the open attempt: name of a helper → groups whose gradient it contributed; the owners have all others."""
+    """In the open attempt: name of a helper → groups whose gradient it contributed; the owners learned all others."""
 
     @property
     def frontier(self) -> int:

@@ -26,7 +26,7 @@ from headrace_coordinator.run.workers.clients import SlotKey
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
 IMAGE_BYTES = 16 << 20
-"""Of the images of a message, unless those of a single prompt are more: gRPC refuses messages of 64 MiB."""
+"""Most bytes of a message's images, unless one prompt has more: gRPC refuses messages of 64 MiB."""
 
 
 def by_size(message: rollout.AssignGroups) -> Iterator[rollout.AssignGroups]:

@@ -192,7 +192,7 @@ class Receiver:
         self._rewards.ask(trajectory, message)
 
     def _is_shown(self, slot: Slot) -> bool:
-        """Of a large step only some trajectories are shown; of the others no text is kept."""
+        """Whether the text of a slot is kept: a large step shows only some trajectories."""
         ledger = self._ledger
         first = ledger.prompts_of(ledger.step_of(slot.prompt)).start
         place = ledger.ordinal(slot.prompt, slot.sample) - ledger.ordinal(first, 0)

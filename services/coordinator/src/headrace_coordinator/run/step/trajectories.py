@@ -84,9 +84,9 @@ class Trajectory:
     reward: float | None = None
     """None until it is scored."""
     turn_rewards: list[float] = field(default_factory=list)
-    """Of a conversation: what its environment gave for each turn; once it is scored, what adds up to the reward."""
+    """Rewards of a conversation's turns: the environment's; once it is scored, those that add up to the reward."""
     turn_roles: list[str] = field(default_factory=list)
-    """Of a conversation of several roles: who took each turn."""
+    """The role of each turn, in a conversation of several roles."""
     stage_rewards: dict[str, float] | None = None
     """What each stage gave it, in a workflow with several reward stages."""
 

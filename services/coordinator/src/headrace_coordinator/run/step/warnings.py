@@ -12,9 +12,9 @@ from headrace_schema.spec import RunSpec
 STEPS = 5
 """Consecutive steps before a warning; it ends with the first step of which it does not hold."""
 CUT_SHARE = 0.97
-"""Of the longest answer: where answers are as long as this on average, nearly all of them are cut."""
+"""Share of the longest answer: if answers are this long on average, nearly all of them are cut."""
 COLLAPSED = 0.05
-"""Of the entropy that the run began with."""
+"""Share of the run's first entropy below which it counts as gone."""
 FAR = 5.0
 """Nats a token from the reference: nothing of it is left."""
 LEAP = 0.5
@@ -33,7 +33,7 @@ class Warnings:
         self._steps: deque[StepView] = deque(maxlen=STEPS)
         self._entropy: float | None = None
         self._reward = 0.0
-        """Of the first steps, to which later ones are compared."""
+        """Reward of the first steps, to which later ones are compared."""
 
     def of(self, step: StepView) -> dict[str, str] | None:
         """All that hold after one more committed step; None where there are too few steps to say."""
@@ -149,7 +149,7 @@ def _unjudged(step: StepView) -> dict[str, str]:
 
 
 def _constant(steps: Sequence[StepView]) -> str:
-    """Of groups of one: every answer of all prompts has one reward."""
+    """The warning for groups of one: every answer of all prompts has the same reward."""
     spreads, values = _all(steps, "reward_std"), {step.reward_mean for step in steps}
     if not spreads or any(spreads) or len(values) > 1:
         return ""

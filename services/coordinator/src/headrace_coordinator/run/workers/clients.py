@@ -26,7 +26,7 @@ SILENCE_S = 10.0
 
 
 PART_BYTES = 8 << 20
-"""Of the pieces of one message, where these are of a user's size: rows, prompts, answers."""
+"""Most bytes of a message's pieces whose size users choose: rows, prompts, answers."""
 
 
 class Sized(Protocol):

@@ -78,7 +78,7 @@ class RolloutClient(WorkerClient):
     leader: str = ""
     """The incarnation of rank 0, of an engine of several hosts."""
     digest: str = ""
-    """Of the installed weights."""
+    """Digest of the installed weights."""
     endpoint_url: str = ""
     """Where clients of an online run speak with it."""
     lost_pools: list[str] = field(default_factory=list)

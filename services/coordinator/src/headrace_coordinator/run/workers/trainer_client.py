@@ -27,7 +27,7 @@ class TrainerClient(WorkerClient):
     by_turn: bool = False
     """Groups go to it with rewards by turn."""
     joined: bool = False
-    """Of a helper: it is a trainer group of its own."""
+    """Whether a helper has formed its own trainer group."""
 
     def is_baseline(self, sample: int) -> bool:
         """Whether a group's sample is its greedy answer, which is scored and not learned from."""
