@@ -24,8 +24,8 @@ STEPS_BYTES = 16 << 20
 """Most bytes of the steps that a checkpoint's ledger repeats, before compression."""
 
 LEAST_COST_S = 0.25
-"""Least cost of a checkpoint, however fast it was made: by default they are at least five seconds apart. A killed trainer
-repeats what came after the last one, so this bounds what a kill costs a run of short steps."""
+"""Least cost of a checkpoint, however fast it was made: by default they are at least five seconds apart. A killed
+trainer repeats what came after the last one, so this bounds what a kill costs a run of short steps."""
 
 
 async def ledger_of(event_log: EventLog, run_id: str) -> bytes:
