@@ -44,7 +44,7 @@ class SuiteSection(Section):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the suite")
     limit: Count | None = Field(
-        default=None, description="ask only so many items, always the same ones; default: all"
+        default=None, description="number of items to ask, always the same ones; default: all"
     )
 
 
@@ -69,7 +69,7 @@ class AnswerSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="sample from the likeliest tokens of so much mass"
     )
-    top_k: CountOrZero = Field(default=0, description="sample from so many tokens; 0: from all")
+    top_k: CountOrZero = Field(default=0, description="number of likeliest tokens to sample from; 0: all")
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="leave out tokens less likely than this share of the likeliest"
     )

@@ -48,8 +48,8 @@ class RoleSection(Section):
     )
     own_devices: bool = Field(
         default=False,
-        description="whether a frozen model has devices of its own in each rollout instance, as many as the policy's "
-        "engine, or shares that one's",
+        description="whether a frozen model has its own devices in each rollout instance (the same number as the "
+        "policy's engine), or shares that one's",
     )
 
     @property
@@ -61,7 +61,7 @@ class RoleSection(Section):
 class VideosSection(Section):
     """Which training episodes are recorded: their pictures, beside actions and rewards."""
 
-    every: Count = Field(default=10, description="of so many steps one, and the first step")
+    every: Count = Field(default=10, description="record every N-th step, and the first")
     starts: Count = Field(
         default=1,
         description="start states of such a step that are recorded, each with all episodes of its group",

@@ -261,7 +261,7 @@ class EvaluationData(Section):
     options: dict[str, Any] = Field(default_factory=dict, description="options of the source")
     prompt: PromptSection | None = Field(default=None, description="default: data.prompt")
     limit: Count | None = Field(
-        default=None, description="ask only so many items, always the same ones; default: all"
+        default=None, description="number of items to ask, always the same ones; default: all"
     )
 
 

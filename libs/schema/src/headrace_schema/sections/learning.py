@@ -112,7 +112,7 @@ class TrainerSection(Section):
     )
     max_ranks: Processes | None = Field(
         default=None,
-        description="between two steps the trainer group takes free trainers up to so many ranks; default: none",
+        description="between two steps the trainer group takes free trainers up to this number of ranks; default: none",
     )
     helpers: Helpers = Field(
         default=0,

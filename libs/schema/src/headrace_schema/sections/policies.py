@@ -41,8 +41,8 @@ class PolicySection(Section):
     trainer: PolicyTrainerSection | None = Field(default=None, description="default: trainer")
     own_devices: bool = Field(
         default=False,
-        description="whether its engine has devices of its own in each rollout instance, as many as the run's own "
-        "policy's, or shares that one's",
+        description="whether its engine has its own devices in each rollout instance (the same number as the run's own "
+        "policy's), or shares that one's",
     )
 
 

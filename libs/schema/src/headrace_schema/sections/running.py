@@ -119,7 +119,7 @@ class PlacementSection(Section):
     )
     measure_steps: CountOrZero | None = Field(
         default=None,
-        description="auto: about so many steps are measured in each mode, by turns, before one is chosen, 0 for none; "
+        description="auto: steps measured in each mode, by turns, before one is chosen, 0 for none; "
         "default: 3 where that is at most a twentieth of the run, else 0",
     )
     replan: Literal["auto", "propose"] = Field(
