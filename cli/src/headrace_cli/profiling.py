@@ -46,7 +46,7 @@ FIRST_STEPS = 10
 LOOKED_AT = 50
 """Newest runs of the fleet that are looked at."""
 BATCHES = (1, 2, 3)
-"""Short runs have so many times the spec's batch: points that tell a fixed cost from an answer's."""
+"""Multiples of the spec's batch in the short runs: points that separate a fixed cost from an answer's."""
 RUN_S = 1800.0
 Say = Callable[[str], None]
 

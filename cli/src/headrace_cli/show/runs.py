@@ -98,7 +98,7 @@ def sentence(run: Run) -> str:
 
 
 def steps_table(steps: Sequence[Step], evaluations: Sequence[Evaluation], width: int) -> Table:
-    """One line a step; held-out where that version was evaluated. As many columns as fit the width."""
+    """One line a step; held-out where that version was evaluated. Columns are left out that do not fit."""
     scores = {item.step: item.score for item in evaluations}
     narrow = width < WIDE_COLUMNS
     cells = {column: [_step_cell(item, column, scores) for item in steps] for column in STEP_COLUMNS}

@@ -25,7 +25,7 @@ def in_words(error: Exception) -> str:
 
 
 def breaks(path: str, kind: str, error: str, *, by: str) -> str:
-    """What to tell of a model that cannot be computed."""
+    """The error for a model that cannot be computed."""
     return (
         f"model.path: {path!r} breaks in {by} ({error}), which cannot compute a {kind} model; use a model of another "
         "family"
@@ -60,7 +60,7 @@ def distance(one: Tensor, other: Tensor, dtype: torch.dtype) -> float:
 
 
 def wrong(path: str, kind: str, off: float, *, by: str) -> str:
-    """What to tell of a model whose log-probs are wrong."""
+    """The error for a model whose log-probs are wrong."""
     return (
         f"model.path: {path!r} would be computed wrong by {by}: its log-probs are {off:.2g} nats away from those of "
         f"transformers' own class. A {kind} model does something with its positions or behind its last layer that "

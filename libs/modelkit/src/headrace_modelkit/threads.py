@@ -17,7 +17,7 @@ import torch
 FEWEST, MOST = 2, 6
 """Comparisons of the two numbers before one is chosen: fewest, where they agree, and most."""
 CLEAR = 2.0
-"""They agree when their median is so many times what they differ by."""
+"""Ratio of their median to their spread from which they count as agreeing."""
 GAIN = 0.03
 """What several threads must save."""
 LONG_S, PLAIN = 0.05, 0.2
@@ -40,7 +40,7 @@ class Threads:
         """By cores, kind and size: a step's devices come and go, and what was measured holds when they come back."""
 
     def lease(self, most: int) -> None:
-        """Computes on so many cores from now on."""
+        """Sets the number of cores to compute on."""
         self._most = most
         torch.set_num_threads(most)
 

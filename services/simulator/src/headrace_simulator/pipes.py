@@ -19,7 +19,7 @@ class Kind(IntEnum):
     """Asked with JSON (see `headrace_simulator.pools.pool`), answered with an OpenPoolResponse that describes the
     environments."""
     OPERATE = 3
-    """Asked with a StepRequest that holds operations alone, answered with StepResponses, as many as it takes, whose
+    """A StepRequest that has only operations is answered with StepResponses, whose
     outcomes are in the operations' order."""
     RENDER = 4
     """Asked with JSON {environment: index}, answered with a Tensor."""

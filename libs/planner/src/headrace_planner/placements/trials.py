@@ -20,7 +20,7 @@ from headrace_planner.placements.layouts import Layout, StepTime, typical
 MOST_ROUNDS, CHALLENGES = 4, 2
 """Most blocks of each layout; and of a layout that is compared with the present best (the champion) alone."""
 CLEAR = 2.0
-"""A comparison is clear when the median of its ratios is more than so many times their spread."""
+"""A comparison is clear when the median of its ratios is more than this many times their spread."""
 NO_MATTER = 0.03
 """Layouts whose difference is certainly below this share are not compared further."""
 LEAST_S = 1e-9

@@ -43,7 +43,7 @@ def profile_document(
     """The document of a profile. `services`: stage → service; `kind`: of the devices; `groups`: tokens of each answer.
 
     Points are medians of the steps with as many items and devices. A profile may have too few of them to be fitted:
-    whoever reads it is told the stage and the number.
+    its reader gets an error with the stage and the number.
 
     >>> step = MeasuredStep(8, {"generate": 2.0, "score": 0.1, "switch": 0.4}, {"generate": 2}, True)
     >>> made = profile_document({"generate": "rollout", "score": "reward"}, "gpu", [step], [[4, 4]], "an example")
@@ -112,7 +112,7 @@ def group_correlation(groups: Sequence[Sequence[int]]) -> float:
 
 
 def _expected_longest(ordered: Sequence[int], draws: float) -> float:
-    """Expected longest of so many independent draws from equally likely lengths, which rise."""
+    """Expected longest of independent draws from equally likely lengths in rising order."""
     count = len(ordered)
     missing: float = sum(
         (b - a) * (place / count) ** draws for place, (a, b) in enumerate(pairwise(ordered), 1)

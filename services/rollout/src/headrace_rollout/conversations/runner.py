@@ -275,7 +275,7 @@ def _judged(talk: Conversation, finish: Finish) -> Finish:
 
 
 def due(seconds: float) -> float:
-    """The moment by the loop's clock that is so many seconds away; 0 seconds: never."""
+    """The moment by the loop's clock that is `seconds` away; 0 seconds: never."""
     return asyncio.get_running_loop().time() + seconds if seconds else math.inf
 
 

@@ -44,9 +44,9 @@ class Finish(Enum):
     TERMINATED = "terminated"
     """Of a conversation: its environment ended it."""
     TRUNCATED = "truncated"
-    """Of a conversation: it has as many turns as it may have."""
+    """A conversation has reached its limit of turns."""
     TIMED_OUT = "timed_out"
-    """Of a conversation: it took as many seconds as it may take."""
+    """A conversation has reached its limit of seconds."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ImageAt:
     data: bytes
 
     def behind(self, tokens: int) -> ImageAt:
-        """The same in a context that has so many tokens before it."""
+        """The same image in a context that has more tokens before it."""
         return ImageAt(self.start + tokens, self.data)
 
 

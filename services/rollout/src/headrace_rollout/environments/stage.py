@@ -1,4 +1,4 @@
-"""What a stream tells of its time in environments. Knows no stream."""
+"""The times in environments that a stream reports. Knows no stream."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class LeasedDevice:
         self._threads = Threads()
 
     def use(self, devices: tuple[torch.device, ...], cores: int) -> None:
-        """Computes with so many cores from the next round on, on the first device from the next group on."""
+        """Sets the cores to compute with from the next round on, and the device from the next group on."""
         self.cores = cores
         if devices:
             self.device = devices[0]

@@ -53,7 +53,7 @@ class TrainerGroup:
     """One generation of ranks; rank 0 leads. A process is in at most one."""
 
     lost = ""
-    """Why the group is over: another rank is lost. Whoever is in a collective then, or comes to one, is told."""
+    """Why the group is over: another rank is lost. Raised to every caller that is in a collective, or comes to one."""
     members: Many[Member] = ()
     _liveness: Liveness | None = None
     _entered = 0

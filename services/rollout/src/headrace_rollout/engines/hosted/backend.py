@@ -182,7 +182,7 @@ class Backend(Protocol):
         """Frees the memory of weights and cache; nothing runs."""
 
     async def use_threads(self, threads: int) -> None:
-        """The lease has so many cores now; an engine that cannot follow keeps its number."""
+        """Sets the number of cores that the lease has now; an engine that cannot follow keeps its own."""
 
     async def wake(self, scope: Scope) -> None:
         """Takes memory again; WEIGHTS comes before KV_CACHE."""

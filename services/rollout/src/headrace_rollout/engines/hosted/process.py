@@ -177,7 +177,7 @@ class EngineProcess:
         await within(STOP_S, f"stop of {self.backend.name}", self.backend.stop())
 
     async def bind(self, threads: int) -> None:
-        """The engine computes on the cores that this process may use, in so many threads."""
+        """Lets the engine compute on the cores that this process may use, with `threads` threads."""
         if not self.up:
             return  # its start says how many
         cores = os.sched_getaffinity(0)

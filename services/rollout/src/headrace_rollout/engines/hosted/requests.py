@@ -140,7 +140,7 @@ def seed_of(trajectory: RunningTrajectory) -> int:
 
 
 UPDATE_TOKENS, LOOK_TOKENS = 16, 4
-"""An engine hands new tokens out so many at a time, and where stop strings are looked for: behind one it goes on."""
+"""Tokens that an engine hands out at a time; the second with stop strings, because it goes on behind one."""
 
 
 def interval_of(trajectory: RunningTrajectory) -> int:

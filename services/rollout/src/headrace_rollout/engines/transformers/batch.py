@@ -108,7 +108,7 @@ class Batch:
         log_probs_NT: NDArray[np.float32],
         counts: NDArray[np.int64] | int = 1,
     ) -> None:
-        """Adds to each row from `first` on so many of its sampled tokens."""
+        """Adds to each row from `first` on the given number of its sampled tokens."""
         rows = np.arange(first, self.count)
         start = self.sampled[rows]
         self._widen(int(start.max()) + tokens_NT.shape[1])

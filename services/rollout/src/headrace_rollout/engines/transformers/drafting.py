@@ -1,6 +1,6 @@
 """Drafts of tokens to come, from what a row has said before: n-gram look-up (Saxena 2023, prompt lookup decoding).
 
-A pass over a draft yields as many tokens as it guessed right, and one. Each token is drawn from the model's own
+A pass over a draft yields the tokens that it guessed right, and one more. Each token is drawn from the model's own
 distribution with its own uniform, whatever was drafted, and what stands behind a wrong guess is dropped: the tokens are
 those that come without drafts, and for a draft of certainty that is the rule of rejection of speculative sampling
 (Leviathan et al. 2023). Knows no model.

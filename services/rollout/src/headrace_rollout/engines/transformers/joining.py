@@ -109,7 +109,7 @@ class Joining:
         self.kept.keep(key, known, self._model.cache.kept(row, length))
 
     def join(self, batch: Batch) -> Joined | None:
-        """Gives rows to as many as fit; None for nobody."""
+        """Gives rows to the samples that fit; None if none does."""
         running = [trajectory.full_length for trajectory in batch.trajectories]
         admissions = self.queue.take(running, self.running_wave, self._model.cache.fits)
         if not admissions:

@@ -285,5 +285,5 @@ class HeadraceWorker:
         return "", arrived
 
     def headrace_threads(self, count: int) -> None:
-        """Computes in so many threads; vLLM's CPU worker has put a function that does nothing in torch's place."""
+        """Sets the number of threads; vLLM's CPU worker has put a function that does nothing in torch's place."""
         torch._C.set_num_threads(count)

@@ -21,7 +21,7 @@ class Layout:
 
     @classmethod
     def of(cls, options: MegatronOptions, ranks: int) -> Layout:
-        """The layout of so many ranks. Raises Refusal INVALID where they do not divide."""
+        """The layout of this number of ranks. Raises Refusal INVALID where they do not divide."""
         model = options.tensor_parallel * options.pipeline_parallel * options.context_parallel
         if ranks % model:
             raise invalid(

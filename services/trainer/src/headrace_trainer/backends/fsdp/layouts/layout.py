@@ -106,7 +106,7 @@ def check_run(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm)
 
 
 def check_ranks(options: FsdpOptions, ranks: int) -> None:
-    """Raises Refusal INVALID where `shard_ranks` does not divide so many ranks."""
+    """Raises Refusal INVALID if `shard_ranks` does not divide the ranks."""
     wanted = options.shard_ranks
     if wanted is not None and ranks % wanted:
         key = f"{_OPTIONS}.shard_ranks"

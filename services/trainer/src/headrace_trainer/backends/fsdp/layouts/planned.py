@@ -76,7 +76,7 @@ class _Run:
     rooms: Rooms
 
     def first_fit(self, ranks: int, ranks_per_host: int) -> tuple[Layout, MemoryPlan]:
-        """The first layout that fits so many ranks, or the smallest; the plan says what was tried."""
+        """The first layout that fits this number of ranks, or the smallest; the plan says what was tried."""
         sizes = known_sizes(self.config, self.algorithm)
         on_gpu, ranks_here = self.rooms.device is not None, min(ranks, ranks_per_host)
         tried: list[Tried] = []

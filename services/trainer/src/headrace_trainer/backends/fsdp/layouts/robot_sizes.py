@@ -65,7 +65,7 @@ def robot_sizes(config: TrainerConfig) -> Sizes:
 
 
 def chunks_of(policy: RobotPolicy, tokens: int) -> int:
-    """Chunks of a micro-batch of so many tokens."""
+    """Number of chunks in a micro-batch of this number of tokens."""
     return max(1, tokens // (policy.chunk_tokens + WORDS))
 
 
