@@ -88,7 +88,7 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
         self._parts: dict[Environment, ActingTurns] = {}
         for place, pool in enumerate(pools):
             for index, environment in enumerate(pool.environments):
-                # A simulator deals environments to its processes in turn: a part is a block, so that it uses all of them.
+                # Simulators deal environments to processes in turn: a part is a block, so that it uses all of them.
                 part = (index * len(parts) // len(pool.environments) + place) % len(parts)
                 self._parts[environment] = parts[part]
         self._until_success = plan.environment.stop_on_success or plan.until_success
