@@ -214,8 +214,9 @@ def test_environments_are_divided_evenly_and_each_rollout_has_every_task():
 
 def test_executed_actions_count_as_tokens():
     episode = common.Trajectory()
-    episode.segments.add().tokens.token_ids.extend([1, 2, 3])
-    episode.segments.add(policy_number=4).actions.valid_mask.CopyFrom(
+    branch = episode.branches.add()
+    branch.segments.add().tokens.token_ids.extend([1, 2, 3])
+    branch.segments.add(policy_number=4).actions.valid_mask.CopyFrom(
         encode_tensor(np.array([[True, True], [True, False]]))
     )
     assert sampled(episode) == (3, [(4, 3)])

@@ -7,6 +7,8 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence as Many
 
+import msgspec
+
 from headrace_trainer.learning.passes import OptimizerStep
 from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Sequence
 from headrace_trainer.learning.step import StepState, held_version
@@ -146,17 +148,10 @@ def witnesses(state: StepState, groups: Many[Group]) -> list[Sequence]:
         if state.groups[group.prompt_ordinal].disposition is not Disposition.ACCUMULATED:
             continue
         fit = [
-            Sequence(
-                line.tokens,
-                line.trained,
-                member.engine_log_probs[line.part],
-                images=member.images,
-                temperatures=[*member.temperatures[line.part]],
-            )
+            msgspec.structs.replace(branch.sequence(), routes=b"")
             for member in group.members
-            for line in member.lines(member.trained)
-            if set(member.versions) == {version}
-            and all(math.isfinite(value) for value in member.engine_log_probs)
+            for branch in member.branches
+            if set(branch.versions) == {version} and all(map(math.isfinite, branch.log_probs))
         ]
         if fit:
             return fit[:WITNESSES]

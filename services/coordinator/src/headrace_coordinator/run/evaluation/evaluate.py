@@ -282,7 +282,8 @@ def _messages(
     context: RunContext, answer: common.Trajectory, score: reward.ScoreResult
 ) -> dict[str, list[dict[str, Any]]]:
     """What was said in a conversation, as `MessageView`s; empty of an answer."""
-    found = told(context.spec.tool_calls, said(answer), score.turns or answer.conversation.rewards)
+    rewards = score.turns or [turn.reward for turn in answer.conversation.turns]
+    found = told(context.spec.tool_calls, said(answer), rewards)
     return {"messages": msgspec.to_builtins(with_thumbnails(found))} if found else {}
 
 

@@ -222,7 +222,7 @@ class SuiteLoop(RunLoop):
         if score.status == reward.SCORE_STATUS_SCORER_BROKEN:
             raise RunFailed(f"reward.scorers: a scorer is broken: {score.detail}")
         tokens, versions = sampled(answered)
-        turns = score.turns or answered.conversation.rewards
+        turns = score.turns or [turn.reward for turn in answered.conversation.turns]
         item, failed = self._items[answered.sample.prompt_ordinal], score.status != reward.SCORE_STATUS_OK
         return SettledTrajectory(
             step=0,

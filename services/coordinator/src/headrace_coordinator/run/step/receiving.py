@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_servicekit.rpc.digests import digest_and_size
-from headrace_servicekit.rpc.trajectories import turn_roles
+from headrace_servicekit.rpc.trajectories import segments_of, turn_roles
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.dispatch import accepts
@@ -138,8 +138,8 @@ class Receiver:
         context.event_log.post(ev.SlotsFinished(at=context.event_log.now(), run=context.run_id, slots=slots))
         for each in good:
             context.saw_length(each.slot.prompt, each.tokens)
-            segments = each.received.segments
-            prompt = len(segments[0].tokens.token_ids) if segments else 0
+            segment = next(segments_of(each.received), common.Segment())
+            prompt = len(segment.tokens.token_ids)
             tail.finished(each.slot.holder, each.tokens, context.event_log.monotonic(), prompt)
 
     def _refuse(self, trajectory: Trajectory) -> None:
@@ -183,7 +183,7 @@ class Receiver:
         message = trajectory.received
         first = self._attempt.published.version.number
         trajectory.oldest = min((number for number, _ in trajectory.versions), default=first)
-        trajectory.turn_rewards = list(message.conversation.rewards)
+        trajectory.turn_rewards = [turn.reward for turn in message.conversation.turns]
         trajectory.turn_roles = turn_roles(message.conversation)
         trajectory.shown = Shown.of(message) if self._is_shown(trajectory.slot) else None
         if trajectory.shown is None:

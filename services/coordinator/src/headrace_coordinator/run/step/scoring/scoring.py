@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace_servicekit.rpc.chats import chat_message
+from headrace_servicekit.rpc.trajectories import segments_of
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.fleet.instance_client import InstanceDown
@@ -56,7 +57,7 @@ def score_item(
         messages=[chat_message(turn) for turn in item.messages],
     )
     if message.raw_prompt_text or message.raw_completion_text:
-        prompt, *rest = (segment.tokens.token_ids for segment in message.segments)
+        prompt, *rest = (segment.tokens.token_ids for segment in segments_of(message))
         asked.prompt_ids.extend(prompt)
         for ids in rest:
             asked.completion_ids.extend(ids)
