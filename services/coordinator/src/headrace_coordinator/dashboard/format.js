@@ -29,8 +29,8 @@ export function spoken(name) {
 // The scorers of a spec by their short names, as parts have them (schema/sections/scoring.py): a file's name, with the
 // folders that tell two of one name apart. {"judge.py:score": "/home/me/judge.py:score"}
 export function scorers(spec) {
-  const { scorers: trained = [], evaluation = [], stages = {} } = spec?.reward ?? {};
-  const full = [...new Set([...trained, ...evaluation, ...Object.values(stages).flat()].map((each) => each.name))];
+  const { scorers: trained, evaluation, stages } = spec?.reward ?? {};
+  const full = [...new Set([...(trained ?? []), ...(evaluation ?? []), ...Object.values(stages ?? {}).flat()].map((each) => each.name))];
   const end = (name, folders) => (name.includes(".py:") ? name.split("/").slice(-folders - 1).join("/") : name);
   return new Map(full.map((name) => {
     const alike = full.filter((each) => end(each, 0) === end(name, 0));
