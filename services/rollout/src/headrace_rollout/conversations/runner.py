@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.causes import cause_first, raised
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
 from typing_extensions import override
@@ -295,10 +296,10 @@ def _end(turn: Finish, outcome: simulator_pb2.EnvironmentOutcome, *, late: bool)
 
 
 def _unfit(sample: ConversationSample, reason: str) -> ServiceError:
-    message = f"environment.tasks: {sample.start.task}: {reason}"
+    message = cause_first(f"{sample.start.task}: {reason}", "", "environment.tasks")
     return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
 
 
 def _failed(sample: ConversationSample, error: Exception) -> ServiceError:
-    message = f"a conversation of {sample.start.task!r} failed: {type(error).__name__}: {error}"
+    message = cause_first(raised(error), f"a conversation of {sample.start.task!r} failed")
     return ServiceError(grpc.StatusCode.INTERNAL, "ENGINE_FAILED", message)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_servicekit.causes import cause_first
 from headrace_servicekit.rpc.digests import digest_and_size
 from headrace_servicekit.rpc.trajectories import segments_of, turn_roles
 
@@ -161,7 +162,7 @@ class Receiver:
             self._dispatch.take_back([slot], failed=True)
         else:
             why = failure_of(trajectory.received) or f"ended with {common.FinishReason.Name(reason)}"
-            text = f"sample {slot.sample} failed {slot.failures + 1} times: {why}"
+            text = cause_first(why, f"sample {slot.sample} failed {slot.failures + 1} times")
             self._attempt.drop(slot.prompt, "GROUP_INCOMPLETE", text)
             self._count_failure(text)
 
@@ -172,11 +173,8 @@ class Receiver:
             return
         context.failed_in_a_row += 1
         if context.failed_in_a_row >= max(FEWEST_IN_A_ROW, min(section.count, MOST_IN_A_ROW)):
-            why = (
-                f"environment.tasks: {context.failed_in_a_row} groups failed one after the other, and no episode ended "
-                f"well between them; the last: {text}"
-            )
-            raise CallRefused("simulator", "INVALID", why)
+            what = f"{context.failed_in_a_row} groups failed one after the other, and no episode ended well between"
+            raise CallRefused("simulator", "INVALID", cause_first(text, f"{what} them", "environment.tasks"))
 
     def _score(self, trajectory: Trajectory) -> None:
         """Keeps a finished trajectory, and asks for its reward."""
