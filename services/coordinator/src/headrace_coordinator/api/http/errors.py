@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from headrace_schema.problems import explain_details, nearest, problem
+from headrace_schema.problems import explain_details, first_of, nearest, problem
 from headrace_schema.resources.views import ErrorView, KeyProblemView
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -61,7 +61,7 @@ def error_response(
 ) -> Response:
     """An ErrorView with the status of its reason."""
     status = status or STATUS.get(reason, CONFLICT)
-    body = ErrorView(reason=reason, message=message, problems=list(problems)).model_dump_json()
+    body = ErrorView(reason=reason, message=message, problems=first_of(problems)).model_dump_json()
     return Response(body, status, HEADERS.get(status), "application/json")
 
 
