@@ -117,7 +117,7 @@ def _no_route(app: FastAPI, request: Request) -> str:
     asked = f"{request.method} {request.url.path}"
     routes = [f"{method} {path}" for path, methods in app.openapi()["paths"].items() for method in methods]
     close = nearest(asked, [f"{route.split()[0].upper()} {route.split()[1]}" for route in routes])
-    return f"there is no {asked}; " + (
+    return f"there is no {asked[:200]}; " + (
         f"did you mean {close}?" if close else "GET /openapi.json lists what there is"
     )
 
