@@ -49,7 +49,7 @@ async def test_what_is_stuck_ends_at_its_deadline(stuck):
         await Aside("reading", 1, 0.1).run(stuck)
 
 
-async def test_a_place_is_free_once_its_work_is_given_up(stuck):
+async def test_a_place_is_free_once_its_work_has_had_its_time(stuck):
     """Each stuck check kept its place for ever: after as many as there are places nobody could submit."""
     aside = Aside("reading", 2, 0.1)
     for _ in range(3):
