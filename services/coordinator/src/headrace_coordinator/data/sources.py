@@ -7,14 +7,18 @@ publish a subclass in the entry point group `headrace.data_sources`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from headrace_schema.problems import Impossible, problem
 from headrace_servicekit.registry import Registry
 from pydantic import BaseModel, ConfigDict
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.registered import opened, subclasses_of
+
+MOST_ITEMS = 2**21
+"""Of all the data of a run, as they are read: memory has about a hundred bytes of each."""
 
 
 class DataSource(BaseModel, ABC):
@@ -55,6 +59,15 @@ SOURCES: Registry[DataSource] = Registry(
     },
     subclasses_of(DataSource, "headrace_coordinator.data.DataSource"),
 )
+
+
+def bounded(items: Iterable[DataItem], most: int) -> Iterator[DataItem]:
+    """The items; raises `Impossible` where there are more than `most`."""
+    for number, item in enumerate(items):
+        if number == most:
+            reason = f"holds more items than the {MOST_ITEMS:,} that all the data of a run may have"
+            raise Impossible([problem("data.source", reason, "name fewer, such as a slice of them")])
+        yield item
 
 
 def open_source(name: str, options: dict[str, Any]) -> DataSource:
