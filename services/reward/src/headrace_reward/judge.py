@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+from headrace_schema.references import Unread, redacted, resolved
 from headrace_servicekit.process.confine import explained
 
 from headrace_reward import scorers
@@ -239,11 +240,19 @@ def _build(
     if is_user_scorer(name):
         path, function = locate(name, directory)
         code = path.read_bytes() + json.dumps(options, sort_keys=True).encode()
-        return load_user_scorer(path, function, give, options), _digest_of(code, ())
+        return load_user_scorer(path, function, give, _with_secrets(options)), _digest_of(code, ())
     chosen = scorers.choose(name, options)
     source = inspect.getsourcefile(inspect.unwrap(chosen.plugin.factory()))
     code = Path(source).read_bytes() if source else b""
-    return chosen.build(), _digest_of(code, chosen.plugin.packages)
+    return scorers.built(chosen), _digest_of(code, chosen.plugin.packages)
+
+
+def _with_secrets(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        found: Mapping[str, Any] = resolved(options)
+    except Unread as error:
+        raise ScorerError(f"options.{error.key}", str(error)) from error
+    return found
 
 
 def _digest_of(code: bytes, packages: tuple[str, ...]) -> str:
@@ -320,4 +329,4 @@ def _call(function: Callable[[], _RESULT]) -> _RESULT | Raised:
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:300]}{where}{explained(error)}"
+    return f"{type(error).__name__}: {redacted(str(error))[:300]}{where}{explained(error)}"
