@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from headrace_schema.problems import Impossible, problem
+from headrace_schema.references import Unread, resolved
 from headrace_servicekit.registry import Registry
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.registered import opened, subclasses_of
@@ -71,5 +72,13 @@ def bounded(items: Iterable[DataItem], most: int) -> Iterator[DataItem]:
 
 
 def open_source(name: str, options: dict[str, Any]) -> DataSource:
-    """The source of a name with these options; `Impossible` names the keys that are wrong."""
-    return opened(SOURCES, name, options)
+    """The source of a name with these options, its secrets read; `Impossible` names the keys that are wrong."""
+    source = opened(SOURCES, name, options)
+    try:
+        found = resolved(options)
+        return source if found is options else type(source).model_validate(found)
+    except Unread as error:
+        raise Impossible([problem(f"data.options.{error.key}", error.reason, error.fix)]) from error
+    except ValidationError:
+        reason = "what one of its references stands for is no valid value"
+        raise Impossible([problem("data.options", reason, "correct it there")]) from None
