@@ -129,10 +129,10 @@ def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, voc
 def check_settled(prompt: int, trajectory: common_pb2.Trajectory, reasons: frozenset[int], what: str) -> str:
     """How the trajectory is called. Raises Refusal INVALID or DIGEST_MISMATCH unless it ended with one of `reasons`."""
     where = _name(trajectory)
-    check_enum(f"{where}: finish_reason", common_pb2.FinishReason, trajectory.finish_reason)
     if trajectory.sample.prompt_ordinal != prompt:
         raise invalid(f"{where} is in the group of prompt {prompt}")
     if trajectory.finish_reason not in reasons:
+        check_enum(f"{where}: finish_reason", common_pb2.FinishReason, trajectory.finish_reason)
         reason = common_pb2.FinishReason.Name(trajectory.finish_reason)
         raise invalid(f"{where} ended with {reason}: only {what} may be learned from")
     if trajectory_digest(trajectory) != trajectory.body_digest:
@@ -184,6 +184,8 @@ def _read_turns(
     message: trainer_pb2.SettledTrajectory, where: str, sampled: int, *, by_turn: bool
 ) -> _TurnsRead:
     """The turns in the order of their tokens, where credit goes by turn or by role."""
+    if not (by_turn or message.trajectory.HasField("conversation")):
+        return _TurnsRead()
     talk, rewards = message.trajectory.conversation, message.turn_rewards
     tokens, roles = talk.turn_tokens, turn_roles(talk)
     if not (by_turn or roles):
@@ -211,7 +213,7 @@ def _cut_line(trajectory: common_pb2.Trajectory, where: str, last: int) -> int:
         if not -1 <= trajectory.cut_line <= last:
             raise invalid(f"{where}: cut_line {trajectory.cut_line}, and its lines are 0 to {last}")
         return trajectory.cut_line
-    roles = turn_roles(trajectory.conversation)
+    roles = turn_roles(trajectory.conversation) if trajectory.HasField("conversation") else []
     return [*dict.fromkeys(roles)].index(roles[-1]) if roles else last
 
 
@@ -243,11 +245,11 @@ def _read_tokens(
     log_probs: list[float] = []
     versions: list[int] = []
     siblings: list[int] = []
-    temperatures: list[float] = []
+    drawn: list[tuple[float, int]] = []
     for segment in trajectory.segments:
         if segment.WhichOneof("body") != "tokens":
             raise invalid(f"{where}: segments of actions need a policy that acts; this run trains on tokens")
-        ids = segment.tokens.token_ids
+        ids = [*segment.tokens.token_ids]
         if segment.begins_sibling:
             if segment.policy_number or not ids or not tokens:
                 raise invalid(
@@ -256,12 +258,12 @@ def _read_tokens(
             siblings.append(len(tokens))
         if segment.policy_number:
             if sampling is not None:
-                temperatures += [_drawn_at(segment.tokens, where, sampling)] * len(ids)
+                drawn.append((_drawn_at(segment.tokens, where, sampling), len(ids)))
             trained += range(len(tokens), len(tokens) + len(ids))
             log_probs += segment.tokens.log_probs
             versions += [segment.policy_number] * len(ids)
         tokens += ids
-    if any(math.isnan(value) for value in log_probs):
+    if any(map(math.isnan, log_probs)):
         raise invalid(
             f"{where}: the engine told a log-prob that is NaN; leave log_probs out where there are none"
         )
@@ -271,10 +273,10 @@ def _read_tokens(
         raise invalid(f"{where}: ids from {min(tokens)} to {max(tokens)}; the model's lie below {vocabulary}")
     if trained and trained[0] == 0:
         raise invalid(f"{where}: the first id is sampled; a prompt of at least one id must come before")
-    if sampling is not None and {*temperatures} == {sampling.temperature}:
-        temperatures = []
+    alike = sampling is None or all(temperature == sampling.temperature for temperature, _ in drawn)
+    temperatures = () if alike else tuple(at for at, count in drawn for _ in range(count))
     told = log_probs or [math.nan] * len(trained)
-    return _Read(tokens, trained, told, versions, tuple(siblings), tuple(temperatures))
+    return _Read(tokens, trained, told, versions, tuple(siblings), temperatures)
 
 
 def _drawn_at(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingSection) -> float:
@@ -287,17 +289,17 @@ def _drawn_at(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingSec
             f"{where} was drawn at temperature {found.temperature:g}: what was not drawn by chance is not learned from"
         )
     # 0 is not told where 1 is the neutral value.
-    changed = {
-        "top_p": found.top_p not in (0.0, 1.0),
-        "top_k": found.top_k > 0,
-        "min_p": found.min_p > 0,
-        "repetition_penalty": found.repetition_penalty not in (0.0, 1.0),
-    }
-    for name in (name for name, differs in changed.items() if differs):
-        raise invalid(
-            f"{where} was sampled with {name} {getattr(found, name):g}; the kept set does not travel, so this run "
-            f"trains on the whole distribution: sample with top_p 1, top_k 0, min_p 0, repetition_penalty 1"
-        )
+    for name, differs in (
+        ("top_p", found.top_p not in (0.0, 1.0)),
+        ("top_k", found.top_k > 0),
+        ("min_p", found.min_p > 0),
+        ("repetition_penalty", found.repetition_penalty not in (0.0, 1.0)),
+    ):
+        if differs:
+            raise invalid(
+                f"{where} was sampled with {name} {getattr(found, name):g}; the kept set does not travel, so this run "
+                f"trains on the whole distribution: sample with top_p 1, top_k 0, min_p 0, repetition_penalty 1"
+            )
     if found.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
         raise invalid(f"{where}: log-probs are of the raw distribution; set the engine to processed ones")
     runs = math.isclose(found.temperature, sampling.temperature, rel_tol=1e-5)
