@@ -141,14 +141,14 @@ class Receiver:
         if not good:
             return
         context, tail = self._context, self._context.tail
-        context.failed_in_a_row = 0
+        context.failed_in_a_row, now = 0, context.event_log.monotonic()
         slots = [(*each.slot.key, each.slot.attempt, each.received.body_digest, each.tokens) for each in good]
         context.event_log.post(ev.SlotsFinished(at=context.event_log.now(), run=context.run_id, slots=slots))
         for each in good:
             context.saw_length(items[each.slot.prompt], each.tokens)
             segments = each.received.segments
             prompt = len(segments[0].tokens.token_ids) if segments else 0
-            tail.finished(each.slot.holder, each.tokens, context.event_log.monotonic(), prompt)
+            tail.finished(each.slot.holder, each.tokens, now, prompt)
 
     def _refuse(self, trajectory: Trajectory) -> None:
         """Has the sample made again, or drops its group."""
@@ -191,8 +191,9 @@ class Receiver:
         message = trajectory.received
         first = self._attempt.published.version.number
         trajectory.oldest = min((number for number, _ in trajectory.versions), default=first)
-        trajectory.turn_rewards = list(message.conversation.rewards)
-        trajectory.turn_roles = turn_roles(message.conversation)
+        if message.HasField("conversation"):
+            trajectory.turn_rewards = list(message.conversation.rewards)
+            trajectory.turn_roles = turn_roles(message.conversation)
         trajectory.shown = Shown.of(message) if self._is_shown(trajectory.slot) else None
         if trajectory.shown is None:
             trajectory.versions = ()

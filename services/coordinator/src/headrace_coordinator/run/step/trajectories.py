@@ -57,13 +57,8 @@ class Shown:
         for tokens, first, last in _in_order(message):
             log_probs.extend(tokens.log_probs[first : min(last, first + LOG_PROBS_KEPT - len(log_probs))])
             text_bytes.extend(tokens.text_bytes[first : min(last, first + LOG_PROBS_KEPT - len(text_bytes))])
-        return cls(
-            message.completion_text,
-            message.finish_reason,
-            log_probs,
-            text_bytes,
-            said=said(message),
-        )
+        spoken = said(message) if message.HasField("conversation") else []
+        return cls(message.completion_text, message.finish_reason, log_probs, text_bytes, said=spoken)
 
 
 @dataclass(slots=True)
@@ -176,10 +171,11 @@ class Trajectories(dict[SlotKey, Trajectory]):
 def _in_order(message: common.Trajectory) -> Iterator[tuple[common.TokenSegment, int, int]]:
     """Pieces of segments that were sampled, from a first token on to before a last one, in the order of turns."""
     found = [segment.tokens for segment in message.segments if segment.policy_number]
-    roles, counts = turn_roles(message.conversation), message.conversation.turn_tokens
-    if not roles:
+    talk = message.conversation if message.HasField("conversation") else None
+    if talk is None or not (roles := turn_roles(talk)):
         yield from ((tokens, 0, len(tokens.token_ids)) for tokens in found)
         return
+    counts = talk.turn_tokens
     by_turn: dict[int, list[tuple[common.TokenSegment, int, int]]] = defaultdict(list)
     pieces, first = iter(found), 0
     tokens = next(pieces, common.TokenSegment())
