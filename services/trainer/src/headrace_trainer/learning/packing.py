@@ -334,7 +334,8 @@ def _padded(rows: list[np.ndarray], length: int, *, rising: bool = False) -> Ten
 def _mask(parts: list[list[Segment]], length: int) -> Tensor:
     """Each node sees its ancestors and itself, padding sees itself."""
     mask_RLL = np.zeros((len(parts), length, length), dtype=np.bool_)
-    mask_RLL[:, range(length), range(length)] = True
+    places = np.arange(length)
+    mask_RLL[:, places, places] = True
     causal_LL = np.tri(length, dtype=np.bool_)
     for seen_LL, own in zip(mask_RLL, parts, strict=True):
         for part in own:
