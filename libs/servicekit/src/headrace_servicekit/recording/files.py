@@ -17,7 +17,7 @@ from headrace.common.v1 import recording_pb2
 
 from headrace_servicekit.folders import new_below, read_below, replace_below
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".recording"
 LEVEL = 1
 """Of the compression: higher ones take five times as long for a tenth less."""
