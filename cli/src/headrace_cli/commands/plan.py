@@ -9,7 +9,7 @@ import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
 from headrace_cli.connection import connect, find_target
-from headrace_cli.errors import refused
+from headrace_cli.errors import refused, writing
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.output import console, error_console, print_json
 
@@ -131,7 +131,8 @@ def profile(
         found = measured_document(client, spec, runs_alike(client, spec))
     errors = check_profile(found)
     place = out or profile_file(DataDir.at(data_dir).profiles, spec, kind_of(found))
-    store(place, found)
+    with writing(place):
+        store(place, found)
     if as_json:
         print_json({"file": str(place), "profile": found, "fit_errors": errors})
         return
