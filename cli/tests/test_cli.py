@@ -115,6 +115,40 @@ def test_yaml_tags_run_nothing(headrace, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (
+            "steps: 200",
+            "steps\u00a0: 200",
+            r"line 9, column 6: the key 'steps\xa0' holds '\xa0', which cannot be seen",
+        ),
+        ("steps: 200", "\u200bsteps: 200", r"line 9, column 1: the key '\u200bsteps'"),
+        ("steps: 200", "steps:\u00a0200", r"line 9, column 7:"),
+        ("steps: 200", "steps:\t200", "write spaces in place of the tab"),
+        (
+            "steps: 200",
+            "steps: 200\nsteps: 100",
+            "line 10, column 1: the key steps is there already, in line 9",
+        ),
+        ("name: tiny", "name: NO", "name: String should match pattern"),
+        ("steps: 200", "steps: 12:30:45", "steps: must be an integer, got '12:30:45' (text)"),
+        ("lr: 5.0e-4 ", "lr: 5e-4 ", ""),
+        ("name: tiny", "name: 2026-01-01", ""),
+        ("steps: 200", "steps: 010", ""),
+        ("# A tiny", "\ufeff# A tiny", ""),
+    ],
+)
+def test_a_dry_run_reads_yaml_1_2(headrace, tmp_path, before, after, words):
+    """(S3 B17)"""
+    text = (EXAMPLES / "tiny.yaml").read_text()
+    assert before in text
+    (tmp_path / "spec.yaml").write_text(text.replace(before, after, 1), encoding="utf-8")
+    result = headrace("run", "submit", "spec.yaml", "--dry-run", HEADRACE_URL="")
+    assert result.returncode == (2 if words else 0), result
+    assert words in result.stderr and (not words.startswith("line") or "spec.yaml" in result.stderr)
+
+
 def test_dry_run_without_a_fleet_names_every_problem(headrace, spec_file):
     result = headrace("run", "submit", spec_file, "--dry-run", "--set", "stepz=3", HEADRACE_URL="")
     assert result.returncode == 2
@@ -318,6 +352,16 @@ def test_a_full_disk_under_a_file_is_told_by_its_name(headrace, coordinator, scr
     ended = headrace("record", "r-1", "--step", "1", "--to", str(tmp_path / "mine"))
     assert ended.returncode == 1, ended
     assert ended.stderr == f"error: {tmp_path / 'mine'} cannot be written: No space left on device\n"
+
+
+def test_an_event_keeps_the_line_ends_of_other_alphabets(headrace, coordinator, scripted_run):
+    """(S3 B17)"""
+    scripted_run(steps=1, step_s=0.01).submitted_at = time.time() - 10
+    data = {"id": 1, "type": "warning", "time": 0.0, "run": "runs/r-1", "data": {"text": "a\u2028b\x85c"}}
+    line = json.dumps(data, ensure_ascii=False)
+    coordinator.routes["GET /v1/runs/r-1/events"] = (200, f"id: 1\ndata: {line}\n\n")
+    result = headrace("run", "logs", "r-1", "--json")
+    assert json.loads(result.stdout.split("\n")[0])["data"]["text"] == "a\u2028b\x85c", result
 
 
 def test_interrupted_watch_leaves_the_run(headrace, coordinator, scripted_run, tmp_path, spec_file):

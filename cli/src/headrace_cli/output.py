@@ -199,7 +199,7 @@ def _open_streams() -> dict[str, TextIO]:
             if opened != number:
                 os.dup2(opened, number)
                 os.close(opened)
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     return {"stdout": sys.stdout, "stderr": sys.stderr}
 
 
