@@ -16,6 +16,8 @@ import yaml
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64
+MAX_DIGITS = 256
+"""Of a number: those to the base 16 have no bound of Python's own, and no float has more than 17."""
 MAX_NODES = 20_000
 """Scalars, lists and mappings, counted as often as aliases repeat them."""
 
@@ -157,7 +159,9 @@ class _Loader(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             if anchor in self._open_anchors:
                 raise _at(
-                    event.start_mark, f"*{anchor} stands inside of what it names", "write the value itself"
+                    event.start_mark,
+                    f"*{anchor[:80]} stands inside of what it names",
+                    "write the value itself",
                 )
         elif self._depth >= MAX_DEPTH:
             raise _at(event.start_mark, f"is nested deeper than {MAX_DEPTH} levels", "nest less")
@@ -188,12 +192,12 @@ class _Loader(yaml.SafeLoader):
                 continue
             if key.tag != f"{_TAG}str":
                 shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
-                raise _at(key.start_mark, f"the key {shown} is not a text", "put it in quotes")
+                raise _at(key.start_mark, f"the key {shown[:80]} is not a text", "put it in quotes")
             self._check_visible(key)
             if key.value in lines:
                 raise _at(
                     key.start_mark,
-                    f"the key {key.value} is there already, in line {lines[key.value]}",
+                    f"the key {key.value[:80]} is there already, in line {lines[key.value]}",
                     "remove one of them",
                 )
             lines[key.value] = key.start_mark.line + 1
@@ -206,7 +210,7 @@ class _Loader(yaml.SafeLoader):
         if at >= 0:
             line, column = _place(self._text, key.start_mark.index + at)
             raise YamlProblem(
-                f"the key {self._whole(key)!r} holds {written[at]!r}, which cannot be seen",
+                f"the key {self._whole(key)[:80]!r} holds {written[at]!r}, which cannot be seen",
                 "remove it, or write it as an escape in double quotes",
                 line=line,
                 column=column,
@@ -220,6 +224,8 @@ class _Loader(yaml.SafeLoader):
     def number(self, node: Any) -> int | float:
         """A finite number."""
         text = str(node.value)
+        if len(text) > MAX_DIGITS:
+            raise _at(node.start_mark, f"{text[:40]}… has {len(text):,} digits", "write a shorter number")
         try:
             if node.tag == f"{_TAG}int":
                 return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
@@ -247,7 +253,7 @@ class _Loader(yaml.SafeLoader):
 
     def refuse(self, node: Any) -> Any:
         """Tags ask for objects; there are none."""
-        raise _at(node.start_mark, f"the tag {node.tag} is not allowed", "remove the tag")
+        raise _at(node.start_mark, f"the tag {node.tag[:80]} is not allowed", "remove the tag")
 
 
 class _Dumper(yaml.SafeDumper):
