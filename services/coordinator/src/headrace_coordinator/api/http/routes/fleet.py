@@ -237,7 +237,8 @@ def read_log(folder: Path, name: str, level: str, lines: int) -> list[LogLineVie
     with file:
         start = max(0, os.fstat(file.fileno()).st_size - READ_BYTES)
         file.seek(start)
-        whole = file.read(READ_BYTES).decode(errors="replace").splitlines()[1 if start else 0 :]
+        text = file.read(READ_BYTES).decode(errors="replace")
+    whole = text.removesuffix("\n").split("\n")[1 if start else 0 :] if text else []
     found: list[LogLineView] = []
     for line in whole:
         found.append(_view(line, found[-1] if found else None))
