@@ -1,4 +1,4 @@
-"""The ids that a model is tried with: some of its vocabulary, in an order that how many are asked for does not change."""
+"""The ids that a model is tried with: some of its vocabulary; how many are asked for does not change their order."""
 
 from types import SimpleNamespace
 
