@@ -52,9 +52,10 @@ def machine() -> dict[str, str]:
     """What the bytes of weights hang on beside the code."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
-    model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    fields = dict(re.findall(r"^(\w[\w ]*?)\s*: (.*)$", text, re.MULTILINE))
+    named = [fields.get(key, "") for key in ("model name", "cpu family", "model", "stepping")]
     return {
-        "processor": model[1] if model else platform.processor(),
+        "processor": " ".join(named) if fields else platform.processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
     }
