@@ -99,7 +99,8 @@ class Producer(rollout_pb2_grpc.RolloutServiceServicer):
         self._kept[slot[0], slot[1]] = body
         return size
 
-    def _fill(self, body: common_pb2.Trajectory) -> None:
+    def _fill(self, trajectory: common_pb2.Trajectory) -> None:
+        body = trajectory.branches.add()
         if self._kind == ANSWER:
             body.segments.add(tokens=common_pb2.TokenSegment(token_ids=range(30_000, 30_000 + PROMPT)))
             sampled = common_pb2.TokenSegment(

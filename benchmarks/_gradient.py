@@ -17,7 +17,7 @@ from headrace_trainer.group.rank import Rank
 from headrace_trainer.group.rounds import Rounds
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.learner import Learner
-from headrace_trainer.learning.samples import Group, Member
+from headrace_trainer.learning.samples import Branch, Group, Member
 from torch import Tensor
 
 PROMPT_TOKENS = 12
@@ -126,8 +126,12 @@ def _member(
         attempt=1,
         body_digest=f"answer-{sample}",
         reward=rng.random(),
-        tokens=given + answer,
-        trained=list(range(len(given), len(given) + len(answer))),
-        engine_log_probs=[rng.uniform(-5, -3) for _ in answer],
-        versions=[1] * len(answer),
+        branches=(
+            Branch(
+                given + answer,
+                trained=list(range(len(given), len(given) + len(answer))),
+                log_probs=[rng.uniform(-5, -3) for _ in answer],
+                versions=[1] * len(answer),
+            ),
+        ),
     )

@@ -255,7 +255,8 @@ def headrace_turn(spec: dict[str, Any], task: dict[str, Any], python: Path) -> T
     say(f"  {bound(shown, median(step.wall_s for step in later), fmean(step.tokens for step in later))}")
     started = next(event.time for event in events if event.type == "step_opened")
     ends = [event.time - started for event in events if event.type == "step_committed"]
-    return Turn(ends, [step.reward_mean for step in steps], task["prompts_per_step"] * task["group_size"])
+    rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
+    return Turn(ends, rewards, task["prompts_per_step"] * task["group_size"])
 
 
 def bound(stages: Mapping[str, float], wall_s: float, tokens: float) -> str:

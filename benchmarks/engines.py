@@ -242,11 +242,13 @@ class Service:
         return seconds
 
     def _sampled(self, turn: int) -> Iterator[int]:
+        from headrace_servicekit.rpc.trajectories import segments_of
+
         for response in self._responses(turn):
             for chunk in response.chunks:
                 yield sum(
                     len(segment.tokens.log_probs)
-                    for segment in chunk.finished.segments
+                    for segment in segments_of(chunk.finished)
                     if segment.policy_number
                 )
 

@@ -198,10 +198,12 @@ class Service:
             rollout.GenerateRequest(open=opening),
             rollout.GenerateRequest(assign=rollout.AssignGroups(groups=groups)),
         ]
+        from headrace_servicekit.rpc.trajectories import segments_of
+
         responses: Any = self._engine.stub.Generate(iter(asked), timeout=TURN_S)
         for response in responses:
             for each in response.chunks:
-                segments = each.finished.segments
+                segments = segments_of(each.finished)
                 yield sum(len(part.tokens.log_probs) for part in segments if part.policy_number)
 
 

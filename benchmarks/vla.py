@@ -386,9 +386,9 @@ async def _to_trainer(directory: Path) -> int:
     )
     with _counted() as moved:
         trajectory = common_pb2.Trajectory()
-        trajectory.segments.add().actions.CopyFrom(encode_episode(episode, store.hold))
+        trajectory.branches.add().segments.add().actions.CopyFrom(encode_episode(episode, store.hold))
         bodies = {each.digest: await reader.read(each) for each in bodies_of(trajectory)}
-    found = decode_episode(trajectory.segments[0].actions, bodies=bodies)
+    found = decode_episode(trajectory.branches[0].segments[0].actions, bodies=bodies)
     if not np.array_equal(found.observation[IMAGE + "image"], pictures):
         raise RuntimeError("the trainer reads other pictures than the rollout recorded")
     return moved["held"] + moved["read"]

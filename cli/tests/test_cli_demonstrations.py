@@ -77,6 +77,19 @@ def make_env(expert=False):
 
 def without_script():
     return Walk()
+
+
+class Severed(Walk):
+    def step(self, action):
+        raise ConnectionError("gripper 7 lost its CAN bus")
+
+
+def severed(expert=False):
+    return Severed(expert)
+
+
+def never_there(expert=False):
+    raise ConnectionError("gripper 7 lost its CAN bus")
 '''
 
 
@@ -186,6 +199,17 @@ def test_what_gives_no_demonstrations_is_named_and_nothing_is_written(
     )
     assert done.returncode == 2 and words in done.stderr
     assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "key"), [("severed", "(--episodes)"), ("never_there", "(environment.tasks)")]
+)
+def test_what_an_environment_raised_stands_before_the_key(headrace, spec, tmp_path, function, key):
+    command = ("demonstrations", "collect", str(spec(function)), "--to", str(tmp_path / "demos"))
+    done = headrace(*command, "--episodes", "3")
+    assert done.returncode == 2 and "gripper 7 lost its CAN bus" in done.stderr, done.stderr
+    said = " ".join(done.stderr.split())
+    assert said.index("ConnectionError: gripper 7 lost its CAN bus (walk.py:") < said.index(key)
 
 
 def test_a_directory_is_never_overwritten(headrace, spec, tmp_path):

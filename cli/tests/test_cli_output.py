@@ -10,14 +10,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from headrace.client import Certificate, Event, Instance, Leases, Trajectory
+from headrace.client import Certificate, Event, Instance, Leases, Step, Trajectory
 from headrace.client.errors import HeadraceError, Problem
 from headrace_cli.commands.options import complete_run
 from headrace_cli.errors import refused
 from headrace_cli.output import console, error_console, styled
 from headrace_cli.show.fleet import devices_table, instances_table
-from headrace_cli.show.reporters import event_line
-from headrace_cli.show.runs import certificates_table, runs_list, trajectories_list
+from headrace_cli.show.reporters import event_line, figures
+from headrace_cli.show.runs import (
+    STAGES,
+    certificates_table,
+    measured,
+    runs_list,
+    step_line,
+    steps_table,
+    trajectories_list,
+)
 from rich.console import Console
 
 RUN_ID = "a-run-with-a-name-of-forty-characters-x-1a2b3c"
@@ -289,3 +297,19 @@ def test_texts_of_users_steer_no_terminal(capsys):
     said = capsys.readouterr().out
     assert not set(said) & set("\x1b\x07\x9b\u202e\r")
     assert "[red]c[/] :boom:" in said and "\\u202e" in said
+
+
+UNMEASURED = ("reward_mean", "tokens_per_s", "max_staleness")
+
+
+@pytest.mark.parametrize("name", UNMEASURED)
+def test_a_figure_that_nobody_measured_is_a_dash(name):
+    known = {each: None if each == name else 7 for each in UNMEASURED}
+    step = Step(
+        step=1, version=2, wall_s=1.5, tokens=0, stage_s=dict.fromkeys(STAGES, 1.0), devices={}, trained=0, dropped=8,
+        figures={}, **known,
+    )  # fmt: skip
+    assert step_line(step, 3, {}).count("=–") == 1
+    assert drawn(steps_table([step], [], 120), 120)[-2].count("–") == 1
+    assert figures([step], 60)
+    assert measured(None) == measured(float("nan")) == "–" and measured(0.0, ".2f") == "0.00"

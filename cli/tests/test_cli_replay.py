@@ -191,7 +191,7 @@ def test_answers_that_depend_on_others_are_refused_by_their_reason(headrace, tmp
 def test_observations_that_stayed_with_their_rollout_are_named(headrace, tmp_path):
     learn = trainer_pb2.LearnRequest(header=header())
     trajectory = learn.groups.add(prompt_ordinal=1).members.add().trajectory
-    observation = trajectory.segments.add().actions.observation
+    observation = trajectory.branches.add().segments.add().actions.observation
     observation["state"].data = b"here"
     observation["image/front"].blob.blob_id = "away"
     file = made(tmp_path, ("trainer", "Learn", [learn], []), base="lineage-1/step-3")

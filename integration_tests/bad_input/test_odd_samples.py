@@ -36,7 +36,8 @@ def test_too_many_drops_end_the_run(fleet, spec_of, tmp_path):
     spec = spec_of(steps=50, model__max_context=16, trainer__warmup={"steps": 0})
     spec["data"] = {**spec["data"], **questions(tmp_path / "items.jsonl", 0, 24)}
     ended = fleet.client.wait(fleet.submit(spec).id, 240)
-    assert ended.state == "FAILED" and "limits.max_drop_rate" in ended.reason
+    assert ended.state == "FAILED" and ended.reason.startswith("the prompt does not fit model.max_context (")
+    assert ended.reason.endswith("(limits.max_drop_rate)")
 
 
 def scorer(tmp_path, body):
@@ -100,7 +101,10 @@ def test_a_scorer_that_breaks_in_the_run_drops_groups_and_ends_it(fleet, spec_of
     fleet.reach(run, 1)
     (tmp_path / "scale").unlink()
     ended = fleet.client.wait(run.id, 240)
-    assert ended.state == "FAILED" and "limits.max_drop_rate" in ended.reason
+    assert ended.state == "FAILED" and ended.reason.startswith(
+        "a scorer is broken: mine.py:score: FileNotFoundError"
+    )
+    assert ended.reason.endswith("(limits.max_drop_rate)")
     dropped = [event.data for event in fleet.events(run) if event.type == "group_dropped"]
     assert {data["reason"] for data in dropped} == {"GROUP_INCOMPLETE"}
     assert all("FileNotFoundError" in data["detail"] for data in dropped), dropped[:3]

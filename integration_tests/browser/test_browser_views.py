@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from harness.crowd import Crowd, CrowdServer
-from harness.crowd_files import MANY, RUNS, VIEWS
+from harness.crowd import OTHER, SCORER, Crowd, CrowdServer
+from harness.crowd_files import LONG_RUN, MANY, RUNS, VIEWS
 from harness.waiting import wait_for
 
 SPEC = {
@@ -33,6 +33,34 @@ def test_a_view_is_accessible_small_and_fits_a_phone(crowd, opened, inaccessible
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.evaluate("document.querySelectorAll('*').length") <= 2000
         assert page.evaluate(CUT) == [], "no table is cut"
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_long_names_never_scroll_a_phone_sideways(crowd, open_page, view):
+    path, mark = VIEWS[view]
+    for run in ("done-1", "live-1"):
+        path = path.replace(run, LONG_RUN)
+    page = open_page(f"{crowd.url}/{path}", width=390)
+    page.locator(mark).first.wait_for()
+    for summary in page.locator(".trajectory > summary").all()[:2]:
+        summary.click()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("view", ["trajectories", "evaluation"])
+def test_a_scorer_is_shown_by_its_files_name_with_its_path_in_a_tooltip(crowd, opened, view):
+    page = opened(crowd, view)
+    page.locator(".trajectory > summary").first.click()
+    shown = page.locator(".trajectory").first.get_by_text("Scorer rewards/judge.py:score", exact=True)
+    shown.wait_for()
+    assert shown.get_attribute("title") == SCORER
+    own = page.locator(".trajectory").first.get_by_text("Scorer style/judge.py:score/tone", exact=True)
+    assert own.get_attribute("title") == OTHER
+    assert (
+        page.locator(".trajectory").first.get_by_text("Scorer exact", exact=True).get_attribute("title")
+        is None
+    )
+    assert "/home/me" not in page.locator("main").inner_text()
 
 
 def test_logs_of_an_instance_are_shown_by_level(crowd, opened):

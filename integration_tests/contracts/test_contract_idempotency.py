@@ -147,7 +147,9 @@ def test_a_repeated_assignment_makes_the_same_answers(pair):
     published = learner.publish()
     engine.install(published)
     first, again = (engine.generate(published.version.number, [6], attempt) for attempt in (1, 2))
-    tokens = [[list(t.segments[-1].tokens.token_ids) for t in made[6]] for made in (first, again)]
+    tokens = [
+        [list(t.branches[-1].segments[-1].tokens.token_ids) for t in made[6]] for made in (first, again)
+    ]
     assert tokens[0] == tokens[1] and len({tuple(ids) for ids in tokens[0]}) > 1
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "POLICY_MISMATCH"):
         engine.generate(published.version.number + 1, [6])

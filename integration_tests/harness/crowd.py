@@ -58,7 +58,14 @@ from harness.waiting import wait_for
 
 NOW = 1_790_000_000.0
 STAGES = {"generate": 2.1, "score": 0.3, "learn": 1.4, "sync": 0.2}
-REASONS = {"SUCCEEDED": "120 steps done", "FAILED": "the trainer was lost 3 times in a row at step 41"}
+SCORER = f"/home/me/{'a-project-with-a-long-name/' * 4}rewards/judge.py:score"
+"""A scorer as `headrace run` submits one."""
+OTHER = SCORER.replace("/rewards/", "/style/")
+REASONS = {
+    "SUCCEEDED": "120 steps done",
+    "FAILED": f"{SCORER}: OSError: gripper 7 lost its CAN bus (judge.py:3)",
+}
+REWARD = {"scorers": [{"name": name} for name in ("exact", SCORER, OTHER)]}
 
 
 def reward_at(step: int) -> float:
@@ -101,7 +108,7 @@ class Crowd:
             counts=CountsView(trained=64 * step, dropped=0, duplicates=0, max_staleness=1, frontier=64 * step),
             run_directory="", export_path="", **self.labels.get(run_id, {}),
             spec={**spec, "steps": 120, "optimizer": {"lr": 1e-5}, "algorithm": {"name": "grpo"},
-                "reward": {"scorers": [{"name": "exact"}]}},
+                "reward": REWARD},
         )  # fmt: skip
 
     async def label(self, run_id: str, change: RunLabels, idempotency_key: str) -> RunView:
@@ -186,9 +193,11 @@ class Crowd:
             name=f"evaluations/{evaluation_id}", id=evaluation_id, state="SUCCEEDED", reason="12 items answered",
             created_at=NOW, started_at=NOW + 3, finished_at=NOW + 63, waiting_for=[], recoveries=0,
             suite="gsm_symbolic", model="owner/model", checkpoint_run="done-1", checkpoint_step=120, items=12,
-            samples=4, answers=48, answers_total=48, versions={"reasoning-gym": "0.1.25"}, spec={"suite": {}},
+            samples=4, answers=48, answers_total=48, versions={"reasoning-gym": "0.1.25"},
+            spec={"suite": {}, "reward": REWARD},
             result=SuiteResultView(
-                modes=modes, tasks=tasks, parts={"exact": 0.5 + better}, answers=48, truncated=0.02, tokens_mean=24.0
+                modes=modes, tasks=tasks, parts={"exact": 0.5 + better, "rewards/judge.py:score": 0.25},
+                answers=48, truncated=0.02, tokens_mean=24.0
             ),
         )  # fmt: skip
 

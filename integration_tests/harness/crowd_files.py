@@ -14,6 +14,7 @@ from harness.crowd import NOW, Crowd, CrowdServer
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>&amp;\u202e{{7*7}}"
 """What made-up runs and their answers say."""
+LONG_RUN = f"{'a-run-of-a-long-name-'}{'x' * 40}-1"
 RUNS = [
     ("live-1", "RUNNING"),
     ("queued-1", "QUEUED"),
@@ -21,6 +22,7 @@ RUNS = [
     ("failed-1", "FAILED"),
     ("talk-1", "SUCCEEDED"),
     ("robot-1", "SUCCEEDED"),
+    (LONG_RUN, "FAILED"),
 ]
 MANY = 10_000
 """Further runs beside these."""
@@ -46,7 +48,8 @@ def settled(step: int, prompt: int, sample: int, text: str, better: int = 0) -> 
     return SettledTrajectory(
         step=step, version=step, prompt_ordinal=prompt, sample_index=sample, attempt=1, prompt=f"Q{prompt}: {text}",
         completion=text, reference=text, reward=(prompt + sample) % 4 / 4 + better * (prompt % 3 == 0),
-        parts={"exact": 0.5}, finish_reason="EOS", tokens=24,
+        parts={"exact": 0.5, "rewards/judge.py:score": 0.25, "style/judge.py:score/tone": 0.75},
+        finish_reason="EOS", tokens=24,
         versions=[(step - 1, 10), (step, 14)] if step > 1 else [(step, 24)],
         log_probs=[-(n * 7 % 24) / 5 for n in range(24)], text_bytes=places(text, 24), advantage=sample % 4 / 2 - 0.75,
     )  # fmt: skip
@@ -140,6 +143,7 @@ def everything(directory: Path) -> CrowdServer:
     (directory / "logs" / "rollout-0.log").write_text("\n".join(map(json.dumps, lines)))
     write_trajectories(runs / "done-1", 12, 64, HOSTILE)
     write_timeline(runs / "done-1", 120)
+    (runs / LONG_RUN).symlink_to(runs / "done-1")
     write_conversations(runs / "talk-1", HOSTILE)
     write_episodes(runs / "robot-1", HOSTILE)
     write_trajectories(runs / "many-0", 1563, 64, "The answer is 42.")

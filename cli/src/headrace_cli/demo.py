@@ -118,18 +118,18 @@ class Outcome:
     baseline_prefill: float | None
     steps: int
     wall_s: float
-    run_s: float
+    run_s: float | None
     up_s: float
     trained: int
     dropped: int
     duplicates: int
-    max_staleness: int
+    max_staleness: int | None
     warmup_steps: int
     exact_before: float | None
     exact_after: float | None
     export_path: str
     stage_s: dict[str, float]
-    protocol_share: float
+    protocol_share: float | None
 
     def to_json(self) -> dict[str, Any]:
         """All figures, rounded."""
@@ -153,7 +153,7 @@ def outcome(run: Run, steps: Sequence[Step], wall_s: float, up_s: float) -> Outc
         baseline_prefill=run.baseline_prefill.score if run.baseline_prefill else None,
         steps=run.step,
         wall_s=wall_s,
-        run_s=(run.finished_at or 0.0) - (run.started_at or run.created_at) if run.finished_at else 0.0,
+        run_s=run.finished_at - (run.started_at or run.created_at) if run.finished_at else None,
         up_s=up_s,
         trained=run.counts.trained,
         dropped=run.counts.dropped,
@@ -164,7 +164,7 @@ def outcome(run: Run, steps: Sequence[Step], wall_s: float, up_s: float) -> Outc
         exact_after=_part(last.parts, "exact") if last else None,
         export_path=run.export_path,
         stage_s=stage_s,
-        protocol_share=stage_s.get("protocol", 0.0) / step_s if step_s else 0.0,
+        protocol_share=stage_s["protocol"] / step_s if step_s and "protocol" in stage_s else None,
     )
 
 
@@ -187,7 +187,9 @@ def check_counts(run: Run, certificates: Sequence[Certificate]) -> None:
     counted = {
         "trained": sum(slots.values()),
         "duplicates": sum(times - 1 for times in slots.values()),
-        "max_staleness": max((item.max_staleness for item in live), default=0),
+        "max_staleness": max(
+            (item.max_staleness for item in live if item.max_staleness is not None), default=None
+        ),
     }
     shown = {name: getattr(run.counts, name) for name in counted}
     if counted != shown:
@@ -243,14 +245,18 @@ def sentences(run: Run, result: Outcome) -> list[str]:
         )
     lines.append(
         f"slots: {result.trained} trained, {result.dropped} dropped, {result.duplicates} trained twice; "
-        f"at most {result.max_staleness} steps stale (counted from certificates and slot ledger)"
+        + ("" if result.max_staleness is None else f"at most {result.max_staleness} steps stale ")
+        + "(counted from certificates and slot ledger)"
     )
     stages = ", ".join(
         f"{stage} {result.stage_s[stage]:.1f} s" for stage in STAGES if stage in result.stage_s
     )
     if stages:
-        lines.append(f"time: {stages}; protocol {result.protocol_share:.1%} of the steps' wall time")
-    lines.append(f"took {result.wall_s:.0f} s in all, {result.run_s:.0f} s of them the run")
+        share = result.protocol_share
+        own = "" if share is None else f"; protocol {share:.1%} of the steps' wall time"
+        lines.append(f"time: {stages}{own}")
+    run_s = "" if result.run_s is None else f", {result.run_s:.0f} s of them the run"
+    lines.append(f"took {result.wall_s:.0f} s in all{run_s}")
     if result.export_path:
         lines.append(f"model: {escape(result.export_path)} (a Hugging Face directory)")
     return lines

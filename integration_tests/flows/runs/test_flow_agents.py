@@ -110,7 +110,8 @@ def test_what_falls_over_is_named(fleet, tiny_model, tmp_path):
     run = fleet.submit(spec)
     ended = fleet.client.wait(run.id, RUN_S)
     assert ended.state == "FAILED"
-    assert "RuntimeError: the game fell over (broken.py:" in ended.reason, ended.reason
+    said = ended.reason.index("RuntimeError: the game fell over (broken.py:")
+    assert said < ended.reason.index("groups failed") < ended.reason.index("(environment.tasks)")
 
 
 def test_an_unmodified_agent_of_the_openai_package_is_trained_through_the_endpoint(fleet, tiny_model):

@@ -257,7 +257,7 @@ def with_other_tokens(group: trainer_pb2.SettledGroup) -> trainer_pb2.SettledGro
     other = trainer_pb2.SettledGroup()
     other.CopyFrom(group)
     trajectory = other.members[0].trajectory
-    tokens = trajectory.segments[-1].tokens
+    tokens = trajectory.branches[-1].segments[-1].tokens
     tokens.token_ids[0] = tokens.token_ids[0] ^ 1
     trajectory.body_digest = trajectory_digest(trajectory)
     return other

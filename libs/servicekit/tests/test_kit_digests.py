@@ -21,7 +21,11 @@ def trajectory(**changes):
     fields = {
         "sample": common_pb2.SlotKey(prompt_ordinal=3, sample_index=1),
         "attempt": 2,
-        "segments": [common_pb2.Segment(tokens=tokens), common_pb2.Segment(actions=actions)],
+        "branches": [
+            common_pb2.Branch(
+                segments=[common_pb2.Segment(tokens=tokens), common_pb2.Segment(actions=actions)]
+            )
+        ],
         "completion_text": "five six",
         "producer": "p",
     }
@@ -35,15 +39,16 @@ def test_known_digest_of_bytes():
 def test_a_trajectorys_digest_covers_its_body_and_not_the_text():
     body = trajectory()
     digest = trajectory_digest(body)
-    assert trajectory_digest(trajectory(completion_text="other", body_digest="x")) == digest
+    texts = {"completion_text": "other", "raw_prompt_text": "a", "images": [common_pb2.Image(data=b"file")]}
+    assert trajectory_digest(trajectory(**texts, body_digest="x")) == digest
     assert body.completion_text == "five six"
-    for changed in ({"attempt": 3}, {"producer": "q"}, {"segments": []}):
+    for changed in ({"attempt": 3}, {"producer": "q"}, {"branches": []}):
         assert trajectory_digest(trajectory(**changed)) != digest
 
 
 def test_a_trajectorys_digest_does_not_depend_on_the_order_of_maps():
     one, other = trajectory(), trajectory()
-    observation = other.segments[1].actions.observation
+    observation = other.branches[0].segments[1].actions.observation
     saved = sorted(observation.items(), reverse=True)
     observation.clear()
     for key, value in saved:

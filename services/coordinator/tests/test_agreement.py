@@ -105,7 +105,11 @@ def test_a_kl_above_the_bound_fails_the_run_before_the_step_is_recorded(live, kl
     )
     assert run.state == state
     if state == "FAILED":
-        assert "limits.max_mismatch_kl: in step 3 " in run.reason and "above 0.1" in run.reason
+        assert (
+            "; in step 3 " in run.reason
+            and run.reason.endswith("(limits.max_mismatch_kl)")
+            and "above 0.1" in run.reason
+        )
         assert [certificate.log_prob_mismatch_kl for certificate in certificates] == [1e-9, 1e-9]
     else:
         assert certificates[2].log_prob_mismatch_kl == kl

@@ -114,8 +114,9 @@ def test_what_was_said_is_kept_with_the_policys_turns_and_their_calls():
     file = png()
     message.conversation.messages[3].images.add(digest=digest_bytes(file))
     message.images.add(digest=digest_bytes(file), data=file)
-    message.conversation.turn_tokens.extend([9, 1])
-    message.conversation.turn_messages.extend([2, 4])
+    message.branches.add().segments.add(policy_number=1).tokens.token_ids.extend(range(10))
+    for place, tokens in ((2, 9), (4, 1)):
+        message.conversation.turns.add(message=place, tokens=tokens)
     shown = Shown.of(message)
     assert [each.tokens for each in shown.said] == [None, None, 9, None, 1]
     found = told("hermes", shown.said, [0.25, 0.75])
@@ -135,15 +136,18 @@ def test_what_was_said_is_kept_with_the_policys_turns_and_their_calls():
 def test_the_tokens_of_roles_are_shown_turn_by_turn_though_their_lines_stand_apart():
     """Asker, teller, asker; the asker's second turn was sampled by another version, in a segment of its own."""
     message = common.Trajectory()
-    for number, log_probs in ((0, []), (1, [-1.0]), (0, []), (2, [-3.0]), (0, []), (1, [-2.0, -2.5])):
-        tokens = common.TokenSegment(
-            token_ids=[7] * len(log_probs), log_probs=log_probs, text_bytes=[1] * len(log_probs)
-        )
-        message.segments.add(policy_number=number, tokens=tokens)
+    asker, teller = [(0, []), (1, [-1.0]), (0, []), (2, [-3.0])], [(0, []), (1, [-2.0, -2.5])]
+    for segments in (asker, teller):
+        branch = message.branches.add()
+        for number, log_probs in segments:
+            tokens = common.TokenSegment(
+                token_ids=[7] * len(log_probs), log_probs=log_probs, text_bytes=[1] * len(log_probs)
+            )
+            branch.segments.add(policy_number=number, tokens=tokens)
     for role, party in (("user", "asker"), *(("assistant", each) for each in ("asker", "teller", "asker"))):
         message.conversation.messages.add(role=role, party=party, content=party)
-    message.conversation.turn_tokens.extend([1, 2, 1])
-    message.conversation.turn_messages.extend([1, 2, 3])
+    for place, branch, tokens in ((1, 0, 1), (2, 1, 2), (3, 0, 1)):
+        message.conversation.turns.add(message=place, branch=branch, tokens=tokens)
     shown = Shown.of(message)
     assert shown.log_probs.tolist() == [-1.0, -2.0, -2.5, -3.0] and list(shown.text_bytes) == [1] * 4
     found = told("", shown.said, [0.25, 1.0, -0.5])
@@ -183,11 +187,12 @@ def test_scorers_get_the_last_turn_as_the_answer_and_all_that_was_said():
     message = common.Trajectory(completion_text="user: 2 * 3? …")
     for role, content in said:
         message.conversation.messages.add(role=role, content=content)
-    message.conversation.rewards.extend([0.5, 1.0])
+    for reward in (0.5, 1.0):
+        message.conversation.turns.add(reward=reward)
     item = score_item(DataItem("2 * 3?", "6"), message, 7, evaluation=False)
     assert (item.completion, item.reference, item.prompt) == ("It is 6.", "6", "2 * 3?")
     assert [(each.role, each.content) for each in item.conversation.messages] == said
-    assert list(item.conversation.rewards) == [0.5, 1.0]
+    assert [turn.reward for turn in item.conversation.turns] == [0.5, 1.0]
     plain = score_item(DataItem("a", "b"), common.Trajectory(completion_text="b"), 1, evaluation=False)
     assert plain.completion == "b" and not plain.HasField("conversation")
 

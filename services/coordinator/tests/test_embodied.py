@@ -214,8 +214,9 @@ def test_environments_are_divided_evenly_and_each_rollout_has_every_task():
 
 def test_executed_actions_count_as_tokens():
     episode = common.Trajectory()
-    episode.segments.add().tokens.token_ids.extend([1, 2, 3])
-    episode.segments.add(policy_number=4).actions.valid_mask.CopyFrom(
+    branch = episode.branches.add()
+    branch.segments.add().tokens.token_ids.extend([1, 2, 3])
+    branch.segments.add(policy_number=4).actions.valid_mask.CopyFrom(
         encode_tensor(np.array([[True, True], [True, False]]))
     )
     assert sampled(episode) == (3, [(4, 3)])
@@ -302,7 +303,7 @@ def test_what_an_environment_raised_is_in_the_event_that_drops_its_group(monkeyp
     world = Robots(1)
     run_virtual(world.live())
     (dropped,) = [event for event in world.events(ev.GroupDropped) if event.prompt == 1]
-    assert dropped.detail == f"sample 0 failed 3 times: {WORDS}"
+    assert dropped.detail == f"{WORDS}; sample 0 failed 3 times"
 
 
 def test_environments_that_fail_at_every_episode_end_the_run_by_their_words(monkeypatch):
@@ -317,7 +318,7 @@ def test_environments_that_fail_at_every_episode_end_the_run_by_their_words(monk
     last = world.events(ev.RunStateChanged)[-1]
     dropped = world.events(ev.GroupDropped)
     assert outcome.state == "FAILED" and len(dropped) == max(FEWEST_IN_A_ROW, world.spec.environment.count)
-    assert last.reason.startswith("environment.tasks: ") and WORDS in last.reason
+    assert last.reason.startswith(WORDS) and last.reason.endswith("(environment.tasks)")
 
 
 def test_environments_that_fail_now_and_then_end_no_run(monkeypatch):

@@ -154,7 +154,9 @@ async def test_a_message_is_lost_with_the_producer_of_what_it_refers_to(attempt)
     finish(attempt, 10)
     kept, [first, second, *_] = Trajectories(1 << 20), list(attempt.trajectories.values())
     for trajectory, owner in ((first, "living"), (second, "dead")):
-        seen = trajectory.received.segments.add(policy_number=1).actions.observation["image/eye"]
+        seen = (
+            trajectory.received.branches.add().segments.add(policy_number=1).actions.observation["image/eye"]
+        )
         seen.blob.incarnation = owner
         kept.put(trajectory)
 

@@ -110,7 +110,7 @@ def test_a_filtered_group_is_no_failure_and_the_frontier_moves_behind_all_groups
     ledger.apply(committed(ledger, 2, 1))
     assert (ledger.dropped_total, ledger.terminal_total) == (SIZE, 5 * SIZE)
     assert ledger.prompts == range(5, 8) and ledger.frontier == 5 * SIZE
-    assert ledger.last_drop == "GROUP_INCOMPLETE: d"
+    assert ledger.last_drop == "d (GROUP_INCOMPLETE)"
 
 
 def test_an_aborted_attempt_keeps_the_groups_that_it_took():

@@ -31,9 +31,10 @@ async def nothing(_):
 
 def test_a_score_has_ids_and_texts_where_the_rollout_sent_them():
     told = common.Trajectory(completion_text="2", raw_prompt_text="<s>1+1", raw_completion_text="2</s>")
-    told.segments.add().tokens.token_ids.extend([1, 5])
-    told.segments.add(policy_number=3).tokens.token_ids.extend([7])
-    told.segments.add(policy_number=4).tokens.token_ids.extend([2])
+    branch = told.branches.add()
+    branch.segments.add().tokens.token_ids.extend([1, 5])
+    branch.segments.add(policy_number=3).tokens.token_ids.extend([7])
+    branch.segments.add(policy_number=4).tokens.token_ids.extend([2])
     asked = score_item(DataItem("1+1", "2"), told, 2, evaluation=False)
     assert (list(asked.prompt_ids), list(asked.completion_ids)) == ([1, 5], [7, 2])
     assert (asked.raw_prompt, asked.raw_completion) == ("<s>1+1", "2</s>")

@@ -61,7 +61,7 @@ def ended(prompt, *, success=True, pictures=None):
     def hold(data):
         return common_pb2.BlobRef(blob_id="1", size_bytes=data.nbytes)
 
-    trajectory.segments.add(policy_number=1).actions.CopyFrom(encode_episode(episode, hold))
+    trajectory.branches.add().segments.add(policy_number=1).actions.CopyFrom(encode_episode(episode, hold))
     response = rollout_pb2.RunEpisodesResponse()
     response.chunks.add(sample=key, finished=trajectory)
     response.videos.add(sample=key, content=b"film" * 100)

@@ -214,7 +214,8 @@ def score(episode, completion):
     return {"score": 0.75, "turns": [0.25, 0.5], "note": 3} if completion != "sum" else {"turns": [1, 2]}
 """
 SAID = common_pb2.Conversation(
-    messages=[common_pb2.ChatMessage(role="assistant", content="x")] * 2, rewards=[1.0, -0.5]
+    messages=[common_pb2.ChatMessage(role="assistant", content="x")] * 2,
+    turns=[common_pb2.Turn(message=place, reward=reward) for place, reward in enumerate((1.0, -0.5))],
 )
 
 

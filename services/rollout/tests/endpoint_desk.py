@@ -6,11 +6,18 @@ import asyncio
 import json
 from types import SimpleNamespace
 
-from headrace_rollout.conversations.conversation import Conversation
 from headrace_rollout.conversations.template import TurnTemplate
 from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.endpoint.session import Session, Terms
-from headrace_rollout.engines.samples import Distribution, Finish, Prefix, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.engines.samples import (
+    Conversation,
+    Distribution,
+    Finish,
+    Prefix,
+    SlotKey,
+    Stream,
+    TrajectoryUpdate,
+)
 from headrace_schema.sections.generating import PromptSection
 
 END = 0
@@ -90,7 +97,7 @@ class Desk:
         self.endpoint, self.client = Endpoint("127.0.0.1", "127.0.0.1"), None
 
     def open(self, *texts, codec=None, **more):
-        speaker, talk = Says(*texts), Conversation((), [])
+        speaker, talk = Says(*texts), Conversation()
         stream = Stream(3, Distribution(), 40, 7, lambda _: None, lambda _: None, stop=("#",))
         codec = codec or Letters()
         fields = {"most_turns": 0, "most_tokens": 200, "asked": True, **more}

@@ -245,6 +245,6 @@ async def run_episodes(rollout, pools, groups=(), *, half_close=True, **options)
 
 
 def episode_of(trajectory) -> Episode:
-    (segment,) = trajectory.segments
+    (segment,) = trajectory.branches[0].segments
     assert segment.policy_number == 1
     return decode_episode(segment.actions)

@@ -20,15 +20,16 @@ async def refused(awaitable, reason, *words):
 
 
 def check_log_probs(trajectory, model):
-    """The policy's segments carry the model's log-probs at their own temperature, behind all segments before them."""
-    ids = [i for segment in trajectory.segments for i in segment.tokens.token_ids]
-    with torch.inference_mode():
-        logits = model(torch.tensor([ids])).logits[0]
-    at = 0
-    for segment in trajectory.segments:
-        tokens = list(segment.tokens.token_ids)
-        if segment.policy_number:
-            log_probs = (logits / segment.tokens.distribution.temperature).log_softmax(-1)
-            wanted = [float(log_probs[at + n - 1, token]) for n, token in enumerate(tokens)]
-            assert list(segment.tokens.log_probs) == pytest.approx(wanted, abs=1e-4)
-        at += len(tokens)
+    """The policy's segments carry the model's log-probs at their own temperature, behind their branch's before them."""
+    for branch in trajectory.branches:
+        ids = [i for segment in branch.segments for i in segment.tokens.token_ids]
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0]
+        at = 0
+        for segment in branch.segments:
+            tokens = list(segment.tokens.token_ids)
+            if segment.policy_number:
+                log_probs = (logits / segment.tokens.distribution.temperature).log_softmax(-1)
+                wanted = [float(log_probs[at + n - 1, token]) for n, token in enumerate(tokens)]
+                assert list(segment.tokens.log_probs) == pytest.approx(wanted, abs=1e-4)
+            at += len(tokens)

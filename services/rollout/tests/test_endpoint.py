@@ -45,16 +45,22 @@ async def test_requests_that_extend_each_other_are_one_trajectory_of_exact_ids(d
         40,
         ("#",),
     )
-    talk = session.talk
-    assert [each[:2] for each in talk.said] == [
+    talk = session.join()
+    assert [each[:2] for each in talk.messages] == [
         ("system", "be"),
         ("user", "one"),
         ("assistant", "yes"),
         ("user", "two"),
         ("assistant", "no"),
     ]
-    assert [*talk.prompt_ids, *talk.tokens] == [*two.prompt_ids, *map(ord, "no"), END]
-    assert talk.spans == [(3, 4), (0, 8), (3, 3)] and len(talk.log_probs) == len(talk.tokens)
+    (branch,) = talk.branches
+    assert branch.context == [*two.prompt_ids, *map(ord, "no"), END]
+    assert branch.spans == [(3, 4), (0, 8), (3, 3)] and len(branch.log_probs) == len(branch.tokens)
+
+
+def versions(talk):
+    """Of the spans of each branch."""
+    return [[number for number, _ in branch.spans] for branch in talk.branches]
 
 
 EDITED = {
@@ -87,16 +93,17 @@ async def test_messages_that_do_not_extend_what_was_said_begin_a_sibling(desk, e
     session.reward(1.0)
     talk = session.join()
     given = [*map(ord, "u:two"), END, *map(ord, "a:")]
-    assert talk.spans == [(3, 4), (0, len(given)), (3, 3), (-1, len(other)), (3, 3)]
-    assert talk.tokens == [*map(ord, "yes"), END, *given, *map(ord, "so"), END, *other, *map(ord, "no"), END]
-    assert (talk.turn_tokens, talk.rewards) == ([4, 3, 3], [0.0, 1.0, 0.0]) and len(talk.log_probs) == len(
-        talk.tokens
-    )
-    assert talk.turn_places == [0, 2, 1], "the sibling's turn came before the first line's second one"
-    assert [talk.said[place][:2] for place in talk.turn_messages] == [
+    one, two = talk.branches
+    assert (one.spans, two.spans) == ([(3, 4), (0, len(given)), (3, 3)], [(3, 3)])
+    assert one.tokens == [*map(ord, "yes"), END, *given, *map(ord, "so"), END]
+    assert two.context == [*other, *map(ord, "no"), END] and list(two.prompt_ids) == list(other)
+    assert all(len(branch.log_probs) == len(branch.tokens) for branch in talk.branches)
+    told = [(turn.tokens, turn.reward, talk.branches.index(turn.branch)) for turn in talk.turns]
+    assert told == [(4, 0.0, 0), (3, 0.0, 1), (3, 1.0, 0)], "in the order of time"
+    assert [talk.messages[turn.message][:2] for turn in talk.turns] == [
         ("assistant", "yes"),
-        ("assistant", "so"),
         ("assistant", "no"),
+        ("assistant", "so"),
     ]
 
 
@@ -111,7 +118,7 @@ async def test_a_line_that_branches_off_reads_the_ids_that_were_sampled(desk):
     for asked, text in zip(speaker.asked[1:], ("two", "too", "to"), strict=True):
         assert list(asked.prompt_ids) == [*own, *map(ord, f"u:{text}"), END, *map(ord, "a:")]
     assert len({asked.turn for asked in speaker.asked}) == 4, "each turn draws by a seed of its own"
-    assert [number for number, _ in session.join().spans] == [3, 0, 3, -1, 3, -1, 3]
+    assert versions(session.join()) == [[3, 0, 3], [3], [3]]
 
 
 async def test_each_of_several_choices_is_kept_and_the_one_that_is_extended_goes_on(desk):
@@ -122,7 +129,7 @@ async def test_each_of_several_choices_is_kept_and_the_one_that_is_extended_goes
     assert found["usage"] == {"prompt_tokens": 8, "completion_tokens": 7, "total_tokens": 15}
     await desk.said(session, [user("one"), {"role": "assistant", "content": "no"}, user("two")])
     assert list(speaker.asked[2].prompt_ids[:11]) == [*speaker.asked[0].prompt_ids, *map(ord, "no"), END]
-    assert [number for number, _ in session.join().spans] == [3, -1, 3, 0, 3]
+    assert versions(session.join()) == [[3], [3, 0, 3]]
 
 
 async def test_forged_keys_are_refused_and_no_session_is_told_of_another(desk):
@@ -199,7 +206,7 @@ async def test_limits_end_a_session(desk):
     said = [user("one"), {"role": "assistant", "content": "yes"}, user("two" * 9)]
     error = await desk.refused(session, {"messages": said})
     assert error["code"] == "context_length_exceeded" and session.limit is Finish.LENGTH
-    assert session.talk.spans == [(3, 4)], "what does not fit is not kept"
+    assert session.join().branches[0].spans == [(3, 4)], "what does not fit is not kept"
     session, _ = desk.open("yes", most_tokens=20)
     await desk.refused(session, {"messages": [user("one" * 9)]})
     assert session.limit is Finish.PROMPT_TOO_LONG
@@ -233,7 +240,8 @@ async def test_a_session_says_which_of_its_lines_a_limit_has_cut(desk, last, lin
         await desk.said(session, [*before, user(long)])
     if last == "another begins" and limit == "tokens of a turn":
         line = 2
-    assert session.join().cut_line == line
+    talk = session.join()
+    assert talk.cut is (None if line in (None, -1) else talk.branches[line])
 
 
 @pytest.mark.parametrize("end", [None, Refused("PAUSED", "the engine is paused")])
@@ -242,7 +250,7 @@ async def test_requests_of_a_sample_that_is_stopped_wait_and_do_not_fail(desk, e
     waits = asyncio.create_task(desk.post(session, {"messages": [user("one")]}))
     await asyncio.wait({session.halted})
     await asyncio.sleep(0.05)
-    assert not waits.done() and not session.talk.tokens
+    assert not waits.done() and not session.turns
     assert (session.halted.exception() is None) == (end is None)
     session.over.set()
     assert (await waits).status_code == 503
@@ -268,4 +276,4 @@ async def test_rewards_are_of_the_turn_that_they_follow(desk):
     await desk.said(session, [user("one"), {"role": "assistant", "content": "yes"}, user("two")])
     await desk.post(session, {"reward": -1, "success": True}, path)
     await desk.post(session, {"reward": 0.25}, path)
-    assert session.talk.rewards == [0.5, -0.75] and session.talk.success and session.rewarded
+    assert session.rewards == [0.5, -0.75] and session.talk.success and session.rewarded

@@ -31,10 +31,10 @@ async def test_texts_that_extend_each_other_are_one_trajectory_of_exact_ids(desk
     one, two = speaker.asked
     assert Letters().decode(one.prompt_ids) == "^Is it? " and one.limits.max_new_tokens == 30
     assert list(two.prompt_ids) == [*one.prompt_ids, *map(ord, "yes"), END, *map(ord, ". And?")]
-    talk = session.talk
-    texts = [each.content for each in talk.said]
+    talk = session.join()
+    texts = [each.content for each in talk.messages]
     assert texts == ["Is it? ", "yes", ". And?", " no"]
-    assert talk.spans == [(3, 4), (0, 6), (3, 4)]
+    assert talk.branches[0].spans == [(3, 4), (0, 6), (3, 4)]
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ async def test_texts_and_messages_of_a_session_are_siblings(desk):
     found = await desk.post(session, {"prompt": "Is it? yes"}, TEXT)
     assert found.json()["choices"][0]["text"] == "so", "it adds nothing, and so begins anew"
     assert Letters().decode(speaker.asked[2].prompt_ids) == "^Is it? yes"
-    assert [number for number, _ in session.join().spans] == [3, -1, 3, -1, 3]
+    assert [[number for number, _ in branch.spans] for branch in session.join().branches] == [[3]] * 3
     assert (await desk.refused(session, b"[]", path=TEXT))["message"] == "the body: give a JSON object"

@@ -92,12 +92,16 @@ async def test_a_completion_that_is_rewarded_by_its_id_fills_a_slot(shop):
     first, second, third = [await run.ask() for _ in range(3)]
     assert await run.feedback(second, 0.5, success=True) == "taken"
     (update,) = run.filled
-    assert run.keys() == [(4, 0, 1)] and update.said.rewards == (0.5,) and update.said.success
-    assert [each[:2] for each in update.said.messages] == [("user", "one"), ("assistant", "no")]
+    assert (
+        run.keys() == [(4, 0, 1)]
+        and [turn.reward for turn in update.talk.turns] == [0.5]
+        and update.talk.success
+    )
+    assert [each[:2] for each in update.talk.messages] == [("user", "one"), ("assistant", "no")]
     assert await run.feedback(first) == "taken" and run.keys() == [(4, 0, 1), (5, 0, 1)]
     assert await run.feedback(third) == "waiting", "the step has enough: it is of the next one"
     run.offer([6])
-    assert run.keys()[-1] == (6, 0, 1) and run.filled[-1].said.messages[-1].content == "so"
+    assert run.keys()[-1] == (6, 0, 1) and run.filled[-1].talk.messages[-1].content == "so"
     await run.post("/v1/feedback", {"completion": first["id"], "reward": 1}, 404)
 
 
@@ -115,7 +119,8 @@ async def test_a_session_has_turns_and_rewards_of_its_own_and_ends_with_its_last
     found = await run.client.post(CHAT, json={"messages": said}, headers=headers)
     assert found.headers[SESSION] == session["id"]
     assert (await run.post(path, {"reward": 1}))["rewards"] == [0.25, 1.0]
-    assert run.filled[0].said.rewards == (0.25, 1.0) and [n for n, _ in run.filled[0].whole.spans] == [
+    assert [turn.reward for turn in run.filled[0].talk.turns] == [0.25, 1.0]
+    assert [n for n, _ in run.filled[0].talk.branches[0].spans] == [
         3,
         0,
         3,
@@ -180,7 +185,7 @@ async def test_groups_of_sessions_fill_the_samples_of_one_prompt(shop):
     answers = [await run.ask(**{GROUP: group}) for group in ("x", "y", "y", "x")]
     assert [await run.feedback(each) for each in answers] == ["waiting", "waiting", "taken", "taken"]
     assert run.keys() == [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
-    assert [each.said.messages[-1][1] for each in run.filled] == ["b", "c", "a", "d"]
+    assert [each.talk.messages[-1][1] for each in run.filled] == ["b", "c", "a", "d"]
 
 
 async def test_sessions_without_a_reward_and_groups_that_stay_short_are_dropped_and_counted(shop):
@@ -220,7 +225,7 @@ async def test_a_response_goes_on_from_an_earlier_one_with_the_runs_key(shop):
     second = await run.post("/v1/responses", {"input": "two", "previous_response_id": first["id"]})
     assert second["id"].rpartition("_")[0] == first["id"].rpartition("_")[0]
     assert await run.feedback(second) == "taken"
-    assert [each.content for each in run.filled[0].said.messages] == ["one", "yes", "two", "no"]
+    assert [each.content for each in run.filled[0].talk.messages] == ["one", "yes", "two", "no"]
 
 
 async def test_a_session_without_anything_drawn_by_chance_is_told_so_and_fills_no_slot(shop):

@@ -11,6 +11,7 @@ from headrace.common.v1 import common_pb2
 from headrace_modelkit.presets.tiny_vision import write_tiny_vision
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_rollout.conversations import conversation
+from headrace_rollout.conversations.conversation import ended
 from headrace_rollout.engines.samples import Distribution, Finish, SlotKey, Stream
 from headrace_rollout.wire import fill_trajectory
 from headrace_schema.sections.generating import ModelSection
@@ -54,14 +55,14 @@ async def test_images_keep_their_places_turn_by_turn_and_travel_once(desk, codec
     assert two.images[0] == one.images[0] and len(three.images) == 1
 
     stream = Stream(3, Distribution(), 40, 7, lambda _: None, lambda _: None)
-    ended = session.join().ended(SlotKey(1, 2), 1, 3, Finish.TERMINATED, greedy=False)
+    update = ended(session.join(), SlotKey(1, 2), 1, 3, Finish.TERMINATED, greedy=False)
     trajectory = common_pb2.Trajectory()
-    fill_trajectory(trajectory, ended, stream, codec, "producer")
+    fill_trajectory(trajectory, update, stream, codec, "producer")
     files = [png(1), png(2, 32), png(1), png(3)]
-    assert list(trajectory.image_digests) == list(map(digest_bytes, files))
-    ids = [id for segment in trajectory.segments for id in segment.tokens.token_ids]
-    for start, file in zip(trajectory.image_starts, files, strict=True):
-        codec.images.span(ids, start, file)
+    placed = [(branch, image) for branch in trajectory.branches for image in branch.images]
+    assert [image.digest for _, image in placed] == list(map(digest_bytes, files))
+    for (branch, image), file in zip(placed, files, strict=True):
+        codec.images.span([id for part in branch.segments for id in part.tokens.token_ids], image.start, file)
     assert [image.data for image in trajectory.images] == [png(1), png(2, 32), png(3)], "each once"
     assert trajectory_digest(trajectory) == trajectory.body_digest
     told = [
@@ -85,7 +86,7 @@ async def test_a_request_that_shows_another_image_goes_on_nowhere(desk, codec):
     session, speaker = desk.open("ab", "cd", codec=codec)
     said = (await desk.said(session, [seen("which?", png(1))]))["message"]
     await desk.said(session, [seen("which?", png(2)), said, user("and?")])
-    assert speaker.asked[1].images[0].data == png(2) and len(session._branches.talks()) == 2
+    assert speaker.asked[1].images[0].data == png(2) and len(session._branches.spoken()) == 2
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ async def test_templates_see_the_keys_of_messages_and_calls_have_ids_of_nine_let
     await desk.said(session, [user("1+2"), choice["message"], result], tools=TOOLS)
     (answer,) = [each for chat in codec.chats for each in chat if each["content"] == "3"][:1]
     assert (answer["tool_call_id"], answer["name"]) == (call["id"], "add")
-    assert ("tool", "3") in [each[:2] for each in session.talk.said]
+    assert ("tool", "3") in [each[:2] for each in session._branches.first.messages]
     thought = {
         "role": "assistant",
         "content": "x",

@@ -61,11 +61,12 @@ async def test_a_request_whose_caller_leaves_is_ended_and_nothing_of_it_stays(se
         await until(lambda: len(speaker.asked) == count)
         assert session.answering
     await until(lambda: speaker.stopped == count and not session.answering)
-    assert not session.turns and not session.talk.tokens and not session.talk.said
+    branch = session._branches.first
+    assert not session.turns and not branch.tokens and not branch.messages
     speaker.waits.set()
     # The same request again, without a word: there is one line, as if the first had never been.
     assert (await served.post(session, BODIES[path], path)).status_code == 200
-    assert session.turns == 1 and [number for number, _ in session.join().spans] == [3]
+    assert session.turns == 1 and [branch.spans[0][0] for branch in session.join().branches] == [3]
 
 
 async def test_of_several_choices_none_stays_where_one_was_ended(served):
@@ -81,7 +82,7 @@ async def test_of_several_choices_none_stays_where_one_was_ended(served):
     async with asked(served, session, CHAT, {"messages": [user("one")], "n": 2}):
         await until(lambda: len(speaker.asked) == 2)
     await until(lambda: speaker.stopped >= 1 and not session.answering)
-    assert not session.turns and not session.join().tokens
+    assert not session.turns and not session.join().messages
 
 
 async def test_a_caller_who_leaves_takes_nothing_from_one_who_waits_for_the_same(served):

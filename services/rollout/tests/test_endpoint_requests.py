@@ -26,9 +26,10 @@ async def test_an_answer_is_drawn_as_the_request_says(desk, said, drawn, learned
     await desk.said(session, [user("one")], presence_penalty=0, **said)
     assert speaker.asked[0].distribution == drawn
     talk = session.join()
-    assert talk.drawn == [drawn] and session.learned == learned
-    assert (talk.spans, talk.turn_tokens) == (([(3, 4)], [4]) if learned else ([(0, 4)], [0]))
-    assert len(talk.tokens) == len(talk.log_probs) == 4
+    (branch,), (turn,) = talk.branches, talk.turns
+    assert branch.drawn == [drawn if learned else None] and session.learned == learned
+    assert (branch.spans, turn.tokens) == (([(3, 4)], 4) if learned else ([(0, 4)], 0))
+    assert len(branch.tokens) == len(branch.log_probs) == 4
 
 
 async def test_a_seed_draws_alike_within_a_session_and_each_choice_by_itself(desk):
@@ -104,7 +105,7 @@ async def test_calls_of_tools_are_told_as_calls_and_taken_back(desk):
     assert choice["message"]["content"] == "three"
     context = Letters().decode(speaker.asked[1].prompt_ids)
     assert context == f"[1 tools]u:1+2a:I add. {CALL}t:3a:", "its own turn is as it was sampled"
-    said = [each[:2] for each in session.talk.said]
+    said = [each[:2] for each in session.join().messages]
     assert ("assistant", f"I add. {CALL}") in said and ("tool", "3") in said
 
 

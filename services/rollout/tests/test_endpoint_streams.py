@@ -38,7 +38,7 @@ async def test_a_streamed_answer_comes_token_by_token_and_is_the_same_answer(des
     ]
     assert choices[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
     assert pieces[-1]["usage"] == {"prompt_tokens": 8, "completion_tokens": 4, "total_tokens": 12}
-    assert session.talk.spans == [(3, 4)]
+    assert session.join().branches[0].spans == [(3, 4)]
 
 
 async def test_a_stream_keeps_back_what_may_be_a_call_and_tells_it_whole(desk):
@@ -71,7 +71,7 @@ async def test_a_stream_that_its_client_leaves_is_stopped_and_forgotten(desk):
     assert speaker.stopped == 1 and not session.turns
     speaker.waits.set()
     assert (await desk.said(session, [user("one")]))["message"]["content"] == "yes"
-    assert session.join().spans == [(3, 4)]
+    assert session.join().branches[0].spans == [(3, 4)]
 
 
 async def test_a_character_of_several_tokens_is_told_when_it_is_whole():

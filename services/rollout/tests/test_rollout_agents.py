@@ -101,6 +101,10 @@ async def pool_of(address, *, count=3, **fields):
     )
 
 
+def rewards(trajectory):
+    return [turn.reward for turn in trajectory.conversation.turns]
+
+
 def begins(prompts, samples=1, *, attempt=1, **item):
     """Groups whose prompt number is the seed of their agents."""
     start = {"task": TASK, "options_json": json.dumps(item)}
@@ -130,9 +134,11 @@ async def test_what_an_agent_says_is_one_trajectory_of_the_policys_own_ids(servi
     assert len(found) == len(again) == 6
     for key, trajectory in found.items():
         assert trajectory.body_digest == trajectory_digest(trajectory)
-        prompt, *turns = [(each.policy_number, list(each.tokens.token_ids)) for each in trajectory.segments]
+        prompt, *turns = [
+            (each.policy_number, list(each.tokens.token_ids)) for each in trajectory.branches[0].segments
+        ]
         assert codec.decode(prompt[1]) == f"copy{key[0]}="
-        same = [list(each.tokens.token_ids) for each in again[key].segments]
+        same = [list(each.tokens.token_ids) for each in again[key].branches[0].segments]
         assert [prompt[1], *(ids for _, ids in turns)] == same, "how an agent is rewarded changes no token"
         talk = trajectory.conversation
         assert [each.role for each in talk.messages] == [
@@ -142,14 +148,18 @@ async def test_what_an_agent_says_is_one_trajectory_of_the_policys_own_ids(servi
             "assistant",
         ]
         assert all(codec.decode(ids) == " +" for number, ids in turns if not number)
-        assert list(talk.rewards) == [0.5, 1.0, 1.5] and not talk.success
-        assert list(again[key].conversation.rewards) == [0.0, 0.0, 4.0] and again[key].conversation.success
+        assert rewards(trajectory) == [0.5, 1.0, 1.5] and not talk.success
+        assert rewards(again[key]) == [0.0, 0.0, 4.0] and again[key].conversation.success
         assert trajectory.finish_reason in (
             common_pb2.FINISH_REASON_TERMINATED,
             common_pb2.FINISH_REASON_LENGTH,
         )
         # The log-probs are the model's at the temperature that the agent asked for, and the segments say so.
-        drawn = {each.tokens.distribution.temperature for each in trajectory.segments if each.policy_number}
+        drawn = {
+            each.tokens.distribution.temperature
+            for each in trajectory.branches[0].segments
+            if each.policy_number
+        }
         assert [round(each, 3) for each in drawn] == [0.2]
         check_log_probs(trajectory, reference)
 
@@ -160,9 +170,9 @@ async def test_each_turn_is_told_with_what_it_was_drawn_from(serving, agents, re
     drawn = [{"temperature": 0.5}, {"temperature": 0}, {"temperature": 2.0, "seed": 3}]
     found = await said(rollout, pool, begins([4], 2, drawn=drawn), stop=STOP)
     for trajectory in found.values():
-        sampled = [each.tokens for each in trajectory.segments if each.policy_number]
+        sampled = [each.tokens for each in trajectory.branches[0].segments if each.policy_number]
         assert [round(each.distribution.temperature, 3) for each in sampled] == [0.5, 2.0]
-        assert [tokens == 0 for tokens in trajectory.conversation.turn_tokens] == [False, True, False]
+        assert [turn.tokens == 0 for turn in trajectory.conversation.turns] == [False, True, False]
         check_log_probs(trajectory, reference)
     found = await said(rollout, pool, begins([5], drawn=[{"top_p": 0.9}] * 3), stop=STOP)
     (cut,) = found.values()
@@ -176,7 +186,7 @@ async def test_each_limit_is_a_finish_reason(serving, agents):
     pool = await pool_of(agents)
     found = await said(rollout, pool, begins([1, 2], turns=3), stop=STOP)
     assert {each.finish_reason for each in found.values()} == {common_pb2.FINISH_REASON_TRUNCATED}
-    assert {len(each.conversation.rewards) for each in found.values()} == {2}
+    assert {len(each.conversation.turns) for each in found.values()} == {2}
     found = await said(rollout, pool, begins([1], turns=2, max_tokens=2))
     assert [each.finish_reason for each in found.values()] == [common_pb2.FINISH_REASON_TERMINATED], (
         "an agent that stops at the limit has ended by itself"
@@ -185,8 +195,8 @@ async def test_each_limit_is_a_finish_reason(serving, agents):
     assert [each.finish_reason for each in found.values()] == [common_pb2.FINISH_REASON_LENGTH]
     found = await said(rollout, pool, begins([1], wrong="grows", turns=2), stop=STOP)
     (grown,) = found.values()
-    assert grown.finish_reason == common_pb2.FINISH_REASON_LENGTH and len(grown.conversation.rewards) == 1
-    assert sum(len(each.tokens.token_ids) for each in grown.segments) <= 64
+    assert grown.finish_reason == common_pb2.FINISH_REASON_LENGTH and len(grown.conversation.turns) == 1
+    assert sum(len(each.tokens.token_ids) for each in grown.branches[0].segments) <= 64
 
 
 async def test_an_agent_that_never_ends_is_killed_and_its_turns_count(serving, agents):
@@ -194,7 +204,7 @@ async def test_an_agent_that_never_ends_is_killed_and_its_turns_count(serving, a
     found = await said(rollout, await pool_of(agents, count=1), begins([1], wrong="hangs"), stop=STOP)
     (late,) = found.values()
     assert late.finish_reason == common_pb2.FINISH_REASON_TIMED_OUT
-    assert len(late.conversation.rewards) == 2 and not late.conversation.failure
+    assert len(late.conversation.turns) == 2 and not late.conversation.failure
 
 
 WRONG = {
@@ -236,7 +246,7 @@ async def test_a_pause_stops_agents_which_begin_anew_with_the_next_version(servi
     after = await said(rollout, pool, begins([1, 2, 3]), policy_number=4)
     assert len(after) == 3
     for each in after.values():
-        assert {segment.policy_number for segment in each.segments} <= {0, 4}
+        assert {segment.policy_number for segment in each.branches[0].segments} <= {0, 4}
         assert not each.conversation.failure
     # The endpoint ends with its run.
     url = await rollout.servicer._endpoint.url()
@@ -262,6 +272,6 @@ async def test_agents_of_a_prompt_may_begin_otherwise(serving, agents, tmp_path)
         max_episode_steps=0,
     )
     found = await said(rollout, pool, begins([1], 2))
-    prompts = {bytes(str(each.segments[0].tokens.token_ids), "ascii") for each in found.values()}
+    prompts = {bytes(str(each.branches[0].segments[0].tokens.token_ids), "ascii") for each in found.values()}
     assert len(found) == len(prompts) == 2
     assert not any(each.conversation.failure for each in found.values())

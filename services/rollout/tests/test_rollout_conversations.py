@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -139,7 +138,8 @@ async def said(rollout, pool, groups, **options):
 
 
 def parts(trajectory):
-    return [(segment.policy_number, list(segment.tokens.token_ids)) for segment in trajectory.segments]
+    (branch,) = trajectory.branches
+    return [(segment.policy_number, list(segment.tokens.token_ids)) for segment in branch.segments]
 
 
 def text_of(codec, ids):
@@ -173,22 +173,21 @@ async def test_turns_extend_the_ids_that_were_sampled_and_only_they_carry_log_pr
         # A turn that a stop string cuts at its beginning has no ids.
         assert [each for each in spoken if each] == [text for ids in sampled if (text := codec.decode(ids))]
         assert all(text_of(codec, ids) == " +" for number, ids in turns if not number)
-        assert list(talk.rewards) == [0.5 * (turn + 1) for turn in range(len(talk.rewards))]
-        assert [count for count in talk.turn_tokens if count] == [len(ids) for ids in sampled]
-        assert len(talk.turn_tokens) == len(talk.rewards), "a turn without ids has its place too"
-        assert [
-            sum(segment.tokens.text_bytes) for segment in trajectory.segments if segment.policy_number
-        ] == [len(text) for text, count in zip(spoken, talk.turn_tokens, strict=True) if count], (
-            "each sampled id is so many bytes of its own turn"
-        )
+        assert [turn.reward for turn in talk.turns] == [0.5 * (turn + 1) for turn in range(len(talk.turns))]
+        assert [turn.tokens for turn in talk.turns if turn.tokens] == [len(ids) for ids in sampled]
+        assert len(talk.turns) == len(spoken), "a turn without ids has its place too"
+        (branch,) = trajectory.branches
+        assert [sum(segment.tokens.text_bytes) for segment in branch.segments if segment.policy_number] == [
+            len(text) for text, turn in zip(spoken, talk.turns, strict=True) if turn.tokens
+        ], "each sampled id is so many bytes of its own turn"
         assert trajectory.completion_text.startswith(f"system: copy\nuser: {seed}=\nassistant: ")
         if trajectory.finish_reason == common_pb2.FINISH_REASON_TERMINATED:
             whole += 1
-            assert talk.success and len(talk.rewards) == 3 and len(sampled) <= 3
+            assert talk.success and len(talk.turns) == 3 and len(sampled) <= 3
         else:
             assert trajectory.finish_reason == common_pb2.FINISH_REASON_LENGTH
         check_log_probs(trajectory, reference)  # each turn's with all that came before as context
-        for segment in trajectory.segments:
+        for segment in branch.segments:
             if not segment.policy_number:
                 assert not segment.tokens.log_probs and not segment.tokens.HasField("distribution")
     assert whole, "no conversation came to its end"
@@ -199,16 +198,16 @@ async def test_each_limit_is_a_finish_reason(talking, talks):
     free = {"stop": ANY, "max_new_tokens": 8}
     turns = await said(rollout, await pool_of(talks, max_episode_steps=2), begins(range(6)), **free)
     assert {each.finish_reason for each in turns.values()} == {common_pb2.FINISH_REASON_TRUNCATED}
-    assert {len(each.conversation.rewards) for each in turns.values()} == {2}
+    assert {len(each.conversation.turns) for each in turns.values()} == {2}
     cut = await said(rollout, await pool_of(talks), begins(range(3)), max_new_tokens=1)
     assert {each.finish_reason for each in cut.values()} == {common_pb2.FINISH_REASON_LENGTH}
-    assert {len(each.conversation.rewards) for each in cut.values()} == {1}, (
+    assert {turn.reward for each in cut.values() for turn in each.conversation.turns} == {0.5}, (
         "its environment judges a cut turn"
     )
     grows = await said(rollout, await pool_of(talks), begins(range(3), wrong="grows"), **free)
     assert {each.finish_reason for each in grows.values()} == {common_pb2.FINISH_REASON_LENGTH}
     for each in grows.values():
-        assert len(each.conversation.rewards) == 1 and sum(map(len, (ids for _, ids in parts(each)))) <= 64
+        assert len(each.conversation.turns) == 1 and sum(map(len, (ids for _, ids in parts(each)))) <= 64
     long = await said(rollout, await pool_of(talks), begins([1], first="=" * 80), **free)
     assert [each.finish_reason for each in long.values()] == [common_pb2.FINISH_REASON_PROMPT_TOO_LONG]
 
@@ -218,7 +217,7 @@ async def test_a_conversation_that_takes_too_long_is_cut_behind_a_turn(talking, 
     pool = await pool_of(talks, count=1, processes=1)
     found = await said(rollout, pool, begins([1]), stop=ANY, max_new_tokens=8)
     (late,) = found.values()
-    assert late.finish_reason == common_pb2.FINISH_REASON_TIMED_OUT and len(late.conversation.rewards) == 1
+    assert late.finish_reason == common_pb2.FINISH_REASON_TIMED_OUT and len(late.conversation.turns) == 1
 
 
 @pytest.mark.parametrize(
@@ -344,11 +343,10 @@ async def test_each_role_reads_its_own_messages_in_a_sequence_of_its_own(talking
             ("assistant", "asker"),
         ]
         # A reward is of the role's last turn; the teller's first came before it had spoken.
-        assert list(talk.turn_messages) == [2, 4, 6] and list(talk.rewards) == [1.0, 0.25 + 0.5 + 2.0, -3.0]
-        begins_at = [at for at, segment in enumerate(trajectory.segments) if segment.begins_sibling]
-        (second,) = begins_at
+        told = [(turn.message, turn.branch, turn.reward) for turn in talk.turns]
+        assert told == [(2, 0, 1.0), (4, 1, 0.25 + 0.5 + 2.0), (6, 0, -3.0)]
         seed = trajectory.sample.prompt_ordinal
-        asker, teller = trajectory.segments[:second], trajectory.segments[second:]
+        asker, teller = (branch.segments for branch in trajectory.branches)
         assert text_of(codec, asker[0].tokens.token_ids) == f"{seed}="
         assert text_of(codec, teller[0].tokens.token_ids) == "copy+"
         assert [text_of(codec, each.tokens.token_ids) for each in asker[1:] if not each.policy_number] == [
@@ -357,9 +355,9 @@ async def test_each_role_reads_its_own_messages_in_a_sequence_of_its_own(talking
         for line, roles in ((asker, [0, 2]), (teller, [1])):
             own = [segment for segment in line if segment.policy_number]
             assert sum(len(each.tokens.token_ids) for each in own) == sum(
-                talk.turn_tokens[turn] for turn in roles
+                talk.turns[turn].tokens for turn in roles
             )
-            check_log_probs(SimpleNamespace(segments=line), reference)  # behind its own line alone
+        check_log_probs(trajectory, reference)  # of each branch behind its own tokens alone
 
 
 async def test_a_game_that_was_cut_says_whose_line_it_was(talking, talks):
@@ -375,11 +373,13 @@ async def test_a_game_that_was_cut_says_whose_line_it_was(talking, talks):
     cut = []
     for each in found.values():
         ended = each.finish_reason == common_pb2.FINISH_REASON_TERMINATED
-        assert each.HasField("cut_line") == (not ended)
+        talk = each.conversation
+        last = talk.turns[-1]
+        assert [branch.cut for branch in each.branches] == [
+            not ended and number == last.branch for number in range(len(each.branches))
+        ]
         if not ended:
-            roles = [each.conversation.messages[place].party for place in each.conversation.turn_messages]
-            assert each.cut_line == [*dict.fromkeys(roles)].index(roles[-1])
-            cut.append(roles[-1])
+            cut.append(talk.messages[last.message].party)
     assert {*cut} == {"asker", "teller"}, cut
 
 
@@ -402,8 +402,8 @@ async def test_a_frozen_model_plays_a_role_as_context_and_its_turns_are_its_own(
     for trajectory in ended:
         talk = trajectory.conversation
         assert whole.startswith(talk.messages[4].content) and talk.messages[4].party == "teller"
-        assert list(talk.turn_messages) == [2, 6] and list(talk.rewards) == [1.0, -3.0]
-        assert not any(segment.begins_sibling for segment in trajectory.segments)
+        assert [(turn.message, turn.reward) for turn in talk.turns] == [(2, 1.0), (6, -3.0)]
+        assert len(trajectory.branches) == 1
         check_log_probs(trajectory, reference)
 
 
@@ -418,17 +418,15 @@ async def test_another_policy_that_learns_plays_a_role_with_weights_of_its_own(
     rollout = await talking({"tutor": tutor}, policies=policies, roles={"teller": {"policy": "tutor"}})
     ended = await games(rollout, talks, stop=ANY[:6])
     for trajectory in ended:
-        for line, model in zip(_lines(trajectory), (reference, tutor), strict=True):
-            check_log_probs(SimpleNamespace(segments=line), model)
-    taught = [_lines(trajectory)[1] for trajectory in ended]
+        for branch, model in zip(trajectory.branches, (reference, tutor), strict=True):
+            check_log_probs(SimpleNamespace(branches=[branch]), model)
+    taught = [trajectory.branches[1] for trajectory in ended]
     with pytest.raises(AssertionError):
-        for line in taught:
-            check_log_probs(SimpleNamespace(segments=line), reference)
-    assert any(segment.policy_number == 3 for line in taught for segment in line)
+        check_log_probs(SimpleNamespace(branches=taught), reference)
+    assert any(segment.policy_number == 3 for branch in taught for segment in branch.segments)
     await rollout.install(publish(reference, 4, tutor=reference))
     for trajectory in await games(rollout, talks, stop=ANY[:6], policy_number=4):
-        for line in _lines(trajectory):
-            check_log_probs(SimpleNamespace(segments=line), reference)
+        check_log_probs(trajectory, reference)
     await refused(rollout.install(publish(reference, 5)), "WEIGHTS_MISMATCH", "tutor")
 
 
@@ -454,11 +452,6 @@ def test_models_with_devices_of_their_own_get_theirs(tiny_directory):
     cpu, second = torch.device("cpu"), torch.device("cpu:0")
     assert asyncio.run(placed((cpu, second), 8)) == [("cpu", 4), ("cpu:0", 4), ("cpu", 4)]
     assert asyncio.run(placed((cpu,), 8)) == [("cpu", 4), ("cpu", 4), ("cpu", 4)]
-
-
-def _lines(trajectory):
-    begin = [0, *(at for at, each in enumerate(trajectory.segments) if each.begins_sibling), None]
-    return [trajectory.segments[first:last] for first, last in pairwise(begin)]
 
 
 async def test_a_conversation_in_which_nobody_learns_has_failed(talking, talks):

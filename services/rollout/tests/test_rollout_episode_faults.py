@@ -64,7 +64,7 @@ async def test_a_lost_environment_costs_its_own_episode_alone(new_walker, simula
     prompts = [1, 666, 2, 3, 4, 5]
     trajectories = await (await run_episodes(rollout, [pool], begin(prompts))).read_all()
     lost = trajectories.pop((666, 0))
-    assert lost.finish_reason == common_pb2.FINISH_REASON_ERROR and not lost.segments
+    assert lost.finish_reason == common_pb2.FINISH_REASON_ERROR and not lost.branches[0].segments
     assert "environment" in json.loads(lost.completion_text)["error"]
     assert len(trajectories) == 5
     for trajectory in trajectories.values():
@@ -90,7 +90,7 @@ async def test_an_observation_that_is_not_finite_costs_its_own_episode_alone(new
     trajectories = await (await run_episodes(rollout, [pool], begin([1, 667, 2, 668, 3]))).read_all()
     for seed, value in ((667, "nan"), (668, "-inf")):
         lost = trajectories.pop((seed, 0))
-        assert lost.finish_reason == common_pb2.FINISH_REASON_ERROR and not lost.segments
+        assert lost.finish_reason == common_pb2.FINISH_REASON_ERROR and not lost.branches[0].segments
         error = json.loads(lost.completion_text)["error"]
         assert f"observation 'place' holds {value} at element 1" in error and "environment" in error
     assert {each.finish_reason for each in trajectories.values()} == {common_pb2.FINISH_REASON_TERMINATED}
@@ -156,7 +156,7 @@ async def test_large_episodes_leave_by_reference_and_go_with_their_retention(
     reader = BlobReader(shm_dir, None)
     held = {}
     for trajectory in trajectories.values():
-        (segment,) = trajectory.segments
+        (segment,) = trajectory.branches[0].segments
         assert trajectory.ByteSize() < 30_000 and trajectory.body_digest == trajectory_digest(trajectory)
         held |= {tensor.blob.digest: tensor.blob for tensor in references(segment.actions)}
         bodies = {digest: await reader.read(blob) for digest, blob in held.items()}

@@ -43,7 +43,7 @@ async def test_install_by_grpc_gives_the_same_policy(rollout, assignments, publi
     assert response.bytes_moved == sum(others) and 0 < len(others) < len(published.manifest.entries)
     assert rollout.instance.weights.find(RUN, 1) is None, "the replaced version's memory is released"
     call = await rollout.generate(assignments[:1], policy_number=2).start()
-    assert all(t.segments[1].policy_number == 2 for t in (await call.read_all()).values())
+    assert all(t.branches[0].segments[1].policy_number == 2 for t in (await call.read_all()).values())
 
 
 async def test_install_refuses_other_weights_and_keeps_the_installed_ones(rollout, assignments, publish):
@@ -81,7 +81,7 @@ async def test_a_version_comes_beside_sequences_of_the_one_before_and_its_instal
     assert rollout.instance.weights.find(RUN, 2) and rollout.instance.weights.find(RUN, 1)
     await call.call.done_writing()
     finished = await call.read_all()
-    assert {t.segments[1].policy_number for t in finished.values()} == {1} and not call.partials
+    assert {t.branches[0].segments[1].policy_number for t in finished.values()} == {1} and not call.partials
     published.source.shm_path = "/nowhere"
     published.source.address = "127.0.0.1:1"
     installed = await rollout.install(published)
@@ -101,14 +101,14 @@ async def test_an_install_in_flight_leaves_segments_of_both_versions(
     await call.call.done_writing()
     finished = await call.read_all()
     assert len(finished) == 3 * (len(assignments) + 1) and not call.partials
-    made = {key: [s.policy_number for s in t.segments[1:]] for key, t in finished.items()}
+    made = {key: [s.policy_number for s in t.branches[0].segments[1:]] for key, t in finished.items()}
     assert [1, 2] in made.values(), "no sample lived through the install"
     assert all(numbers == [2] for (ordinal, _), numbers in made.items() if ordinal == 50)
     for trajectory in finished.values():
-        prompt = list(trajectory.segments[0].tokens.token_ids)
-        answer = [token for s in trajectory.segments[1:] for token in s.tokens.token_ids]
+        prompt = list(trajectory.branches[0].segments[0].tokens.token_ids)
+        answer = [token for s in trajectory.branches[0].segments[1:] for token in s.tokens.token_ids]
         at = 0
-        for segment in trajectory.segments[1:]:
+        for segment in trajectory.branches[0].segments[1:]:
             model = {1: reference, 2: other}[segment.policy_number]
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
@@ -124,7 +124,7 @@ async def test_a_stream_opens_for_a_version_that_was_overtaken_in_flight_until_a
     """Its opening may have been on the way while the next version was installed."""
     await rollout.install(publish(tiny_model(seed=3), 2), in_flight=True)
     finished = await (await rollout.generate(assignments[:1], policy_number=1).start()).read_all()
-    assert {t.segments[1].policy_number for t in finished.values()} == {2}
+    assert {t.branches[0].segments[1].policy_number for t in finished.values()} == {2}
     await rollout.install(publish(tiny_model(seed=4), 3))
     call = await rollout.generate(assignments[:1], policy_number=2).start()
     await refused(call.read_all(), "POLICY_MISMATCH", "version 2 is wanted and 3 is installed")

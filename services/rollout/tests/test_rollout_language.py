@@ -63,7 +63,7 @@ async def test_an_instruction_reaches_the_policy_and_the_trajectory(
     trajectories = await (await run_episodes(rollout, [pool], groups)).read_all()
     assert pool.header == SIMULATOR_HEADER and len(trajectories) == 2
     for (ordinal, _), said in zip(sorted(trajectories), ("abc:", "j d"), strict=True):
-        prompt, acted = trajectories[ordinal, 0].segments
+        prompt, acted = trajectories[ordinal, 0].branches[0].segments
         ids = tuple(prompt.tokens.token_ids)
         assert ids == tuple(character_tokenizer("abcdefghij: ").encode(said)) and not prompt.policy_number
         episode = decode_episode(acted.actions)

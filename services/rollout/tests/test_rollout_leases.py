@@ -210,4 +210,4 @@ async def test_a_moved_sample_s_cache_is_taken_by_the_instance_that_goes_on(
 
 
 def ids(body):
-    return [token for segment in body.segments for token in segment.tokens.token_ids]
+    return [token for segment in body.branches[0].segments for token in segment.tokens.token_ids]

@@ -78,16 +78,14 @@ async def test_a_session_that_is_rewarded_is_a_trajectory_with_the_engines_log_p
     await call.read_until(lambda call: len(call.finished()) == 1)
     (trajectory,) = call.finished().values()
     assert trajectory.sample.prompt_ordinal == 5
-    first, one, prompt, two = trajectory.segments
-    assert first.tokens.token_ids == prompt.tokens.token_ids and prompt.begins_sibling
+    (first, one), (prompt, two) = (branch.segments for branch in trajectory.branches)
+    assert first.tokens.token_ids == prompt.tokens.token_ids
     for choice, segment in zip(answer.choices, (one, two), strict=True):
         told = [token.logprob for token in choice.logprobs.content]
         assert told == pytest.approx(list(segment.tokens.log_probs)) and len(told) <= 6
         assert codec.decode(segment.tokens.token_ids) == choice.message.content
-    assert list(trajectory.conversation.rewards) == [0.5, 0.0]
-    # Each line is what the model says after its own prompt.
-    del trajectory.segments[2:]
-    check_log_probs(trajectory, reference)
+    assert [turn.reward for turn in trajectory.conversation.turns] == [0.5, 0.0]
+    check_log_probs(trajectory, reference)  # of each branch what the model says after its own prompt
 
 
 async def test_a_stream_goes_on_with_the_next_version_behind_what_was_told(served, publish, monkeypatch):
@@ -121,7 +119,7 @@ async def test_a_stream_goes_on_with_the_next_version_behind_what_was_told(serve
     )
     await call.read_until(lambda call: len(call.finished()) == 1)
     (trajectory,) = call.finished().values()
-    _, old, new = trajectory.segments
+    _, old, new = trajectory.branches[0].segments
     assert (old.policy_number, new.policy_number, trajectory.attempt) == (3, 4, 2)
     sampled = [*old.tokens.log_probs, *new.tokens.log_probs]
     assert [token.logprob for token in tokens] == pytest.approx(sampled), "each token is told once"
@@ -167,4 +165,4 @@ async def test_a_pause_gives_slots_back_and_requests_wait(served):
     call = await opened(rollout, slots([5], attempt=4))
     await call.read_until(lambda call: len(call.finished()) == 1)
     again = call.finished()[5, 0]
-    assert again.attempt == 4 and again.segments[1].tokens == before.segments[1].tokens
+    assert again.attempt == 4 and again.branches == before.branches

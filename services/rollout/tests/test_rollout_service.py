@@ -22,7 +22,7 @@ from rollout_calls import HEADER, RUN, refused
 
 
 def sampled(trajectory):
-    return [i for segment in trajectory.segments[1:] for i in segment.tokens.token_ids]
+    return [i for segment in trajectory.branches[0].segments[1:] for i in segment.tokens.token_ids]
 
 
 async def test_generate_sends_whole_trajectories(rollout, assignments, codec):
@@ -30,7 +30,7 @@ async def test_generate_sends_whole_trajectories(rollout, assignments, codec):
     trajectories = await call.read_all()
     assert len(trajectories) == 12 and not call.partials
     for (ordinal, _), trajectory in trajectories.items():
-        prompt, *answer = trajectory.segments
+        prompt, *answer = trajectory.branches[0].segments
         assert list(prompt.tokens.token_ids) == codec.encode_prompt(text=assignments[ordinal].prompt.text)
         assert prompt.policy_number == 0 and not prompt.tokens.log_probs
         assert [segment.policy_number for segment in answer] == [1]
@@ -57,7 +57,7 @@ async def test_longer_prompts_than_the_run_trains_end_at_once_and_texts_come_raw
         long = lengths[ordinal] > most
         assert (trajectory.finish_reason == common_pb2.FINISH_REASON_PROMPT_TOO_LONG) == long
         assert trajectory.body_digest == trajectory_digest(trajectory)
-        prompt, ids = trajectory.segments[0].tokens.token_ids, sampled(trajectory)
+        prompt, ids = trajectory.branches[0].segments[0].tokens.token_ids, sampled(trajectory)
         assert trajectory.raw_prompt_text == codec.decode(prompt, skip_special_tokens=False)
         assert trajectory.raw_completion_text == codec.decode(ids, skip_special_tokens=False)
         assert bool(ids) != long
@@ -102,7 +102,7 @@ async def test_a_chat_prompt_goes_through_the_template(rollout, codec):
         prompt=rollout_pb2.Prompt(chat=chat), samples=[rollout_pb2.SampleAssignment(attempt=1)]
     )
     (trajectory,) = (await (await rollout.generate([group]).start()).read_all()).values()
-    assert list(trajectory.segments[0].tokens.token_ids) == codec.encode_prompt(text="copy 12 =")
+    assert list(trajectory.branches[0].segments[0].tokens.token_ids) == codec.encode_prompt(text="copy 12 =")
 
 
 async def test_a_prompt_that_does_not_fit_ends_with_a_reason(rollout):
@@ -117,7 +117,7 @@ async def test_a_prompt_that_does_not_fit_ends_with_a_reason(rollout):
     ]
     trajectories = await (await rollout.generate(groups).start()).read_all()
     assert trajectories[0, 0].finish_reason == common_pb2.FINISH_REASON_PROMPT_TOO_LONG
-    assert len(trajectories[0, 0].segments) == 1
+    assert len(trajectories[0, 0].branches[0].segments) == 1
     assert len(sampled(trajectories[1, 0])) <= 8
 
 
@@ -155,7 +155,7 @@ async def test_paused_samples_go_on_at_another_instance_as_if_nothing_happened(
     for partial in call.partials:
         trajectory = resumed[partial.sample.prompt_ordinal, partial.sample.sample_index]
         if count := len(partial.state.token_ids):
-            first, *rest = trajectory.segments[1:]
+            first, *rest = trajectory.branches[0].segments[1:]
             assert (first.policy_number, len(first.tokens.token_ids)) == (1, count)
             assert list(first.tokens.log_probs) == list(partial.state.log_probs)
             assert [segment.policy_number for segment in rest] == [2]
@@ -228,7 +228,10 @@ async def test_a_greedy_sample_stands_beside_sampled_ones(rollout, assignments):
     for key, found in mixed.items():
         same = greedy if key[1] == 0 else plain
         assert sampled(found) == sampled(same[key])
-        assert found.segments[1].tokens.distribution == same[key].segments[1].tokens.distribution
+        assert (
+            found.branches[0].segments[1].tokens.distribution
+            == same[key].branches[0].segments[1].tokens.distribution
+        )
     assert any(sampled(greedy[key]) != sampled(plain[key]) for key in greedy)
 
 
@@ -236,10 +239,10 @@ async def test_score_gives_the_sampled_log_probs(rollout, assignments):
     trajectories = await (await rollout.generate(assignments, temperature=0.5).start()).read_all()
     sequences, expected = [], []
     for trajectory in trajectories.values():
-        prompt = list(trajectory.segments[0].tokens.token_ids)
+        prompt = list(trajectory.branches[0].segments[0].tokens.token_ids)
         ids = [*prompt, *sampled(trajectory)]
         sequences.append(rollout_pb2.ScoreSequence(token_ids=ids, start=len(prompt)))
-        expected.append(list(trajectory.segments[1].tokens.log_probs))
+        expected.append(list(trajectory.branches[0].segments[1].tokens.log_probs))
     request = rollout_pb2.ScoreRequest(
         header=HEADER, sequences=sequences, distribution=common_pb2.SamplingDistribution(temperature=0.5)
     )

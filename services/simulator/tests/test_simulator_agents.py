@@ -203,6 +203,17 @@ async def test_a_command_is_an_agent_and_its_exit_code_says_whether_it_went_well
     assert outcome.status == LOST and "ended with exit code 3" in outcome.detail
 
 
+async def test_what_a_command_said_last_stands_before_its_exit_code(simulator):
+    """Its log goes on as before: what it writes is passed on."""
+    program = "import sys; print('one', file=sys.stderr); raise RuntimeError('gripper 7 lost its CAN bus')"
+    command = [sys.executable, "-c", program]
+    pool = await simulator.open("a command", backend="agent", options={"command": command}, processes=1)
+    outcome = await ended(pool)
+    words = "RuntimeError: gripper 7 lost its CAN bus; the agent's process ended with exit code 1"
+    assert outcome.status == LOST and outcome.detail == f"the environment raised an error: {words}"
+    assert (await ended(pool)).detail == outcome.detail, "each agent's own"
+
+
 def test_an_agent_that_cannot_be_started_is_refused_as_its_pool_opens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)

@@ -28,7 +28,7 @@ from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.planning import plan_batches, plan_rows
-from headrace_trainer.learning.samples import Group, Member, Sequence
+from headrace_trainer.learning.samples import Branch, Group, Member, Sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -214,10 +214,14 @@ def make_group() -> Callable[..., Group]:
                 attempt=attempt,
                 body_digest=f"{prompt}-{index}-{attempt}",
                 reward=(rewards or [1.0, 0.0, 0.5, 0.0])[index],
-                tokens=sequence.tokens,
-                trained=sequence.trained,
-                engine_log_probs=sequence.engine_log_probs,
-                versions=[version] * len(sequence.trained),
+                branches=(
+                    Branch(
+                        sequence.tokens,
+                        sequence.trained,
+                        sequence.engine_log_probs,
+                        [version] * len(sequence.trained),
+                    ),
+                ),
             )
             for index, sequence in enumerate(random_sequences(prompt))
         )

@@ -151,7 +151,7 @@ def settled(
             attempt=1,
             finish_reason=common_pb2.FinishReason.Value(f"FINISH_REASON_{ended}"),
         )
-        trajectory.segments.add(policy_number=version.number, actions=encode_episode(episode))
+        trajectory.branches.add().segments.add(policy_number=version.number, actions=encode_episode(episode))
         change(trajectory)
         trajectory.body_digest = trajectory_digest(trajectory)
         group.members.add(trajectory=trajectory, reward=reward(episode), oldest_version=version)

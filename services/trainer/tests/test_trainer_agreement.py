@@ -53,7 +53,7 @@ def settled(make_settled, version, change):
     """A group whose first sampled segment is changed, digest and all."""
     group = make_settled(0, version=version)
     trajectory = group.members[2].trajectory
-    change(trajectory.segments[1].tokens)
+    change(trajectory.branches[0].segments[1].tokens)
     trajectory.body_digest = trajectory_digest(trajectory)
     return group
 
@@ -132,7 +132,7 @@ async def test_a_step_with_a_gradient_counts_the_tokens_of_its_micro_batches(
     learned = make_settled(0, version=version)
     equal = make_settled(1, version=version, rewards=[1.0] * 4)
     figures = (await committed(client, settled_digest, 0, [equal, learned])).figures
-    tokens = sum(len(m.trajectory.segments[1].tokens.token_ids) for m in learned.members)
+    tokens = sum(len(m.trajectory.branches[0].segments[1].tokens.token_ids) for m in learned.members)
     assert figures["log_prob_compared_tokens"] == tokens
 
 
@@ -143,7 +143,7 @@ async def test_a_step_without_log_probs_of_the_engine_says_that_nothing_was_comp
     for step, rewards in enumerate([None, [1.0] * 4]):
         group = make_settled(step, version=version, rewards=rewards)
         for member in group.members:
-            member.trajectory.segments[1].tokens.ClearField("log_probs")
+            member.trajectory.branches[0].segments[1].tokens.ClearField("log_probs")
             member.trajectory.body_digest = trajectory_digest(member.trajectory)
         reply = await committed(client, settled_digest, step, [group])
         version = reply.version

@@ -97,7 +97,7 @@ def begun(step=1):
 
 
 def start(group):
-    return tuple(group.members[0].tokens[:9])
+    return tuple(group.members[0].branches[0].tokens[:9])
 
 
 def test_every_epoch_learns_from_every_group_once_in_minibatches(make_learner, make_group):
@@ -122,7 +122,7 @@ def test_an_optimizer_step_is_divided_by_its_minibatch(make_learner, make_group)
     learner = make_learner(rounds)
     groups = [make_group(prompt, version=5) for prompt in range(4)]
     learner.finish(learner.learn(begun(), groups), 1e-3)
-    tokens = {start(group): sum(len(m.trained) for m in group.members) for group in groups}
+    tokens = {start(group): sum(m.sampled for m in group.members) for group in groups}
     divisors = [what[0] for kind, *what in rounds.rounds if kind == "apply"]
     assert divisors == [sum(tokens[each] for each in minibatch) for minibatch in rounds.minibatches()]
 
@@ -162,7 +162,7 @@ def test_target_kl_ends_the_passes_after_a_whole_epoch(make_learner, make_group,
 
 def test_a_loss_that_is_not_finite_gives_the_base_back_and_names_its_groups(make_learner, make_group):
     groups = [make_group(prompt, version=5) for prompt in range(4)]
-    rounds = RecordedRounds(bad=[groups[2].members[0].tokens])
+    rounds = RecordedRounds(bad=[groups[2].members[0].branches[0].tokens])
     learner = make_learner(rounds)
     state = learner.learn(begun(), groups)
     finished = learner.finish(state, 1e-3)
@@ -222,7 +222,7 @@ def test_a_batch_barrier_gives_advantages_the_whole_batch(make_learner, make_gro
     [outcomes] = seen
     assert outcomes.groups_B.tolist() == [0] * 4 + [1] * 4 and outcomes.longest == 9
     assert outcomes.rewards_B.tolist() == [1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 1.0]
-    answers = [len(member.trained) for group in groups for member in group.members]
+    answers = [member.sampled for group in groups for member in group.members]
     assert outcomes.lengths_B.tolist() == answers
     assert outcomes.mask_BT.sum(1).tolist() == [n if i != 1 else 0 for i, n in enumerate(answers)]
     [work] = [what[0] for kind, *what in rounds.rounds if kind == "micro"]

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Barrier
 from headrace_trainer.learning.learner import BatchLearner, Learner
-from headrace_trainer.learning.samples import Group, Member
+from headrace_trainer.learning.samples import Branch, Group, Member, Turn
 from headrace_trainer.learning.step import Begin, StepState, Version
 from table_policy import TableRounds
 from torch import Tensor
@@ -94,26 +93,21 @@ class Case:
     def _member(self, ordinal: int, index: int) -> Member:
         draw = self.draw
         names = draw.sample(["asker", "teller"], draw.choice((1, 2, 2)))
-        tokens, trained, starts, turns = [], [], [], []
+        branches = []
         for name in names:
-            starts.append(len(tokens))
-            tokens.append(draw.randrange(12))
-            for _ in range(draw.choice((1, 2))):
+            tokens, trained, turns = [draw.randrange(12)], [], []
+            for place in range(draw.choice((1, 2))):
                 count = draw.choice((1, 2, 3))
                 trained += range(len(tokens), len(tokens) + count)
                 tokens += [draw.randrange(12) for _ in range(count + 1)]
-                turns.append((name, count, draw.choice((0.0, 0.5, 1.0))))
-        rewards = tuple(reward for _, _, reward in turns)
-        return Member(
-            index, 1, f"{ordinal} {index}", math.fsum(rewards), tokens, trained,
-            [draw.choice((math.nan, draw.uniform(-4, -1))) for _ in trained],
-            [2] * len(trained),
-            truncated=draw.random() < 0.25,
-            siblings=tuple(starts[1:]),
-            turn_rewards=rewards if self.roles else (),
-            turn_tokens=tuple(count for _, count, _ in turns) if self.roles else (),
-            turn_roles=tuple(name for name, _, _ in turns) if self.roles else (),
-        )  # fmt: skip
+                turns.append(Turn(count, draw.choice((0.0, 0.5, 1.0)), name, place))
+            told = [draw.choice((math.nan, draw.uniform(-4, -1))) for _ in trained]
+            branches.append(Branch(tokens, trained, told, [2] * len(trained), turns=tuple(turns)))
+        reward = math.fsum(turn.reward for branch in branches for turn in branch.turns)
+        if not self.roles:
+            branches = [replace(branch, turns=()) for branch in branches]
+        truncated = draw.random() < 0.25
+        return Member(index, 1, f"{ordinal} {index}", reward, tuple(branches), truncated=truncated)
 
     # What plain loops make of it
 
@@ -123,16 +117,14 @@ class Case:
             for member in group.members:
                 greedy = self.name == "remax" and member.sample_index == 0
                 trained = not (greedy or (self.masks and member.truncated))
-                bounds = [0, *member.siblings, len(member.tokens)]
-                lines = [[at for at in member.trained if a <= at < b] for a, b in pairwise(bounds)]
+                lines = [branch.trained for branch in member.branches]
                 if not self.roles:
                     places = [(line, at) for line, own in enumerate(lines) for at in own]
                     found.append(Unit(group.prompt_ordinal, member.sample_index, "", member.reward, places, trained,
                                       greedy, len(lines)))  # fmt: skip
                     continue
-                for line, role in enumerate(dict.fromkeys(member.turn_roles)):
-                    earned = zip(member.turn_roles, member.turn_rewards, strict=True)
-                    reward = math.fsum(r for who, r in earned if who == role)
+                for line, branch in enumerate(member.branches):
+                    role, reward = branch.role, math.fsum(turn.reward for turn in branch.turns)
                     places = [(line, at) for at in lines[line]]
                     found.append(
                         Unit(group.prompt_ordinal, member.sample_index, role, reward, places, trained, greedy)
@@ -142,8 +134,9 @@ class Case:
     def member(self, unit: Unit) -> Member:
         return self.groups[unit.group].members[unit.sample]
 
-    def log_prob(self, unit: Unit, at: int, table: Tensor) -> Tensor:
-        tokens = self.member(unit).tokens
+    def log_prob(self, unit: Unit, place: tuple[int, int], table: Tensor) -> Tensor:
+        line, at = place
+        tokens = self.member(unit).branches[line].tokens
         return table[tokens[at - 1]].log_softmax(-1)[tokens[at]]
 
     def advantages(self, units: list[Unit], rounds: TableRounds) -> dict[int, list[float]]:
@@ -161,8 +154,8 @@ class Case:
                     continue
                 kl = [
                     coefficient
-                    * float(self.log_prob(unit, t, table) - self.log_prob(unit, t, rounds.reference))
-                    for _, t in unit.places
+                    * float(self.log_prob(unit, place, table) - self.log_prob(unit, place, rounds.reference))
+                    for place in unit.places
                 ]
                 raw[at] = self._raw(unit, others, kl, rounds)
             whitened = self.name.startswith("reinforce_pp") or (self.name == "ppo" and self.options["whiten"])
@@ -207,13 +200,13 @@ class Case:
             return 0.0
         table = rounds.table.detach()
         return coefficient * math.fsum(
-            float(self.log_prob(unit, t, table) - self.log_prob(unit, t, rounds.reference))
-            for _, t in unit.places
+            float(self.log_prob(unit, place, table) - self.log_prob(unit, place, rounds.reference))
+            for place in unit.places
         )
 
     def _gae(self, unit: Unit, kl: list[float], rounds: TableRounds) -> list[float]:
-        tokens = self.member(unit).tokens
-        values = [float(rounds.values[tokens[at - 1]]) for _, at in unit.places]
+        branches = self.member(unit).branches
+        values = [float(rounds.values[branches[line].tokens[at - 1]]) for line, at in unit.places]
         found, advantage, following = [0.0] * len(kl), 0.0, 0.0
         for at in reversed(range(len(kl))):
             reward = (unit.reward if at == len(kl) - 1 else 0.0) - kl[at]
@@ -246,12 +239,12 @@ class Case:
     def _line(self, unit: Unit, places: list[tuple[int, int]], advantages: list[float], began: Tensor,
               rounds: TableRounds, table: Tensor) -> Tensor:  # fmt: skip
         """Sum of the losses of a line's tokens."""
-        options, member = self.options, self.member(unit)
+        options, branch = self.options, self.member(unit).branches[places[0][0]]
         several = options["epochs"] * options["minibatches"] > 1
-        told = [member.engine_log_probs[member.trained.index(at)] for _, at in places]
-        new = [self.log_prob(unit, at, table) for _, at in places]
+        told = [branch.log_probs[branch.trained.index(at)] for _, at in places]
+        new = [self.log_prob(unit, place, table) for place in places]
         base = (
-            [self.log_prob(unit, at, began) for _, at in places]
+            [self.log_prob(unit, place, began) for place in places]
             if several
             else [each.detach() for each in new]
         )
@@ -261,9 +254,7 @@ class Case:
             whole = math.fsum(ratios) / (1 if level == "sequence" else len(ratios))
             ratios = [whole] * len(ratios)
         total = torch.zeros((), dtype=torch.float64)
-        for (_, at), own, old, log_ratio, advantage in zip(
-            places, new, base, ratios, advantages, strict=True
-        ):
+        for place, own, old, log_ratio, advantage in zip(places, new, base, ratios, advantages, strict=True):
             ratio, weight = (own - old).exp(), math.exp(max(-20.0, min(20.0, log_ratio)))
             low, high = 1 - options.get("clip_low", 0.2), 1 + options.get("clip_high", 0.2)
             term = torch.max(-advantage * ratio, -advantage * ratio.clamp(low, high))
@@ -276,10 +267,10 @@ class Case:
             elif options["correction"] == "mask":
                 term = term * (weight if 0.5 <= weight <= 5.0 else 0.0)
             if coefficient := options.get("kl_loss_coef"):
-                off = self.log_prob(unit, at, rounds.reference) - own
+                off = self.log_prob(unit, place, rounds.reference) - own
                 term = term + coefficient * (off.exp() - 1 - off).clamp(max=10.0)  # as verl bounds k3
             if coefficient := options.get("entropy_coef"):
-                row = table[member.tokens[at - 1]].log_softmax(-1)
+                row = table[branch.tokens[place[1] - 1]].log_softmax(-1)
                 term = term + coefficient * (row.exp() * row).sum()
             total = total + term
         return total

@@ -13,7 +13,7 @@ from headrace_trainer.algorithms._base import Barrier
 from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.learner import BatchLearner, Learner
 from headrace_trainer.learning.policies import Learning, PoliciesLearner
-from headrace_trainer.learning.samples import Disposition, Group, Member
+from headrace_trainer.learning.samples import Branch, Disposition, Group, Member, Turn
 from headrace_trainer.learning.step import Begin, StepState, Version
 from table_policy import TableRounds
 
@@ -24,24 +24,13 @@ NAMES = [name for name in ALGORITHMS.names() if not name.startswith("test")]
 
 def member(index: int, roles: tuple[str, ...], *, masked: bool = False, truncated: bool = False) -> Member:
     """A conversation of one turn of two tokens for each role, on a line of its own."""
-    tokens = [1, 2, 3] * max(1, len(roles))
-    lines = range(max(1, len(roles)))
-    return Member(
-        index,
-        1,
-        f"body {index} {roles}",
-        float(index % 2) * max(1, len(roles)),
-        tokens,
-        [3 * line + at for line in lines for at in (1, 2)],
-        [-1.0] * 2 * len(lines),
-        [1] * 2 * len(lines),
-        truncated=truncated,
-        masked=masked,
-        siblings=tuple(3 * line for line in lines if line),
-        turn_rewards=tuple(float(index % 2) for _ in roles),
-        turn_tokens=tuple(2 for _ in roles),
-        turn_roles=roles,
+    taken = [(Turn(2, float(index % 2), role, place),) for place, role in enumerate(roles)] or [()]
+    branches = tuple(
+        Branch([1, 2, 3], [1, 2], [-1.0] * 2, [1] * 2, turns=turns, cut=truncated and not line)
+        for line, turns in enumerate(taken)
     )
+    reward = float(index % 2) * len(branches)
+    return Member(index, 1, f"body {index} {roles}", reward, branches, truncated=truncated, masked=masked)
 
 
 def config_of(make_config, name: str, epochs: int, **more: object) -> TrainerConfig:

@@ -91,9 +91,9 @@ async def test_a_policy_that_sees_and_reads_moves_toward_rewarded_actions(
     ids = instruction_encoder(policy.config, str(directory))("push the cube")
 
     def say(trajectory):
-        acted = trajectory.segments.pop()
+        acted = trajectory.branches[0].segments.pop()
         read = [common_pb2.Segment(tokens={"token_ids": ids})] if ids else []
-        trajectory.segments.extend([*read, acted])
+        trajectory.branches[0].segments.extend([*read, acted])
 
     version = (await client.open(config)).version
     rng, earned = np.random.default_rng(0), []
@@ -154,8 +154,8 @@ def test_a_minibatch_may_have_fewer_chunks_than_there_are_ranks(
     parts, _ = episodes_of(seen, policy.act(seen, range(ROWS)))
 
     def say(trajectory):
-        acted = trajectory.segments.pop()
-        trajectory.segments.extend([common_pb2.Segment(tokens={"token_ids": ids}), acted])
+        acted = trajectory.branches[0].segments.pop()
+        trajectory.branches[0].segments.extend([common_pb2.Segment(tokens={"token_ids": ids}), acted])
 
     group = robots.settled(0, parts[:1], common_pb2.PolicyVersion(number=1), change=say)
     rounds = TwoShares(backend)

@@ -31,7 +31,7 @@ def episode(robots):
 
 def read(actions, spaces, robots, finish=common_pb2.FINISH_REASON_TRUNCATED):
     trajectory = common_pb2.Trajectory(attempt=1, finish_reason=finish)
-    trajectory.segments.add(policy_number=1, actions=actions)
+    trajectory.branches.add().segments.add(policy_number=1, actions=actions)
     trajectory.body_digest = trajectory_digest(trajectory)
     group = robots.trainer_pb2.SettledGroup()
     group.members.add(trajectory=trajectory)
@@ -124,7 +124,7 @@ async def test_what_an_episode_refers_to_is_fetched_and_what_is_gone_is_named(
     group = robots.trainer_pb2.SettledGroup()
     trajectory = common_pb2.Trajectory(attempt=1, finish_reason=common_pb2.FINISH_REASON_TRUNCATED)
     seen = encode_episode(decode_episode(actions), blobs.hold)
-    trajectory.segments.add(policy_number=1, actions=seen)
+    trajectory.branches.add().segments.add(policy_number=1, actions=seen)
     trajectory.body_digest = trajectory_digest(trajectory)
     group.members.add(trajectory=trajectory)
     bodies = await fetch_bodies([group], reader)

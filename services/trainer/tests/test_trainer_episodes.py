@@ -200,11 +200,11 @@ async def test_a_value_that_is_not_finite_refuses_its_group_alone(
 
 
 def _two_segments(trajectory):
-    trajectory.segments.add().CopyFrom(trajectory.segments[0])
+    trajectory.branches[0].segments.add().CopyFrom(trajectory.segments[0])
 
 
 def _greedy_number(trajectory):
-    trajectory.segments[0].policy_number = 0
+    trajectory.branches[0].segments[0].policy_number = 0
 
 
 def _ended(trajectory):
@@ -212,7 +212,7 @@ def _ended(trajectory):
 
 
 def _mask(trajectory):
-    trajectory.segments[0].actions.valid_mask.Clear()
+    trajectory.branches[0].segments[0].actions.valid_mask.Clear()
 
 
 @pytest.mark.parametrize(

@@ -34,21 +34,19 @@ def talk(
     index: int,
     turns: Many[Turn],
     *,
-    cut: str | None = None,
-    cut_line: int | None = None,
+    cut: int | None = None,
     plain: bool = False,
     temperature: float = 1.0,
 ) -> trainer_pb2.SettledTrajectory:
-    """A conversation of these turns in time; `plain`: a session whose lines are no roles."""
+    """A conversation of these turns in time; `plain`: of branches that are no roles. `cut` names one, -1 none here."""
     order = [*dict.fromkeys(role for role, _, _ in turns)]
-    reason = common_pb2.FINISH_REASON_LENGTH if cut is not None or cut_line is not None else (
-        common_pb2.FINISH_REASON_TERMINATED
-    )  # fmt: skip
+    reason = common_pb2.FINISH_REASON_TERMINATED if cut is None else common_pb2.FINISH_REASON_LENGTH
     made = common_pb2.Trajectory(
         sample=common_pb2.SlotKey(sample_index=index), attempt=1, finish_reason=reason
     )
     for line, role in enumerate(order):
-        made.segments.add(tokens=common_pb2.TokenSegment(token_ids=[5, index]), begins_sibling=bool(line))
+        branch = made.branches.add(cut=line == cut)
+        branch.segments.add(tokens=common_pb2.TokenSegment(token_ids=[5, index]))
         for who, count, _ in turns:
             if who == role:
                 tokens = common_pb2.TokenSegment(token_ids=[SAMPLED[role] + at for at in range(count)])
@@ -56,17 +54,14 @@ def talk(
                 tokens.distribution.CopyFrom(ONE)
                 if role == order[-1]:
                     tokens.distribution.temperature = temperature
-                made.segments.add(policy_number=1, tokens=tokens)
-                made.segments.add(tokens=common_pb2.TokenSegment(token_ids=[6]))
-    in_time = turns if not plain else [turn for role in order for turn in turns if turn[0] == role]
-    for role, count, _ in in_time:
-        made.conversation.turn_messages.append(len(made.conversation.messages))
+                branch.segments.add(policy_number=1, tokens=tokens)
+                branch.segments.add(tokens=common_pb2.TokenSegment(token_ids=[6]))
+    for role, count, _ in turns:
+        place = len(made.conversation.messages)
+        made.conversation.turns.add(message=place, branch=order.index(role), tokens=count)
         made.conversation.messages.add(role="assistant", party="" if plain else role)
-        made.conversation.turn_tokens.append(count)
-    if cut_line is not None:
-        made.cut_line = cut_line
     made.body_digest = trajectory_digest(made)
-    rewards = [reward for _, _, reward in in_time]
+    rewards = [reward for _, _, reward in turns]
     return trainer_pb2.SettledTrajectory(trajectory=made, reward=math.fsum(rewards), turn_rewards=rewards)
 
 
@@ -112,14 +107,12 @@ def by_line(prepared: Prepared, sample: int) -> dict[int, list[float]]:
 PPO = {"whiten": False, "bootstrap_truncated": True, "gamma": 1.0, "lam": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("cut", "told"), [("asker", None), ("asker", 0), ("teller", 1), ("teller", None), ("", -1)]
-)
+@pytest.mark.parametrize(("cut", "told"), [("asker", 0), ("teller", 1), ("", -1)])
 def test_a_cut_conversation_goes_on_by_the_value_at_the_end_of_the_line_that_was_cut(make_config, cut, told):
-    """Of the role that was cut, told by the rollout, or else who spoke last; the other role has ended."""
+    """Of the role that was cut; the other role has ended."""
     turns: list[Turn] = [("asker", 2, 0.5), ("teller", 3, 0.25)]
     turns += [("asker", 1, 0.0)] if cut == "asker" else [("teller", 2, 0.0)]
-    found = by_line(learned(make_config, "ppo", [talk(0, turns, cut=cut, cut_line=told)], **PPO), 0)
+    found = by_line(learned(make_config, "ppo", [talk(0, turns, cut=told)], **PPO), 0)
     # Behind the last sampled id of a line stands a given 6: the value of the end is what is read there.
     for role, reward in (("asker", 0.5), ("teller", 0.25)):
         worth = reward + (6.0 if role == cut else 0.0)
@@ -139,7 +132,7 @@ def _value(first: int, at: int, before: int) -> float:
     return 6.0 if before else 0.0
 
 
-@pytest.mark.parametrize(("line", "end"), [(0, 6.0), (1, 6.0), (-1, 0.0), (None, 6.0)])
+@pytest.mark.parametrize(("line", "end"), [(0, 6.0), (1, 6.0), (-1, 0.0)])
 def test_a_session_that_was_cut_bootstraps_from_the_line_that_it_says(make_config, line, end):
     """All its lines share its reward, and what would have followed the cut one."""
     asked: list[list[Sequence]] = []
@@ -151,14 +144,14 @@ def test_a_session_that_was_cut_bootstraps_from_the_line_that_it_says(make_confi
 
     turns: list[Turn] = [("asker", 2, 1.0), ("teller", 1, 0.0)]
     message = trainer_pb2.SettledGroup(
-        members=[talk(0, turns, plain=True, cut="", cut_line=line), talk(1, turns, plain=True)]
+        members=[talk(0, turns, plain=True, cut=line), talk(1, turns, plain=True)]
     )
     config = TrainerConfig.model_validate(make_config(algorithm={"name": "ppo", "options": PPO}))
     intake = Intake(config, build_algorithm(config.algorithm))
     group = read_group(message, SamplingSection(), 64)
     (inferred,) = intake.inferred([group], Seen())
     read = [len(each.trained) for each in asked[0]]
-    assert read == [2 + (line == 0), 1 + (line in (1, None)), 2, 1]
+    assert read == [2 + (line == 0), 1 + (line == 1), 2, 1]
     assert inferred.following == (end, 0.0)
     (prepared,) = intake.prepare(STATE, [inferred])
     first, second = prepared.sequences[:2]
@@ -251,10 +244,8 @@ def test_credit_by_turn_follows_time_over_the_lines_of_a_session(make_config, na
     """A session asks once, its helper answers on a line of its own, and what the session then says earns 1."""
     members = []
     for index, reward in enumerate((1.0, 0.0)):
-        made = talk(index, [("asker", 1, 0.0), ("asker", 1, reward), ("teller", 1, 0.25)], plain=True)
-        made.trajectory.conversation.turn_places.extend([0, 2, 1])
-        made.trajectory.body_digest = trajectory_digest(made.trajectory)
-        members.append(made)
+        turns: list[Turn] = [("asker", 1, 0.0), ("teller", 1, 0.25), ("asker", 1, reward)]
+        members.append(talk(index, turns, plain=True))
     options: dict[str, object] = {"credit": "turn", "turn_discount": discount}
     if name == "ppo":
         options |= {"whiten": False, "gamma": 1.0, "lam": 1.0}
@@ -266,15 +257,15 @@ def test_credit_by_turn_follows_time_over_the_lines_of_a_session(make_config, na
     if name == "rloo":  # the other session has earned 0.25 by its helper alone
         wanted = {20: [discount * (helper - 0.25), last], 30: [helper - 0.25]}
     assert {key: pytest.approx(value) for key, value in wanted.items()} == by_line(found, 0)
-    members[0].trajectory.conversation.turn_places[:] = [0, 1, 1]
+    members[0].trajectory.conversation.turns[1].branch = 2
     members[0].trajectory.body_digest = trajectory_digest(members[0].trajectory)
-    with pytest.raises(Refusal, match="turn_places"):
+    with pytest.raises(Refusal, match="turn 1 is in branch 2, and there are 2"):
         learned(make_config, name, members, **options)
 
 
 def test_the_part_of_a_policy_keeps_the_temperature_of_each_of_its_tokens(make_config):
     members = [talk(index, [("asker", 2, 1.0), ("teller", 1, 1.0)], temperature=0.5) for index in range(2)]
-    for policy, wanted in (("", [1.0, 1.0]), ("tutor", [0.5])):
+    for policy, wanted in (("", []), ("tutor", [0.5])):  # none: all at the run's
         prepared = learned(make_config, "reinforce", members, policy, credit="trajectory")
         assert [each.temperatures for each in prepared.sequences] == [wanted, wanted]
 
@@ -282,7 +273,7 @@ def test_the_part_of_a_policy_keeps_the_temperature_of_each_of_its_tokens(make_c
 def test_columns_that_are_given_go_to_their_own_lines(make_config):
     """The infer pass reads one id further in the cut line alone, and every column keeps its line."""
     turns: list[Turn] = [("asker", 2, 1.0), ("teller", 3, 0.0), ("asker", 1, 0.0)]
-    prepared = learned(make_config, "ppo", [talk(0, turns, cut="asker", cut_line=0)], **PPO, epochs=2)
+    prepared = learned(make_config, "ppo", [talk(0, turns, cut=0)], **PPO, epochs=2)
     found = {each.tokens[each.trained[0]]: each.columns for each in prepared.sequences}
     assert found[20][VALUES] == [0.0, 20.0, 6.0] and found[30][VALUES] == [0.0, 30.0, 31.0]
     assert found[20][OLD_LOG_PROBS] == [-1.0] * 3 and REFERENCE_LOG_PROBS not in found[20]

@@ -240,18 +240,26 @@ def opened():
     return steps.begin(state, steps.Begin(1, 1, 5, 6))[0]
 
 
+def replaced(group, **values):
+    """With a list of the same value for each trained token in a field of each branch."""
+    members = []
+    for member in group.members:
+        branches = [
+            replace(b, **{name: [value] * len(b.trained) for name, value in values.items()})
+            for b in member.branches
+        ]
+        members.append(replace(member, branches=tuple(branches)))
+    return replace(group, members=tuple(members))
+
+
 def test_a_token_of_an_older_version_needs_its_log_prob(opened, make_group):
     told = make_group(0, version=1)
-    untold = replace(
-        told, members=tuple(replace(m, engine_log_probs=[math.nan] * len(m.trained)) for m in told.members)
-    )
+    untold = replaced(told, log_probs=math.nan)
     assert admitted(opened, [told], 1)[1] == [told]
     state, fresh = admitted(opened, [untold], 1)
     assert not fresh and state.groups[0].disposition is Disposition.STALE
     assert "log-prob the engine did not tell" in state.groups[0].detail
-    fresh_group = replace(
-        untold, members=tuple(replace(m, versions=[5] * len(m.trained)) for m in untold.members)
-    )
+    fresh_group = replaced(untold, versions=5)
     assert admitted(opened, [fresh_group], 1)[1] == [fresh_group]
 
 
@@ -275,12 +283,13 @@ def two_segments(sequence, cut, versions):
         attempt=1,
         finish_reason=common_pb2.FINISH_REASON_EOS,
     )
-    trajectory.segments.add(tokens=common_pb2.TokenSegment(token_ids=sequence.tokens[:first]))
+    branch = trajectory.branches.add()
+    branch.segments.add(tokens=common_pb2.TokenSegment(token_ids=sequence.tokens[:first]))
     for number, span in zip(versions, (slice(0, cut), slice(cut, None)), strict=True):
         ids = sequence.tokens[first:][span]
         log_probs = sequence.engine_log_probs[span]
         body = common_pb2.TokenSegment(token_ids=ids, log_probs=log_probs)
-        trajectory.segments.add(policy_number=number, tokens=body)
+        branch.segments.add(policy_number=number, tokens=body)
     trajectory.body_digest = trajectory_digest(trajectory)
     return trajectory
 
@@ -301,8 +310,9 @@ def test_each_token_of_two_versions_is_weighed_by_the_one_that_sampled_it(
     settled.members.add(trajectory=two_segments(told, cut, (1, 5)), reward=1.0)
     member = read_group(settled, SamplingSection(), 32).members[0]
     assert member.versions == [1] * cut + [5] * (len(given.trained) - cut)
-    assert member.engine_log_probs == pytest.approx(old[:cut] + new[cut:], rel=1e-6)
-    learned = Sequence(member.tokens, member.trained, member.engine_log_probs, [0.7] * len(old), 1.0)
+    (branch,) = member.branches
+    assert branch.log_probs == pytest.approx(old[:cut] + new[cut:], rel=1e-6)
+    learned = Sequence(branch.tokens, branch.trained, branch.log_probs, [0.7] * len(old), 1.0)
     assert backend.micro([[learned]]).finite
     found = backend.reduced_gradient(1.0)
 

@@ -43,22 +43,22 @@ def talk_of(seed: int, index: int, number: int, roles: tuple[str, ...]) -> train
         attempt=1,
         finish_reason=common_pb2.FINISH_REASON_TERMINATED,
     )
-    for line, role in enumerate(roles):
-        for place, (version, ids) in enumerate(lines[role]):
+    for role in roles:
+        branch = trajectory.branches.add()
+        for version, ids in lines[role]:
             tokens = common_pb2.TokenSegment(token_ids=ids)
             if version:
                 tokens.log_probs.extend([-float(each) / 9 for each in ids])
                 tokens.distribution.CopyFrom(ONE)
-            sibling = bool(line) and not place
-            trajectory.segments.add(policy_number=version, tokens=tokens, begins_sibling=sibling)
+            branch.segments.add(policy_number=version, tokens=tokens)
     talk, spoken = trajectory.conversation, dict.fromkeys(lines, 0)
     found = []
     for turn, role in enumerate(TURNS):
         spoken[role] += 1
         if role in roles:
-            talk.turn_messages.append(len(talk.messages))
+            tokens = len(lines[role][2 * spoken[role] - 1][1])
+            talk.turns.add(message=len(talk.messages), branch=roles.index(role), tokens=tokens)
             talk.messages.add(role="assistant", party=role)
-            talk.turn_tokens.append(len(lines[role][2 * spoken[role] - 1][1]))
             found.append(rewards[turn])
     trajectory.body_digest = trajectory_digest(trajectory)
     return trainer_pb2.SettledTrajectory(trajectory=trajectory, reward=sum(found), turn_rewards=found)

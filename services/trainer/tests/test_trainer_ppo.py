@@ -181,20 +181,21 @@ def test_values_of_the_base_and_of_cut_ends_reach_the_returns(
     state = steps.begin(state, steps.Begin(1, 1, 5, 6))[0]
     group = make_group(0, version=5)
     first, second, *rest = group.members
-    group = replace(group, members=(replace(first, truncated=True), replace(second, masked=True), *rest))
+    cut = replace(first, truncated=True, branches=(replace(first.branches[0], cut=True),))
+    group = replace(group, members=(cut, replace(second, masked=True), *rest))
     finished = learner.finish(learner.learn(state, [group]), 1e-3)
     assert finished.finite and len(rounds.asked) == 1, "the infer pass runs once"
-    assert {len(s.tokens) for s in rounds.work} <= {len(m.tokens) for m in group.members}
+    assert {len(s.tokens) for s in rounds.work} <= {m.size for m in group.members}
     assert len(rounds.work) == 3 * (2 if options is PASSES else 1)
     for index, sequence in zip((0, 2, 3), rounds.work, strict=False):
-        member = next(m for m in group.members if m.tokens == sequence.tokens)
-        following = len(member.tokens) if bootstraps and member.truncated else 0.0
-        values = [float(position) for position in member.trained]
+        member = next(m for m in group.members if m.branches[0].tokens == sequence.tokens)
+        following = member.size if bootstraps and member.truncated else 0.0
+        values = [float(position) for position in member.branches[0].trained]
         assert sequence.columns[VALUES] == values, index
         # With lambda 0 a return is the reward and half of the next value.
         expected = [0.5 * value for value in values[1:]] + [member.reward + 0.5 * following]
         assert sequence.columns[RETURNS] == pytest.approx(expected)
-        assert len(sequence.advantages) == len(member.trained)
+        assert len(sequence.advantages) == member.sampled
 
 
 def test_the_share_of_the_returns_that_values_explain_is_a_figure(make_group):

@@ -43,7 +43,7 @@ async def test_a_step_from_restore_to_publish(client, make_settled, settled_dige
     state = await client.state()
     assert state.phase == pb.STEP_PHASE_ACCUMULATING and list(state.accumulated_prompts) == [0, 1, 2]
     reply = await client.commit(0, 1, 1, 2, settled_digest(groups))
-    tokens = sum(len(m.trajectory.segments[1].tokens.token_ids) for g in groups for m in g.members)
+    tokens = sum(len(m.trajectory.branches[0].segments[1].tokens.token_ids) for g in groups for m in g.members)
     assert reply.result == pb.COMMIT_RESULT_COMMITTED
     assert (reply.group_count, reply.sequence_count, reply.token_count) == (3, 12, tokens)
     assert dict(reply.tokens_by_version) == {1: tokens} and reply.max_staleness == 0
@@ -154,7 +154,7 @@ async def test_stale_damaged_and_foreign_groups_are_refused(client, make_settled
     await client.begin(0, 1, 1, 2)
     stale = make_settled(0, version=version)
     for member in stale.members:
-        member.trajectory.segments[1].policy_number = 7
+        member.trajectory.branches[0].segments[1].policy_number = 7
     assert await refused(client.learn(0, 1, [stale])) == "DIGEST_MISMATCH"
     foreign = make_settled(0, version=type(version)(number=7))
     [response] = await client.learn(0, 1, [foreign])
@@ -209,8 +209,9 @@ async def test_warm_up_learns_and_is_reported(client, make_config):
     from headrace_schema.sections.generating import ModelSection
 
     codec = load_tokenizer(ModelSection(path=config["model"]["path"], dtype="float32"))
-    trajectory.segments.add().tokens.token_ids.extend(codec.encode_prompt(text="copy 123: "))
-    answer = trajectory.segments.add(policy_number=1)
+    branch = trajectory.branches.add()
+    branch.segments.add().tokens.token_ids.extend(codec.encode_prompt(text="copy 123: "))
+    answer = branch.segments.add(policy_number=1)
     answer.tokens.token_ids.extend(codec.encode_answer("1"))
     [found] = (await client.infer([trajectory])).sequences
     assert len(found.values) == 2 and found.values[0] > np.log(0.5)

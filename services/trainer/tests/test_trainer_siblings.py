@@ -13,14 +13,20 @@ from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.figures import witnesses
 from headrace_trainer.learning.intake import Inferred, Intake
-from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Image, Member
+from headrace_trainer.learning.samples import Branch, Disposition, Group, GroupRecord, Image, Member
 from headrace_trainer.learning.step import StepState, Version
 from headrace_trainer.wire.messages import read_group
 from trainer_calls import random_sequences, settled_trajectory
 
 STATE = StepState(version=Version(0, 0, 0, ""), lineage={0: 0})
-ALONE = Member(0, 1, "alone", 1.0, [1, 2, 3], [1, 2], [-1.0, -2.0], [0, 0])
-BOTH = Member(1, 1, "both", 0.0, [1, 2, 3, 1, 5, 6, 7], [1, 5, 6], [-1.0, -2.0, -3.0], [0] * 3, siblings=(3,))
+ALONE = Member(0, 1, "alone", 1.0, (Branch([1, 2, 3], [1, 2], [-1.0, -2.0], [0, 0]),))
+BOTH = Member(
+    1,
+    1,
+    "both",
+    0.0,
+    (Branch([1, 2, 3], [1], [-1.0], [0]), Branch([1, 5, 6, 7], [2, 3], [-2.0, -3.0], [0] * 2)),
+)
 """[1, 2, 3] with 2 sampled, then [1, 5, 6, 7] with 6 and 7."""
 
 
@@ -82,18 +88,19 @@ def test_witnesses_of_the_engines_log_probs_are_lines():
     state = StepState(version=Version(0, 0, 0, ""), lineage={0: 0}, groups={0: record})
     found = witnesses(state, [Group(0, (BOTH,), "digest")])
     assert [each.tokens for each in found] == [[1, 2, 3], [1, 5, 6, 7]]
-    pictured = replace(ALONE, images=(Image("digest", b"file"),))
-    (found,) = witnesses(state, [Group(0, (pictured,), "digest")])
+    pictured = replace(ALONE.branches[0], images=(Image("digest", b"file"),))
+    (found,) = witnesses(state, [Group(0, (replace(ALONE, branches=(pictured,)),), "digest")])
     assert found.images == pictured.images, "the engine has seen them"
 
 
 def test_siblings_come_with_prompts_of_their_own():
     message = trainer_pb2.SettledGroup(prompt_ordinal=0)
     trajectory = settled_trajectory(0, 0, 1, random_sequences(3)[1], 1)
-    given = trajectory.segments.add(begins_sibling=True)
+    sibling = trajectory.branches.add()
+    given = sibling.segments.add()
     given.tokens.token_ids.extend([4, 5])
-    own = trajectory.segments.add(policy_number=1)
-    own.tokens.CopyFrom(trajectory.segments[1].tokens)
+    own = sibling.segments.add(policy_number=1)
+    own.tokens.CopyFrom(trajectory.branches[0].segments[1].tokens)
 
     def read():
         trajectory.body_digest = trajectory_digest(trajectory)
@@ -102,9 +109,8 @@ def test_siblings_come_with_prompts_of_their_own():
         (member,) = read_group(message, SamplingSection(), 32).members
         return member
 
-    member = read()
-    (start,) = member.siblings
-    assert member.tokens[start : start + 2] == [4, 5] and len(member.lines(member.trained)) == 2
-    given.policy_number = 1
-    with pytest.raises(Refusal, match="a sibling begins with given ids"):
+    _, other = read().branches
+    assert other.tokens[:2] == [4, 5] and other.trained[0] == 2
+    del sibling.segments[0]
+    with pytest.raises(Refusal, match="the first id is sampled"):
         read()

@@ -21,7 +21,7 @@ from headrace_trainer.algorithms._turns import by_role, by_turn
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.intake import Inferred, Intake
-from headrace_trainer.learning.samples import Group, Member
+from headrace_trainer.learning.samples import Branch, Group, Member, Turn
 from headrace_trainer.learning.step import StepState, Version
 from headrace_trainer.wire.messages import read_group
 from hypothesis import given, settings
@@ -183,9 +183,10 @@ def test_the_trainer_learns_each_turns_tokens_with_its_own_advantage(make_config
     config = TrainerConfig.model_validate(make_config(algorithm={"group_size": 2, "options": options}))
     algorithm = build_algorithm(config.algorithm)
     members = tuple(
-        Member(index, 1, f"body {index}", 1.0, [1, 2, 3, 4, 5], [1, 2, 4], [-1.0] * 3, [0] * 3,
-               turn_rewards=rewards, turn_tokens=(2, 1))
-        for index, rewards in enumerate([(1.0, 0.0), (0.0, 1.0)])
+        Member(index, 1, f"body {index}", 1.0, (
+            Branch([1, 2, 3, 4, 5], [1, 2, 4], [-1.0] * 3, [0] * 3, turns=(Turn(2, one), Turn(1, two, place=1))),
+        ))
+        for index, (one, two) in enumerate([(1.0, 0.0), (0.0, 1.0)])
     )  # fmt: skip
     group = Group(0, members, "digest")
     intake = Intake(config, algorithm)
@@ -201,7 +202,8 @@ def settled(turn_tokens: list[int], turn_rewards: list[float]) -> trainer_pb2.Se
     message = trainer_pb2.SettledGroup(prompt_ordinal=0)
     sequence = random_sequences(3)[1]
     trajectory = settled_trajectory(0, 0, 1, sequence, 1)
-    trajectory.conversation.turn_tokens.extend(turn_tokens)
+    for tokens in turn_tokens:
+        trajectory.conversation.turns.add(tokens=tokens)
     trajectory.body_digest = trajectory_digest(trajectory)
     message.members.add(trajectory=trajectory, reward=1.0, turn_rewards=turn_rewards)
     return message
@@ -212,9 +214,9 @@ def test_turns_come_with_their_tokens_and_rewards_or_are_refused():
     assert count > 1
     whole = settled([count - 1, 1], [0.25, 0.75])
     (member,) = read_group(whole, SamplingSection(), 32, by_turn=True).members
-    assert (member.turn_tokens, member.turn_rewards) == ((count - 1, 1), (0.25, 0.75))
+    assert member.turns == [Turn(count - 1, 0.25), Turn(1, 0.75, place=1)]
     (member,) = read_group(whole, SamplingSection(), 32).members
-    assert not member.turn_rewards, "credit goes to the whole"
+    assert not member.turns, "credit goes to the whole"
     for tokens, rewards in (
         ([], []),
         ([count], [0.5, 0.5]),
@@ -280,19 +282,19 @@ def in_roles(rewards: list[float]) -> trainer_pb2.SettledTrajectory:
     trajectory = common_pb2.Trajectory(
         sample=common_pb2.SlotKey(), attempt=1, finish_reason=common_pb2.FINISH_REASON_TERMINATED
     )
-    for number, ids, sibling in (
-        (0, [5], False), (1, [6], False), (0, [7], False), (1, [8], False), (0, [9, 10], True), (1, [11, 12], False)
-    ):  # fmt: skip
-        tokens = common_pb2.TokenSegment(token_ids=ids)
-        if number:
-            tokens.log_probs.extend([-float(each) for each in ids])
-            tokens.distribution.CopyFrom(one)
-        trajectory.segments.add(policy_number=number, tokens=tokens, begins_sibling=sibling)
+    for parts in ([(0, [5]), (1, [6]), (0, [7]), (1, [8])], [(0, [9, 10]), (1, [11, 12])]):
+        branch = trajectory.branches.add()
+        for number, ids in parts:
+            tokens = common_pb2.TokenSegment(token_ids=ids)
+            if number:
+                tokens.log_probs.extend([-float(each) for each in ids])
+                tokens.distribution.CopyFrom(one)
+            branch.segments.add(policy_number=number, tokens=tokens)
     talk = trajectory.conversation
     for role, party in (("user", "asker"), *(("assistant", each) for each in ("asker", "teller", "asker"))):
         talk.messages.add(role=role, party=party)
-    talk.turn_tokens.extend([1, 2, 1])
-    talk.turn_messages.extend([1, 2, 3])
+    for place, branch, tokens in ((1, 0, 1), (2, 1, 2), (3, 0, 1)):
+        talk.turns.add(message=place, branch=branch, tokens=tokens)
     trajectory.body_digest = trajectory_digest(trajectory)
     return trainer_pb2.SettledTrajectory(trajectory=trajectory, reward=sum(rewards), turn_rewards=rewards)
 
@@ -305,8 +307,10 @@ def test_each_role_is_learned_as_a_sequence_of_its_own_with_its_own_advantage(ma
         each.trajectory.body_digest = trajectory_digest(each.trajectory)
         message.members.append(each)
     group = read_group(message, SamplingSection(), 32)
-    assert group.members[0].turn_roles == ("asker", "asker", "teller")
-    assert group.members[0].turn_tokens == (1, 1, 2) and group.members[0].turn_rewards == (0.5, 0.0, 1.0)
+    assert [[*branch.turns] for branch in group.members[0].branches] == [
+        [Turn(1, 0.5, "asker", 0), Turn(1, 0.0, "asker", 2)],
+        [Turn(2, 1.0, "teller", 1)],
+    ]
     config = TrainerConfig.model_validate(
         make_config(algorithm={"group_size": 2, "options": {"normalize_std": False}})
     )

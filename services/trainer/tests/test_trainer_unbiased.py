@@ -14,7 +14,7 @@ from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
 from headrace_trainer.learning.intake import Inferred, Intake
-from headrace_trainer.learning.samples import Group, Member
+from headrace_trainer.learning.samples import Branch, Group, Member, Turn
 from headrace_trainer.learning.step import StepState, Version
 
 STATE = StepState(version=Version(1, 0, 0, ""), lineage={1: 0})
@@ -34,22 +34,13 @@ def talk(index: int, path: tuple[int, ...], roles: tuple[str, ...] = ()) -> Memb
     """Each turn samples one token; with roles, those that take turn after turn, each on a line of its own."""
     who = [roles[turn % len(roles)] if roles else "" for turn in range(len(path))]
     lines = {role: [turn for turn, each in enumerate(who) if each == role] for role in dict.fromkeys(who)}
-    tokens, trained, starts = [], [], []
-    for turns in lines.values():
-        starts.append(len(tokens))
-        tokens.append(1)
-        for turn in turns:
-            trained.append(len(tokens))
-            tokens += [path[turn], 2]
-    order = [turn for turns in lines.values() for turn in turns]
-    earned = EARNED[path]
-    return Member(
-        index, 1, f"{index} {path}", math.fsum(earned), tokens, trained, [-1.0] * len(path), [1] * len(path),
-        turn_rewards=tuple(earned[turn] for turn in order),
-        turn_tokens=(1,) * len(path),
-        turn_roles=tuple(who[turn] for turn in order) if roles else (),
-        siblings=tuple(starts[1:]),
-    )  # fmt: skip
+    branches, earned = [], EARNED[path]
+    for role, turns in lines.items():
+        tokens = [1, *(token for turn in turns for token in (path[turn], 2))]
+        taken = tuple(Turn(1, earned[turn], role, turn) for turn in turns)
+        count = len(turns)
+        branches.append(Branch(tokens, [*range(1, 2 * count, 2)], [-1.0] * count, [1] * count, turns=taken))
+    return Member(index, 1, f"{index} {path}", math.fsum(earned), tuple(branches))
 
 
 def advantages(
@@ -63,7 +54,7 @@ def advantages(
     columns = {OLD_LOG_PROBS: -1.0, REFERENCE_LOG_PROBS: -1.0, VALUES: 0.75}
     batch = []
     for ordinal, members in enumerate(groups):
-        own = tuple({name: [columns[name]] * len(each.trained) for name in built.columns} for each in members)
+        own = tuple({name: [columns[name]] * each.sampled for name in built.columns} for each in members)
         group = Group(ordinal, tuple(members), f"group {ordinal}")
         batch.append(Inferred(group, own, (0.0,) * len(members)))
     found = []
@@ -72,9 +63,9 @@ def advantages(
         lines = iter(prepared.sequences)
         found.append(
             [
-                [v for _ in each.lines(each.trained) for v in next(lines).advantages]
+                [v for _ in each.branches for v in next(lines).advantages]
                 if prepared.sequences
-                else [0.0] * len(each.trained)
+                else [0.0] * each.sampled
                 for each in members
             ]
         )
@@ -163,10 +154,11 @@ def test_a_long_conversations_lone_turns_are_compared_with_the_others_and_not_wi
     """One right conversation of 20 turns and seven wrong ones of 2: as whole conversations, 1 and -1/7."""
 
     def one(index: int, turns: int, reward: float) -> Member:
-        return Member(
-            index, 1, f"{index}", reward, [1, *[3, 2] * turns], list(range(1, 2 * turns, 2)), [-1.0] * turns,
-            [1] * turns, turn_rewards=(*[0.0] * (turns - 1), reward), turn_tokens=(1,) * turns,
-        )  # fmt: skip
+        earned = [*[0.0] * (turns - 1), reward]
+        taken = tuple(Turn(1, each, place=place) for place, each in enumerate(earned))
+        trained = list(range(1, 2 * turns, 2))
+        branch = Branch([1, *[3, 2] * turns], trained, [-1.0] * turns, [1] * turns, turns=taken)
+        return Member(index, 1, f"{index}", reward, (branch,))
 
     members = [one(0, 20, 1.0), *(one(index, 2, 0.0) for index in range(1, 8))]
     for credit in ("trajectory", "turn"):

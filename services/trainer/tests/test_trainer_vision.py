@@ -278,10 +278,10 @@ def settled(codec: Any, data: bytes, digests: list[str]) -> Any:
     ids = codec.encode_prompt(chat=[{"role": "user", "content": "<image>which?"}], images=[data])
     for member in group.members:
         trajectory = member.trajectory
-        del trajectory.segments[0].tokens.token_ids[:]
-        trajectory.segments[0].tokens.token_ids.extend(ids)
-        trajectory.image_digests.extend(digests)
-        trajectory.image_starts.extend([ids.index(codec.images.token)] * len(digests))
+        (branch,) = trajectory.branches
+        branch.segments[0].tokens.token_ids[:] = ids
+        for digest in digests:
+            branch.images.add(digest=digest, start=ids.index(codec.images.token))
         trajectory.body_digest = trajectory_digest(trajectory)
     group.images.add(digest=digest_bytes(data), data=data)
     return group
@@ -291,8 +291,9 @@ def test_a_settled_group_comes_with_its_images_once(make_config, directory, code
     data = png(1)
     kind = run_kind(TrainerConfig.model_validate(make_config(model={"path": str(directory)})))
     group = kind.read_group(settled(codec, data, [digest_bytes(data)]))
-    assert all(member.images == (Image(digest_bytes(data), data),) for member in group.members)
-    assert all(sum(token < 0 for token in member.tokens) == 4 for member in group.members)
+    branches = [branch for member in group.members for branch in member.branches]
+    assert all(branch.images == (Image(digest_bytes(data), data),) for branch in branches)
+    assert all(sum(token < 0 for token in branch.tokens) == 4 for branch in branches)
     with pytest.raises(Refusal, match="were made with other images"):
         kind.read_group(settled(codec, data, []))
     broken = settled(codec, data, [digest_bytes(data)])
@@ -301,7 +302,7 @@ def test_a_settled_group_comes_with_its_images_once(make_config, directory, code
         kind.read_group(broken)
     moved = settled(codec, data, [digest_bytes(data)])
     for member in moved.members:
-        member.trajectory.image_starts[0] += 1
+        member.trajectory.branches[0].images[0].start += 1
         member.trajectory.body_digest = trajectory_digest(member.trajectory)
     with pytest.raises(Refusal, match="are not those of an image"):
         kind.read_group(moved)

@@ -71,8 +71,9 @@ def settled_trajectory(
         attempt=attempt,
         finish_reason=common_pb2.FINISH_REASON_EOS,
     )
-    trajectory.segments.add(tokens=common_pb2.TokenSegment(token_ids=sequence.tokens[:first]))
-    trajectory.segments.add(
+    branch = trajectory.branches.add()
+    branch.segments.add(tokens=common_pb2.TokenSegment(token_ids=sequence.tokens[:first]))
+    branch.segments.add(
         policy_number=number,
         tokens=common_pb2.TokenSegment(
             token_ids=sequence.tokens[first:], log_probs=sequence.engine_log_probs, distribution=distribution

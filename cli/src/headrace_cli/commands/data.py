@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from headrace_cli.commands.options import JsonFlag
 from headrace_cli.errors import EXIT_USER_ERROR, CommandError, refused, user_error
 from headrace_cli.output import console, print_json, table
 from headrace_cli.show.reporters import BLOCKS
+from headrace_cli.show.runs import measured
 
 if TYPE_CHECKING:
     from headrace_coordinator.data.dataset import Dataset
@@ -167,18 +169,24 @@ def reward(
         for answer, verdict in zip(answers, verdicts, strict=True)
     ]
     names = sorted({name for verdict in verdicts for name in verdict.parts})
-    mean = {name: sum(v.parts.get(name, 0.0) for v in verdicts) / len(verdicts) for name in names}
+    mean = {name: fmean(v.parts[name] for v in verdicts if name in v.parts) for name in names}
     failed = sum(bool(verdict.detail) for verdict in verdicts)
-    average = sum(verdict.reward for verdict in verdicts) / len(verdicts)
+    judged = [verdict.reward for verdict in verdicts if not verdict.detail]
+    average = fmean(judged) if judged else None
     if as_json:
         print_json({"reward": average, "parts": mean, "failed": failed, "answers": rows})
         return
     console().print(
-        f"{len(rows)} answers: mean reward {average:.4g}" + (f", {failed} not judged" if failed else "")
+        f"{len(rows)} answers: mean reward {measured(average, '.4g')}"
+        + (f", {failed} not judged" if failed else "")
     )
     width = max(20, console().width - 40)
     shown = [
-        (f"{row['reward']:.4g}", row["completion"].replace("\n", "\\n")[:width], row["detail"])
+        (
+            "–" if row["detail"] else f"{row['reward']:.4g}",
+            row["completion"].replace("\n", "\\n")[:width],
+            row["detail"],
+        )
         for row in rows[:20]
     ]
     console().print(table([">reward", "answer", "detail"], shown))

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,13 +26,15 @@ import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_schema.sections.embodied import EnvironmentSection
+from headrace_servicekit.causes import cause_first
 from headrace_servicekit.process.ports import LOOPBACK, free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.episodes import is_image
+from headrace_servicekit.rpc.errors import metadata_of
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 
 from headrace_cli.demonstrations.lerobot import EpisodeData
-from headrace_cli.errors import CommandError, user_error
+from headrace_cli.errors import EXIT_USER_ERROR, CommandError, user_error
 
 EXPERT_ACTION = "expert_action"
 OPEN_S = 300.0
@@ -153,8 +156,11 @@ async def _collect_task(wanted: Collection, task: str, stub: Any, found: Collect
     await stub.ClosePool(simulator_pb2.ClosePoolRequest(header=_header(task), pool=pool.pool))
     if len(kept) < wanted.episodes:
         reason = f"{len(kept)} of {MOST_TRIES * wanted.episodes} episodes of {task} succeeded"
-        fix = "lower --noise, or raise environment.max_episode_steps"
-        raise user_error("--episodes", f"{wanted.episodes} are wanted, and {reason}", fix)
+        problem = f"{wanted.episodes} are wanted, and {reason}"
+        if player.lost:
+            count = sum(player.lost.values())
+            raise _caused(next(iter(player.lost)), f"{count} of them were lost; {problem}", "--episodes")
+        raise user_error("--episodes", problem, "lower --noise, or raise environment.max_episode_steps")
     found.episodes += kept[: wanted.episodes]
     found.image_shapes.update(player.image_shapes)
 
@@ -177,9 +183,10 @@ async def _open(environment: EnvironmentSection, task: str, count: int, stub: An
     try:
         pool = await stub.OpenPool(request, timeout=OPEN_S)
     except grpc.aio.AioRpcError as error:
-        reason = f"{environment.backend} refuses {task}: {error.details()}"
+        cause = (error.details() or "").removeprefix(f"{metadata_of(error).get('key')}: ")
         fix = "demonstrations are collected of environments with the option `expert`, such as Meta-World's"
-        raise user_error("environment", reason, fix) from error
+        refusal = f"{environment.backend} does not open {task}: {fix}"
+        raise _caused(cause, refusal, "environment.tasks") from error
     if EXPERT_ACTION not in {space.name for space in pool.observation_spaces}:
         raise user_error(
             "environment.tasks",
@@ -187,6 +194,11 @@ async def _open(environment: EnvironmentSection, task: str, count: int, stub: An
             "choose a task with a scripted policy, such as Meta-World's",
         )
     return pool
+
+
+def _caused(cause: str, effect: str, key: str) -> CommandError:
+    """A user's error with the words of what an environment raised."""
+    return CommandError(cause_first(cause, effect, key), reason="INVALID", exit_code=EXIT_USER_ERROR)
 
 
 def _header(task: str) -> common_pb2.CommandHeader:
@@ -214,6 +226,8 @@ class _Player:
         self._counts = categories.reshape(self._low.shape)
         self._header: common_pb2.CommandHeader | None = _header(task)
         self._steps: dict[int, int] = {}
+        self.lost = Counter[str]()
+        """Environments that were lost, by what is said of it."""
         self._call = stub.Step()
 
     async def play(self, seeds: Sequence[int]) -> list[tuple[EpisodeData, bool]]:
@@ -298,16 +312,16 @@ class _Player:
         except TimeoutError as error:
             raise CommandError(f"the simulator has not answered {left} operations in time") from error
         self._steps |= {place: outcome.step_index + 1 for place, outcome in found.items()}
-        return {place: outcome for place, outcome in found.items() if _is_done(outcome)}
+        return {place: outcome for place, outcome in found.items() if self._is_done(outcome)}
 
-
-def _is_done(outcome: Any) -> bool:
-    """False where the environment was lost. Raises CommandError where the operation was refused."""
-    if outcome.status == simulator_pb2.OUTCOME_STATUS_OK:
-        return True
-    if outcome.status == simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST:
-        return False
-    raise CommandError(f"the simulator refuses an action: {outcome.detail}")
+    def _is_done(self, outcome: Any) -> bool:
+        """False where the environment was lost. Raises CommandError where the operation was refused."""
+        if outcome.status == simulator_pb2.OUTCOME_STATUS_OK:
+            return True
+        if outcome.status == simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST:
+            self.lost[outcome.detail] += 1
+            return False
+        raise CommandError(f"the simulator refuses an action: {outcome.detail}")
 
 
 def _arrays(outcome: Any) -> dict[str, np.ndarray]:

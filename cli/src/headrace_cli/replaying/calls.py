@@ -19,6 +19,7 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.recording.files import Call, Message, Recording
+from headrace_servicekit.rpc.trajectories import segments_of
 
 from headrace_cli.errors import CommandError, user_error
 from headrace_cli.replaying.stage import LEASE
@@ -319,7 +320,7 @@ def _references(request: trainer_pb2.LearnRequest) -> int:
         segment.actions
         for group in request.groups
         for member in group.members
-        for segment in member.trajectory.segments
+        for segment in segments_of(member.trajectory)
         if segment.HasField("actions")
     )
     return sum(

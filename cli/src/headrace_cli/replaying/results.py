@@ -13,6 +13,7 @@ from headrace.reward.v1 import reward_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_servicekit.recording.files import Call
 from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.rpc.trajectories import segments_of
 
 TIMES = ("seconds", "_per_second", "_bytes", "_ms")
 """Ends of the names of figures that say how long something took, or how large it was."""
@@ -149,8 +150,8 @@ def _of_rollout(call: Call, response: Any) -> Values:
             reason = common_pb2.FinishReason.Name(trajectory.finish_reason).removeprefix("FINISH_REASON_")
             found[f"answer {_slot(trajectory)}"] = [
                 reason,
-                [list(segment.tokens.token_ids) for segment in trajectory.segments],
-                [list(segment.tokens.log_probs) for segment in trajectory.segments],
+                [list(segment.tokens.token_ids) for segment in segments_of(trajectory)],
+                [list(segment.tokens.log_probs) for segment in segments_of(trajectory)],
             ]
     return found
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from headrace_cli.output import STATE_STYLES, console, error_console, state_text
 from headrace_cli.show.fleet import short_name
-from headrace_cli.show.runs import confidence, evaluations, heldout, step_line, steps_table
+from headrace_cli.show.runs import confidence, evaluations, heldout, measured, step_line, steps_table
 from headrace_cli.watching import Reporter, Snapshot
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _words(kind: str, data: dict[str, Any]) -> str:
     match kind, data:
         case "run_state_changed", {"state": state, **rest}:
             return f"{state}: {rest['reason']}" if rest.get("reason") else str(state)
-        case "noted" | "death_charged", {"text": text}:
+        case "noted" | "death_charged" | "scorer_failed", {"text": text}:
             return str(text)
         case "warned", {"warnings": dict() as warnings}:
             return "; ".join(f"warning: {text}" for text in warnings.values()) or "no warning holds any more"
@@ -140,7 +140,7 @@ def _words(kind: str, data: dict[str, Any]) -> str:
 
 
 def _score(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3f}"
+    return measured(value, ".3f")
 
 
 def _brief(value: Any) -> str:
@@ -197,10 +197,13 @@ def figures(steps: Sequence[Step], width: int) -> list[Text]:
     newest = steps[-1]
     room = max(8, min(SPARK_WIDTH, width - 24))
     spread = newest.figures.get("reward_std")
-    reward = f"reward {newest.reward_mean:.3f}" + (f" ± {spread:.3f}" if spread is not None else "")
+    reward = f"reward {measured(newest.reward_mean, '.3f')}" + (
+        f" ± {spread:.3f}" if spread is not None else ""
+    )
     found = [(label, newest.figures.get(name)) for name, label in FIGURES.items()]
     learning = ", ".join(f"{label} {value:.4g}" for label, value in found if value is not None)
-    line = Text(f"{reward} {sparkline([step.reward_mean for step in steps], room)}", style="green")
+    rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
+    line = Text(f"{reward} {sparkline(rewards, room) if rewards else ''}".rstrip(), style="green")
     return [line, Text(learning)] if learning else [line]
 
 

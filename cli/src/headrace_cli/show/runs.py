@@ -62,7 +62,7 @@ def run_table(run: Run) -> Table:
             f"{counts.trained} trained, {counts.dropped} dropped{filtered}, {counts.duplicates} duplicates",
         ),
         ("last step", refilled),
-        ("staleness", f"at most {counts.max_staleness} steps"),
+        ("staleness", "" if counts.max_staleness is None else f"at most {counts.max_staleness} steps"),
         ("recoveries", run.recoveries or ""),
         ("warm-up", f"{run.warmup_steps} supervised steps" if run.warmup_steps else ""),
         ("files", run.run_directory),
@@ -111,16 +111,21 @@ def steps_table(steps: Sequence[Step], evaluations: Sequence[Evaluation], width:
     return table([f">{column}" for column in columns], rows, narrow=narrow)
 
 
+def measured(value: float | None, form: str = "") -> str:
+    """A figure; a dash for one that was not measured."""
+    return "–" if value is None or value != value else f"{value:{form}}"
+
+
 def _step_cell(step: Step, column: str, scores: dict[int, float]) -> str:
     if column in STAGES:
-        return f"{step.stage_s.get(column, 0.0):.2f}"
+        return measured(step.stage_s.get(column), ".2f")
     score = scores.get(step.step)
     return {
         "step": str(step.step),
-        "reward": f"{step.reward_mean:.3f}",
+        "reward": measured(step.reward_mean, ".3f"),
         "held-out": "" if score is None else f"{score:.3f}",
-        "tokens/s": f"{step.tokens_per_s:,.0f}",
-        "staleness": str(step.max_staleness),
+        "tokens/s": measured(step.tokens_per_s, ",.0f"),
+        "staleness": measured(step.max_staleness),
         "wall s": f"{step.wall_s:.2f}",
     }[column]
 
@@ -153,11 +158,12 @@ def policies_table(steps: Sequence[Step]) -> Table | None:
 def step_line(step: Step, steps: int, heldout: dict[int, float]) -> str:
     """One step as a line of a log."""
     score = heldout.get(step.step)
-    stages = " ".join(f"{stage}={step.stage_s.get(stage, 0.0):.2f}" for stage in STAGES)
+    stages = " ".join(f"{stage}={measured(step.stage_s.get(stage), '.2f')}" for stage in STAGES)
     return (
-        f"step {step.step}/{steps} reward={step.reward_mean:.3f}"
+        f"step {step.step}/{steps} reward={measured(step.reward_mean, '.3f')}"
         + (f" held-out={score:.3f}" if score is not None else "")
-        + f" tokens/s={step.tokens_per_s:.0f} staleness={step.max_staleness} wall={step.wall_s:.2f}s {stages}"
+        + f" tokens/s={measured(step.tokens_per_s, '.0f')} staleness={measured(step.max_staleness)}"
+        + f" wall={step.wall_s:.2f}s {stages}"
     )
 
 
@@ -282,7 +288,7 @@ def certificates_table(certificates: Sequence[Certificate], width: int = ALL_COL
                 sum(reason == FILTERED for _, _, reason in item.dropped),
                 item.refilled,
                 item.tokens,
-                item.max_staleness,
+                measured(item.max_staleness),
                 "not compared" if mean is None else f"{mean:.2g}",
                 "" if kl is None else f"{kl:.2g}",
                 item.set_digest[:16],

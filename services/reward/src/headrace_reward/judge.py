@@ -10,7 +10,6 @@ import hashlib
 import inspect
 import json
 import math
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+from headrace_servicekit.causes import cause_first, first_of, raised
 from headrace_servicekit.process.confine import explained
 
 from headrace_reward import scorers
@@ -183,7 +183,7 @@ def _blame(each: LoadedScorer, answer: Answer, raised: Raised) -> tuple[Fault, s
         return "answer", f"{each.part}: {error}"
     if isinstance(error, ScorerError):
         fault: Fault = "unavailable" if isinstance(error, Unavailable) else "scorer"
-        return fault, f"{each.part}: {error.field}: {error.message}"
+        return fault, f"{each.part}: {cause_first(error.message, '', error.field)}"
     return "scorer" if _broken(each, answer) else "answer", f"{each.part}: {raised.detail}"
 
 
@@ -318,6 +318,4 @@ def _call(function: Callable[[], _RESULT]) -> _RESULT | Raised:
 
 
 def _describe(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:300]}{where}{explained(error)}"
+    return f"{raised(error, 300)}{explained(first_of(error))}"

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from headrace_schema.sections.scoring import RewardSection, ScorerSection, set_of
+from headrace_schema.sections.scoring import RewardSection, ScorerSection, set_of, short_names
 from headrace_servicekit.rpc.digests import digest_bytes
 
 from headrace_reward.config import PoolSettings
@@ -120,7 +120,9 @@ class Run:
     ) -> None:
         self.section = section
         self.digest = ""
-        self._parts = {name: part_names(entries) for name, entries in section.sets().items()}
+        sets = section.sets()
+        short = short_names(entry.name for entries in sets.values() for entry in entries)
+        self._parts = {name: part_names(entries, short) for name, entries in sets.items()}
         self._recorded: OrderedDict[tuple[Key, str], _Recorded] = OrderedDict()
         self._remembered = settings.remembered
         opening = self._opening(directory)
@@ -254,13 +256,14 @@ def _keys_of(section: RewardSection) -> list[str]:
     return [str(each["api_key_env"]) for each in options if each.get("api_key_env")]
 
 
-def part_names(entries: list[ScorerSection]) -> list[str]:
-    """A name for each scorer's part: its own, with #2, #3 … where it occurs again."""
+def part_names(entries: list[ScorerSection], short: Mapping[str, str]) -> list[str]:
+    """A name for each scorer's part: its own in short, with #2, #3 … where it occurs again."""
     seen: dict[str, int] = {}
     names = []
     for entry in entries:
-        seen[entry.name] = seen.get(entry.name, 0) + 1
-        names.append(entry.name if seen[entry.name] == 1 else f"{entry.name}#{seen[entry.name]}")
+        name = short[entry.name]
+        seen[name] = seen.get(name, 0) + 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names
 
 

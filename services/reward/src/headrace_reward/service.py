@@ -185,7 +185,7 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
 
 
 def _of_conversation(conversation: common_pb2.Conversation) -> dict[str, Any]:
-    rewards = list(conversation.rewards)
+    rewards = [turn.reward for turn in conversation.turns]
     episode: dict[str, Any] = {
         "return": sum(rewards),
         "success": conversation.success,

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,18 +18,18 @@ from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_number, json_object
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
-from headrace_servicekit.rpc.trajectories import in_token_order, pack_routes, turn_roles, unpack_routes
+from headrace_servicekit.rpc.trajectories import pack_routes, unpack_routes
 
 from headrace_rollout.conversations.conversation import Given
 from headrace_rollout.engines.base import Lent, Refused, WeightEntry, Weights
 from headrace_rollout.engines.samples import (
-    BEGINS,
     GIVEN,
+    Branch,
+    Conversation,
     Distribution,
     Finish,
     Group,
     Prefix,
-    Said,
     Sample,
     SlotKey,
     Stream,
@@ -205,70 +205,100 @@ def fill_trajectory(
     *,
     raw_texts: bool = False,
 ) -> None:
-    """Fills a trajectory from a finished update: the prompt's segment, then one for each version.
+    """Fills a trajectory from a finished update.
 
     `raw_texts`: with its texts and their special tokens.
     """
     assert output.finish is not None and output.whole is not None
     fill_key(trajectory.sample, output.key)
     trajectory.attempt = output.attempt
-    trajectory.segments.add().tokens.token_ids.extend(output.prompt_ids)
-    text, lengths = codec.decode_with_lengths(output.whole.token_ids)
-    if output.said is not None:
-        text = _fill_said(trajectory.conversation, output.said)
-        if output.said.cut_line is not None:
-            trajectory.cut_line = output.said.cut_line
-        turns = output.said.turn_tokens
-        order = in_token_order(turn_roles(trajectory.conversation), len(turns))
-        lengths = _turn_lengths(output.whole, [turns[turn] for turn in order], codec)
     distribution = stream.distribution.greedy if output.greedy else stream.distribution
-    _fill_segments(trajectory, output.whole, _drawn_from(output, distribution), lengths)
+    if (talk := output.talk) is not None:
+        lengths = _turn_lengths(talk, codec)
+        text = _fill_talk(trajectory.conversation, talk)
+        for branch in talk.branches:
+            filled = trajectory.branches.add(cut=branch is talk.cut and output.finish is Finish.LENGTH)
+            _fill_branch(filled, branch, distribution, lengths.get(id(branch), []))
+    else:
+        text, own = codec.decode_with_lengths(output.whole.token_ids)
+        _fill_branch(trajectory.branches.add(), _answered(output), distribution, own)
+        trajectory.branches[0].cut = output.finish is Finish.LENGTH
+    trajectory.branches[0].routed_experts = pack_routes(output.whole.routes)
     trajectory.finish_reason = FINISH_REASONS[output.finish]
     trajectory.producer = producer
-    trajectory.routed_experts = pack_routes(output.whole.routes)
-    digests = [digest_bytes(image.data) for image in output.images]
-    trajectory.image_digests.extend(digests)
-    trajectory.image_starts.extend(image.start for image in output.images)
     # Before the texts and the images' files, which no digest covers.
     trajectory.body_digest = digest_bytes(trajectory.SerializeToString(deterministic=True))
-    if output.said is not None:  # of a prompt the coordinator has them
-        for digest, image in dict(zip(digests, output.images, strict=True)).items():
-            trajectory.images.add(digest=digest, data=image.data)
+    if talk is not None:  # of a prompt the coordinator has them
+        for digest, data in {digest_bytes(image.data): image.data for image in output.images}.items():
+            trajectory.images.add(digest=digest, data=data)
     trajectory.completion_text = text
     if raw_texts:
         trajectory.raw_prompt_text = codec.decode(output.prompt_ids, skip_special_tokens=False)
         trajectory.raw_completion_text = codec.decode(output.whole.token_ids, skip_special_tokens=False)
 
 
-def _turn_lengths(whole: Prefix, turn_tokens: Sequence[int], codec: TextCodec) -> list[int]:
-    """Bytes of its own turn's text that each sampled id is, 0 for given ids; empty where a turn's are unknown."""
-    places: list[int] = []
-    at = 0
-    for number, count in whole.spans:
-        places += range(at, at + count) if number > GIVEN else ()
-        at += count
-    lengths, first = [0] * at, 0
-    for count in turn_tokens:
-        own = places[first : first + count]
-        _, found = codec.decode_with_lengths([whole.token_ids[place] for place in own])
-        if len(found) != count:
-            return []
-        for place, length in zip(own, found, strict=True):
-            lengths[place] = length
-        first += count
-    return lengths
+def _answered(output: TrajectoryUpdate) -> Branch:
+    """The branch of an answer."""
+    assert output.whole is not None
+    whole = output.whole
+    spans = [*whole.spans]
+    drawn: list[Distribution | None] = [None] * len(spans)
+    images = [*output.images]
+    return Branch(output.prompt_ids, [*whole.token_ids], [*whole.log_probs], spans, drawn, images)
 
 
-def _fill_said(message: common_pb2.Conversation, said: Said) -> str:
+def _fill_branch(
+    message: common_pb2.Branch, branch: Branch, distribution: Distribution, lengths: Sequence[int]
+) -> None:
+    """Fills in the prompt's segment, then one for each span. `lengths`: bytes of text that each of its tokens is."""
+    message.segments.add().tokens.token_ids.extend(branch.prompt_ids)
+    start = 0
+    for (number, count), drawn in zip(branch.spans, branch.drawn, strict=True):
+        segment, end = message.segments.add(policy_number=number), start + count
+        segment.tokens.token_ids.extend(branch.tokens[start:end])
+        if number > GIVEN:
+            segment.tokens.log_probs.extend(branch.log_probs[start:end])
+            segment.tokens.distribution.CopyFrom(distribution_message(drawn or distribution))
+            segment.tokens.text_bytes.extend(lengths[start:end])
+        start = end
+    for image in branch.images:
+        message.images.add(digest=digest_bytes(image.data), start=image.start)
+
+
+def _turn_lengths(talk: Conversation, codec: TextCodec) -> dict[int, list[int]]:
+    """By branch, bytes of its own turn's text that each id is, 0 for given ids; none where a turn's are unknown."""
+    found = {id(branch): [0] * len(branch.tokens) for branch in talk.branches}
+    places = {id(branch): iter(_sampled(branch)) for branch in talk.branches}
+    for turn in talk.turns:
+        own = [*islice(places[id(turn.branch)], turn.tokens)]
+        _, lengths = codec.decode_with_lengths([turn.branch.tokens[place] for place in own])
+        if len(lengths) != turn.tokens:
+            return {}
+        for place, length in zip(own, lengths, strict=True):
+            found[id(turn.branch)][place] = length
+    return found
+
+
+def _sampled(branch: Branch) -> Iterator[int]:
+    """Places of sampled tokens among those behind the prompt."""
+    start = 0
+    for number, count in branch.spans:
+        if number > GIVEN:
+            yield from range(start, start + count)
+        start += count
+
+
+def _fill_talk(message: common_pb2.Conversation, talk: Conversation) -> str:
     """Fills in what was said; returns it as text for people."""
-    for (role, content, files, keys), party in zip(said.messages, said.parties or repeat(""), strict=False):
+    for (role, content, files, keys), party in zip(talk.messages, talk.parties or repeat(""), strict=False):
         images = [common_pb2.Image(digest=digest_bytes(file)) for file in files]
         message.messages.add(role=role, content=content, party=party, images=images, keys_json=keys)
-    message.rewards.extend(said.rewards)
-    message.turn_tokens.extend(said.turn_tokens)
-    message.turn_messages.extend(said.turn_messages)
-    message.turn_places.extend(said.turn_places)
-    message.success, message.failure = said.success, said.failure
+    places = {id(branch): place for place, branch in enumerate(talk.branches)}
+    for turn in talk.turns:
+        message.turns.add(
+            message=turn.message, branch=places[id(turn.branch)], tokens=turn.tokens, reward=turn.reward
+        )
+    message.success, message.failure = talk.success, talk.failure
     return "\n".join(
         f"{f'{each.party} ({each.role})' if each.party else each.role}: {each.content}"
         for each in message.messages
@@ -346,34 +376,6 @@ def distribution_message(distribution: Distribution) -> common_pb2.SamplingDistr
         repetition_penalty=distribution.repetition_penalty,
         log_prob_kind=common_pb2.LOG_PROB_KIND_PROCESSED,
     )
-
-
-def _drawn_from(output: TrajectoryUpdate, distribution: Distribution) -> list[Distribution]:
-    """What each sampled token was drawn from; `distribution` where a turn says nothing else."""
-    assert output.whole is not None
-    turns = zip(output.said.turn_tokens, output.said.drawn, strict=False) if output.said is not None else ()
-    found = [drawn or distribution for tokens, drawn in turns for _ in range(tokens)]
-    sampled = sum(count for number, count in output.whole.spans if number > GIVEN)
-    return found + [distribution] * (sampled - len(found))
-
-
-def _fill_segments(
-    trajectory: common_pb2.Trajectory,
-    whole: Prefix,
-    drawn_from: Sequence[Distribution],
-    lengths: list[int],
-) -> None:
-    start = sampled = 0
-    for number, count in whole.spans:
-        segment = trajectory.segments.add()
-        segment.policy_number, segment.begins_sibling = max(number, GIVEN), number == BEGINS
-        segment.tokens.token_ids.extend(whole.token_ids[start : start + count])
-        if number > GIVEN:
-            segment.tokens.log_probs.extend(whole.log_probs[start : start + count])
-            segment.tokens.distribution.CopyFrom(distribution_message(drawn_from[sampled]))
-            sampled += count
-            segment.tokens.text_bytes.extend(lengths[start : start + count])
-        start += count
 
 
 def _prefix(sample: rollout_pb2.SampleAssignment) -> Prefix | None:

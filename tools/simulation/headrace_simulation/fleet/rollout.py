@@ -229,11 +229,11 @@ class Rollout(Instance):
         if acts and not episode:
             trajectory.conversation.messages.add(role="assistant", content=f"{length} words")
             trajectory.conversation.failure = "the environment raised an error" if failed else ""
-            trajectory.conversation.rewards.extend(TURN_REWARDS)
-            trajectory.conversation.turn_tokens.extend((length - 1, 1))
-        first = 0
+            for reward, tokens in zip(TURN_REWARDS, (length - 1, 1), strict=True):
+                trajectory.conversation.turns.add(tokens=tokens, reward=reward)
+        first, branch = 0, trajectory.branches.add()
         for number, count in made:
-            segment = trajectory.segments.add(policy_number=number)
+            segment = branch.segments.add(policy_number=number)
             if episode:
                 segment.actions.valid_mask.data = b"\x01" * count
             else:

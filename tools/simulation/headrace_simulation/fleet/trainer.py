@@ -13,6 +13,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.rpc.streams import until
+from headrace_servicekit.rpc.trajectories import segments_of
 
 from headrace_simulation.fleet.trainer_checkpoints import TrainerCheckpoints
 from headrace_simulation.specs import UNREADABLE
@@ -159,11 +160,11 @@ class Trainer(TrainerCheckpoints):
         if self.phase != trainer.STEP_PHASE_ACCUMULATING or self.attempt != (request.step, request.attempt):
             raise self._refuse("CONFLICT", "no such attempt is open")
         for m in group.members:
-            first = m.trajectory.segments[0]
+            first = next(segments_of(m.trajectory))
             greedy = first.HasField("tokens") and first.tokens.distribution.temperature == 0
             if not greedy == m.masked == (self.greedy_first and m.trajectory.sample.sample_index == 0):
                 raise self._refuse("INVALID", "the greedy answer of a group is its first one, sent masked")
-            turns = len(m.trajectory.conversation.turn_tokens) if self.by_turn else 0
+            turns = len(m.trajectory.conversation.turns) if self.by_turn else 0
             if len(m.turn_rewards) != turns or (turns and sum(m.turn_rewards) != m.reward):
                 raise self._refuse(
                     "INVALID", f"rewards {m.turn_rewards} of {turns} turns, and {m.reward} in all"
@@ -358,7 +359,7 @@ class Trainer(TrainerCheckpoints):
 
 def _tokens_by_version(group: trainer.SettledGroup) -> Counter[int]:
     found = Counter[int]()
-    for segment in (segment for member in group.members for segment in member.trajectory.segments):
+    for segment in (segment for member in group.members for segment in segments_of(member.trajectory)):
         actions = segment.WhichOneof("body") == "actions"
         count = len(segment.actions.valid_mask.data) if actions else len(segment.tokens.token_ids)
         found[segment.policy_number] += count

@@ -104,12 +104,12 @@ class WorldJudge:
         raise Violation(f"liveness: run {run.id} ended {run.state} at step {run.ledger.step}: {run.reason}")
 
     def _may_fail(self, run: runs.RunState) -> bool:
-        if run.reason.startswith("limits.recoveries: 2 "):
+        if run.reason.endswith("; 2 recoveries without progress (limits.recoveries)"):
             return True
         if run.evaluation is not None:
             directory = f"{self._world.data_dir}/runs/{run.evaluation.checkpoint_run}"
             return "checkpoint: " in run.reason and directory in self._world.disk.harmed
-        if run.reason.startswith("nothing was trained: "):
+        if "nothing was trained: " in run.reason:
             return not run.totals.tally.trained
         origin = self._world.users.origins.get(run.id)
         harmed = origin is not None and f"{self._world.data_dir}/runs/{origin}" in self._world.disk.harmed

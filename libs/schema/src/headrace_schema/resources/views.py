@@ -36,9 +36,11 @@ class StepView(Resource):
     step: int
     version: int
     wall_s: float
-    reward_mean: float
+    reward_mean: float | None = Field(
+        description="of the answers that were trained; null: none has a verdict"
+    )
     tokens: int
-    tokens_per_s: float
+    tokens_per_s: float | None = Field(description="null: the step took no time that could be measured")
     stage_s: dict[str, float] = Field(
         description="seconds by stage: generate, score, learn, sync, switch, protocol; with max_staleness above 0 "
         "generate is the time in which devices had answers to make, in the mean over them"
@@ -50,7 +52,7 @@ class StepView(Resource):
         default=0, description="dropped slots whose group the algorithm does not keep: FILTERED"
     )
     refilled: int = Field(default=0, description="groups that the step took in place of dropped ones")
-    max_staleness: int
+    max_staleness: int | None = Field(description="null: no token was trained")
     figures: dict[str, float] = Field(
         description="the trainer's figures: loss, grad_norm, learning_rate, …; null: no finite number",
         json_schema_extra={"additionalProperties": {"anyOf": [{"type": "number"}, {"type": "null"}]}},
@@ -66,7 +68,7 @@ class CountsView(Resource):
         default=0, description="dropped slots whose group the algorithm does not keep: FILTERED"
     )
     duplicates: int
-    max_staleness: int
+    max_staleness: int | None = Field(description="null: nothing was trained")
     frontier: int = Field(description="slots below it are terminal exactly once")
 
 
@@ -195,9 +197,9 @@ class CertificateView(Resource):
     set_digest: str
     tokens: int
     tokens_by_version: dict[int, int]
-    max_staleness: int
-    mean_staleness: float = Field(
-        default=0.0, description="steps that a token lags behind the base, in the mean"
+    max_staleness: int | None = Field(description="null: no token was trained")
+    mean_staleness: float | None = Field(
+        default=None, description="steps that a token lags behind the base, in the mean; null: as above"
     )
     log_prob_mismatch_mean: float | None = Field(
         description="mean |engine − trainer| log-prob in nats; null when no token was compared"

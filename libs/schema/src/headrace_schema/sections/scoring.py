@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
@@ -88,6 +89,30 @@ class RewardSection(Section):
             **own,
             **{set_of(name): found for name, found in self.stages.items()},
         }
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Scorers of files by their file's name, with the folders that tell two of one name apart; others as they are.
+
+    >>> short_names(["/home/me/rewards/judge.py:score", "exact"])
+    {'/home/me/rewards/judge.py:score': 'judge.py:score', 'exact': 'exact'}
+    """
+    alike: dict[str, set[str]] = {}
+    for name in (names := list(names)):
+        alike.setdefault(_end(name, 0), set()).add(name)
+
+    def short(name: str) -> str:
+        others = alike[_end(name, 0)]
+        most = max(each.count("/") for each in others)
+        apart = (n for n in range(most) if len({_end(each, n) for each in others}) == len(others))
+        return _end(name, next(apart, most))
+
+    return {name: short(name) for name in names}
+
+
+def _end(name: str, folders: int) -> str:
+    """A file's name and function with so many of its folders."""
+    return "/".join(name.split("/")[-folders - 1 :]) if ".py:" in name else name
 
 
 def figure_of(scorer: ScorerSection) -> str:

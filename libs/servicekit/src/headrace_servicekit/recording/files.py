@@ -16,7 +16,7 @@ from google.protobuf import proto
 from google.protobuf.message import DecodeError
 from headrace.common.v1 import recording_pb2
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".recording"
 LEVEL = 1
 """Of the compression: higher ones take five times as long for a tenth less."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import lru_cache
 
 import xxhash
 from headrace.common.v1 import common_pb2
@@ -45,29 +44,23 @@ def digest_and_size(trajectory: common_pb2.Trajectory) -> tuple[str, int]:
     if not whole.endswith(tail):  # fields of a newer contract come behind
         return digest_bytes(_body(trajectory)), len(whole)
     # Cutting the serialised tail spares a copy of the body, which may be images.
-    found = xxhash.xxh3_128(memoryview(whole)[: len(whole) - len(tail)])
-    found.update(_producer(trajectory.producer))
-    return str(found.hexdigest()), len(whole)
+    return digest_bytes(memoryview(whole)[: len(whole) - len(tail)]), len(whole)
+
+
+_LEFT_OUT = ("completion_text", "raw_prompt_text", "raw_completion_text", "images", "body_digest")
+"""The fields with the highest numbers."""
 
 
 def _tail(trajectory: common_pb2.Trajectory) -> bytes:
-    """completion_text, producer and body_digest: the fields with the highest numbers."""
     return common_pb2.Trajectory(
-        completion_text=trajectory.completion_text,
-        producer=trajectory.producer,
-        body_digest=trajectory.body_digest,
+        **{name: getattr(trajectory, name) for name in _LEFT_OUT}
     ).SerializeToString()
-
-
-@lru_cache(maxsize=1024)
-def _producer(name: str) -> bytes:
-    return common_pb2.Trajectory(producer=name).SerializeToString()
 
 
 def _body(trajectory: common_pb2.Trajectory) -> bytes:
     body = common_pb2.Trajectory()
     body.CopyFrom(trajectory)
-    for left_out in ("completion_text", "raw_prompt_text", "raw_completion_text", "images", "body_digest"):
+    for left_out in _LEFT_OUT:
         body.ClearField(left_out)
     return body.SerializeToString(deterministic=True)
 

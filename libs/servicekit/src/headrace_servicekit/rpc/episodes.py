@@ -15,6 +15,7 @@ from headrace.common.v1 import common_pb2
 
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor, write_tensor
+from headrace_servicekit.rpc.trajectories import segments_of
 
 ACTIONS = "actions"
 """The entry of `sampled` that every policy has."""
@@ -105,7 +106,7 @@ def bodies_of(trajectory: common_pb2.Trajectory) -> list[common_pb2.BlobRef]:
     """What a trajectory's episodes refer to: bodies that stay with its producer."""
     return [
         tensor.blob
-        for segment in trajectory.segments
+        for segment in segments_of(trajectory)
         if segment.HasField("actions")
         for tensor in references(segment.actions)
     ]

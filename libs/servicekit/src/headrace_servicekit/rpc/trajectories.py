@@ -6,23 +6,20 @@ Routes are zlib's form of the engine's bytes. Knows no model.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from headrace.common.v1 import common_pb2
 
 
 def turn_roles(talk: common_pb2.Conversation) -> list[str]:
     """The role that took each turn of the policy; empty where there are no roles."""
-    found = [talk.messages[place].party for place in talk.turn_messages if place < len(talk.messages)]
+    found = [talk.messages[turn.message].party for turn in talk.turns if turn.message < len(talk.messages)]
     return found if any(found) else []
 
 
-def in_token_order(roles: Sequence[str], turns: int) -> list[int]:
-    """Numbers of `turns` turns as their tokens stand: role by role, in the order in which these spoke first."""
-    if not roles:
-        return list(range(turns))
-    places = {role: place for place, role in enumerate(dict.fromkeys(roles))}
-    return sorted(range(turns), key=lambda turn: places[roles[turn]])
+def segments_of(trajectory: common_pb2.Trajectory) -> Iterator[common_pb2.Segment]:
+    """The segments of all branches, in order."""
+    return (segment for branch in trajectory.branches for segment in branch.segments)
 
 
 LEVEL = 1

@@ -330,68 +330,84 @@ class ActionSegment(_message.Message):
     def __init__(self, observation: _Optional[_Mapping[str, Tensor]] = ..., sampled: _Optional[_Mapping[str, Tensor]] = ..., executed_action: _Optional[_Union[Tensor, _Mapping]] = ..., valid_mask: _Optional[_Union[Tensor, _Mapping]] = ..., log_probs: _Optional[_Union[Tensor, _Mapping]] = ..., rewards: _Optional[_Union[Tensor, _Mapping]] = ..., successes: _Optional[_Union[Tensor, _Mapping]] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., final_observation: _Optional[_Mapping[str, Tensor]] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("policy_number", "tokens", "actions", "begins_sibling")
+    __slots__ = ("policy_number", "tokens", "actions")
     POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACTIONS_FIELD_NUMBER: _ClassVar[int]
-    BEGINS_SIBLING_FIELD_NUMBER: _ClassVar[int]
     policy_number: int
     tokens: TokenSegment
     actions: ActionSegment
-    begins_sibling: bool
-    def __init__(self, policy_number: _Optional[int] = ..., tokens: _Optional[_Union[TokenSegment, _Mapping]] = ..., actions: _Optional[_Union[ActionSegment, _Mapping]] = ..., begins_sibling: _Optional[bool] = ...) -> None: ...
+    def __init__(self, policy_number: _Optional[int] = ..., tokens: _Optional[_Union[TokenSegment, _Mapping]] = ..., actions: _Optional[_Union[ActionSegment, _Mapping]] = ...) -> None: ...
+
+class Branch(_message.Message):
+    __slots__ = ("segments", "images", "routed_experts", "cut")
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedCompositeFieldContainer[Segment]
+    images: _containers.RepeatedCompositeFieldContainer[ImageAt]
+    routed_experts: bytes
+    cut: bool
+    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[ImageAt, _Mapping]]] = ..., routed_experts: _Optional[bytes] = ..., cut: _Optional[bool] = ...) -> None: ...
+
+class ImageAt(_message.Message):
+    __slots__ = ("digest", "start")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    start: int
+    def __init__(self, digest: _Optional[str] = ..., start: _Optional[int] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("sample", "attempt", "segments", "finish_reason", "completion_text", "producer", "body_digest", "routed_experts", "conversation", "raw_prompt_text", "raw_completion_text", "image_digests", "image_starts", "images", "cut_line")
+    __slots__ = ("sample", "attempt", "branches", "finish_reason", "producer", "conversation", "completion_text", "raw_prompt_text", "raw_completion_text", "images", "body_digest")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    COMPLETION_TEXT_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
-    BODY_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TEXT_FIELD_NUMBER: _ClassVar[int]
     RAW_PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
     RAW_COMPLETION_TEXT_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_STARTS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
-    CUT_LINE_FIELD_NUMBER: _ClassVar[int]
+    BODY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     sample: SlotKey
     attempt: int
-    segments: _containers.RepeatedCompositeFieldContainer[Segment]
+    branches: _containers.RepeatedCompositeFieldContainer[Branch]
     finish_reason: FinishReason
-    completion_text: str
     producer: str
-    body_digest: str
-    routed_experts: bytes
     conversation: Conversation
+    completion_text: str
     raw_prompt_text: str
     raw_completion_text: str
-    image_digests: _containers.RepeatedScalarFieldContainer[str]
-    image_starts: _containers.RepeatedScalarFieldContainer[int]
     images: _containers.RepeatedCompositeFieldContainer[Image]
-    cut_line: int
-    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., completion_text: _Optional[str] = ..., producer: _Optional[str] = ..., body_digest: _Optional[str] = ..., routed_experts: _Optional[bytes] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., raw_prompt_text: _Optional[str] = ..., raw_completion_text: _Optional[str] = ..., image_digests: _Optional[_Iterable[str]] = ..., image_starts: _Optional[_Iterable[int]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., cut_line: _Optional[int] = ...) -> None: ...
+    body_digest: str
+    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., producer: _Optional[str] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., completion_text: _Optional[str] = ..., raw_prompt_text: _Optional[str] = ..., raw_completion_text: _Optional[str] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., body_digest: _Optional[str] = ...) -> None: ...
 
 class Conversation(_message.Message):
-    __slots__ = ("messages", "rewards", "success", "failure", "turn_tokens", "turn_messages", "turn_places")
+    __slots__ = ("messages", "turns", "success", "failure")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
-    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
     SUCCESS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
-    TURN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TURN_MESSAGES_FIELD_NUMBER: _ClassVar[int]
-    TURN_PLACES_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
-    rewards: _containers.RepeatedScalarFieldContainer[float]
+    turns: _containers.RepeatedCompositeFieldContainer[Turn]
     success: bool
     failure: str
-    turn_tokens: _containers.RepeatedScalarFieldContainer[int]
-    turn_messages: _containers.RepeatedScalarFieldContainer[int]
-    turn_places: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., rewards: _Optional[_Iterable[float]] = ..., success: _Optional[bool] = ..., failure: _Optional[str] = ..., turn_tokens: _Optional[_Iterable[int]] = ..., turn_messages: _Optional[_Iterable[int]] = ..., turn_places: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., success: _Optional[bool] = ..., failure: _Optional[str] = ...) -> None: ...
+
+class Turn(_message.Message):
+    __slots__ = ("message", "branch", "tokens", "reward")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    message: int
+    branch: int
+    tokens: int
+    reward: float
+    def __init__(self, message: _Optional[int] = ..., branch: _Optional[int] = ..., tokens: _Optional[int] = ..., reward: _Optional[float] = ...) -> None: ...
 
 class TrajectoryChunk(_message.Message):
     __slots__ = ("sample", "attempt", "token_offset", "policy_number", "token_ids", "log_probs", "finished")

@@ -64,8 +64,9 @@ export function table(caption, heads, ...rows) {
     h("table", {}, h("caption", { class: "hidden" }, caption), h("thead", {}, head), body)), body];
 }
 
+// [name, value], or [name, value, what a tooltip of the name says].
 export function facts(pairs) {
-  return h("dl", { class: "facts" }, pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+  return h("dl", { class: "facts" }, pairs.map(([name, value, title]) => h("div", {}, h("dt", { title }, name), h("dd", {}, value))));
 }
 
 export function empty(text, ...more) {

@@ -11,14 +11,39 @@ export function number(value, digits = 3) {
 export function ranged(values) {
   const known = values.filter((value) => value !== null);
   if (known.length < 2) return number(known[0]);
-  const mean = known.reduce((sum, value) => sum + value, 0) / known.length;
-  return `${number(mean)} (${number(Math.min(...known))} to ${number(Math.max(...known))})`;
+  return `${number(mean(known))} (${number(Math.min(...known))} to ${number(Math.max(...known))})`;
+}
+
+// The mean of what is known; null where nothing is.
+export function mean(values) {
+  const known = values.filter((value) => value !== null && value !== undefined);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
 // "success_at_end": "Success at end".
 export function spoken(name) {
   const words = name.replaceAll("_", " ");
   return words.charAt(0).toUpperCase() + words.slice(1);
+}
+
+// The scorers of a spec by their short names, as parts have them (schema/sections/scoring.py): a file's name, with the
+// folders that tell two of one name apart. {"judge.py:score": "/home/me/judge.py:score"}
+export function scorers(spec) {
+  const { scorers: trained, evaluation, stages } = spec?.reward ?? {};
+  const full = [...new Set([...(trained ?? []), ...(evaluation ?? []), ...Object.values(stages ?? {}).flat()].map((each) => each.name))];
+  const end = (name, folders) => (name.includes(".py:") ? name.split("/").slice(-folders - 1).join("/") : name);
+  return new Map(full.map((name) => {
+    const alike = full.filter((each) => end(each, 0) === end(name, 0));
+    let folders = 0;
+    while (folders < name.split("/").length && new Set(alike.map((each) => end(each, folders))).size < alike.length) folders += 1;
+    return [end(name, folders), name];
+  }));
+}
+
+// A fact of a part; the tooltip has the path of its scorer, where that has one.
+export function scorerFact(spec, part, value) {
+  const found = [...scorers(spec)].find(([short]) => `/${part}/`.includes(`/${short}/`));
+  return [`Scorer ${part}`, number(value), found && found[1] !== found[0] ? found[1] : null];
 }
 
 // Facts of an evaluation's episodes beside its score; none where it has no episodes.
@@ -68,7 +93,7 @@ const EVENTS = {
   step_committed: (data) => `step ${data.view.step} committed: version ${data.view.version}, reward ${number(data.view.reward_mean)}`,
   step_skipped: (data) => `step ${data.step + 1} made no version: every slot was dropped`,
   step_aborted: (data) => `step ${data.step + 1}, attempt ${data.attempt} aborted: ${data.reason}`,
-  group_dropped: (data) => `group of prompt ${data.prompt} dropped: ${data.reason}${data.detail ? ` (${data.detail})` : ""}`,
+  group_dropped: (data) => `${data.detail ? `${data.detail}; ` : ""}group of prompt ${data.prompt} dropped (${data.reason})`,
   evaluated: (data) => `${data.view.kind} evaluation after step ${data.view.step}: ${number(data.view.score)}`,
   version_restored: (data) => data.checkpoint ? `rewound to step ${data.ordinal} (${data.checkpoint}), version ${data.number}` : `initial model is version ${data.number}`,
   checkpoint_saved: (data) => `checkpoint ${data.name} saved`,
@@ -79,9 +104,10 @@ const EVENTS = {
   run_recovering: (data) => `recovers: ${data.reason}`,
   noted: (data) => data.text,
   death_charged: (data) => data.text,
+  scorer_failed: (data) => data.text,
   warned: (data) => Object.values(data.warnings).map((text) => `warning: ${text}`).join("; ") || "no warning holds any more",
 };
-const GRAVE = new Set(["run_recovering", "step_aborted", "checkpoint_failed", "checkpoint_set_aside", "group_dropped", "step_skipped", "noted", "death_charged", "warned"]);
+const GRAVE = new Set(["run_recovering", "step_aborted", "checkpoint_failed", "checkpoint_set_aside", "group_dropped", "step_skipped", "noted", "death_charged", "scorer_failed", "warned"]);
 
 export function eventText(event) {
   try {

@@ -79,6 +79,10 @@ class Totals(msgspec.Struct):
     last_step: dict[str, Any] | None = None
     baseline: dict[str, Any] | None = None
     evaluations: list[dict[str, Any]] = []
+    judged: bool = False
+    """Whether any committed step has an answer with a verdict."""
+    scorer_failed: str = ""
+    """What a scorer said of the first answer that it failed at."""
 
     def apply(self, event: ev.Event, shape: Shape) -> None:
         """Folds one event of the run; events of other parts are ignored."""
@@ -86,6 +90,9 @@ class Totals(msgspec.Struct):
             case ev.StepCommitted(view=view):
                 self.tally.add(event, shape)
                 self.last_step = view
+                self.judged = self.judged or view.get("reward_mean") is not None
+            case ev.ScorerFailed(detail=detail):
+                self.scorer_failed = detail
             case ev.StepSkipped():
                 self.tally.add(event, shape)
             case ev.Evaluated(view=view):

@@ -46,6 +46,11 @@ class CallRefused(Exception):
         self.message = message
         self.key = key
 
+    @property
+    def cause(self) -> str:
+        """The message without the key that it may begin with."""
+        return self.message.removeprefix(f"{self.key}: ") if self.key else self.message
+
 
 class InstanceClient(Protocol):
     """One instance, by RPC name. Messages are the contracts' own; methods raise `InstanceDown` and `CallRefused`."""

@@ -20,12 +20,15 @@ from headrace_schema.resources.views import StepView
 
 
 def step_scalars(view: StepView) -> dict[str, float]:
-    """Tags grouped by their first part: train, speed, stage_seconds, slots, trainer."""
-    return {
+    """Tags grouped by their first part: train, speed, stage_seconds, slots, trainer; none that was not measured."""
+    measured = {
         "train/reward": view.reward_mean,
-        "train/max_staleness": float(view.max_staleness),
-        "speed/step_seconds": view.wall_s,
+        "train/max_staleness": view.max_staleness,
         "speed/tokens_per_second": view.tokens_per_s,
+    }
+    return {
+        **{tag: float(value) for tag, value in measured.items() if value is not None},
+        "speed/step_seconds": view.wall_s,
         "speed/tokens": float(view.tokens),
         "slots/trained": float(view.trained),
         "slots/dropped": float(view.dropped),

@@ -155,7 +155,7 @@ class Checkpointer:
         self._in_flight, self._name, self._step = 0, "", 0
         self._began_at = self._ordinal
         """Of the version that was saved last, or that this began with."""
-        self._last_failure = ""
+        self.last_failure = ""
 
     def due(self) -> bool:
         """Whether a checkpoint should start now."""
@@ -252,8 +252,8 @@ class Checkpointer:
 
     def _failed(self, reason: str) -> None:
         self._last_at, self._in_flight = self._context.event_log.monotonic(), 0
-        if reason != self._last_failure:
-            self._last_failure = reason
+        if reason != self.last_failure:
+            self.last_failure = reason
             context = self._context
             context.event_log.post(
                 ev.CheckpointFailed(at=context.event_log.now(), run=context.run_id, reason=reason)

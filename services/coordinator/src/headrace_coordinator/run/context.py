@@ -103,10 +103,10 @@ class RunContext:
         """The start of a checkpoint, while rollouts work: until the trainer has its copy."""
         self.without_figure: set[tuple[str, int]] = set()
         """Evaluations that had too few answers, by kind and number of the version: they are not made again."""
-        self.scorer_failed = ""
-        """What a scorer said of the last answer that it failed at."""
+        self.last_loss = ""
+        """What was said last of an instance that failed a call or is lost."""
         self.judged = False
-        """Whether any answer has a verdict."""
+        """Whether an answer got a verdict since the coordinator started; the run's totals know of the steps before."""
         """The run's user was told of an answer that a scorer failed at."""
         self.failed_in_a_row = 0
         """Groups that environments failed at since the last episode that ended well."""
@@ -311,4 +311,5 @@ class RunContext:
     async def lost(self, worker: WorkerClient, why: str) -> None:
         """A call failed: waits a little to learn whether the instance is gone."""
         alive = await self.fleet.fate(worker.incarnation)
-        self.note(f"{worker.instance.instance} {'failed a call' if alive else 'is lost'}: {why}")
+        self.last_loss = f"{worker.instance.instance} {'failed a call' if alive else 'is lost'}: {why}"
+        self.note(self.last_loss)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
+from headrace_servicekit.causes import cause_first
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
@@ -54,8 +55,11 @@ async def finish(context: RunContext, checkpointer: Checkpointer) -> Outcome:
     tally = context.state.totals.tally
     if tally.dropped and not tally.trained:
         raise RunFailed(
-            f"nothing was trained: all {tally.dropped} slots of {context.spec.steps} steps were dropped, "
-            f"the last of them as {context.state.ledger.last_drop}"
+            cause_first(
+                context.state.ledger.last_drop,
+                f"nothing was trained: all {tally.dropped} slots of {context.spec.steps} steps were dropped, the last "
+                "of them so",
+            )
         )
     await context.placement.hand_devices_to_trainers()
     if context.spec.checkpoint.enabled and context.state.lineage.head != context.state.last_checkpoint:
@@ -146,7 +150,7 @@ async def save_head(context: RunContext, checkpointer: Checkpointer) -> None:
         await converge(context)
     await checkpointer.save(wait=True)
     if context.state.last_checkpoint != head:
-        raise RunFailed("the checkpoint could not be written; see the run's events")
+        raise RunFailed(cause_first(checkpointer.last_failure, "the checkpoint could not be written"))
 
 
 async def close(context: RunContext, workers: Sequence[WorkerClient]) -> None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from headrace_servicekit.causes import cause_first
 from headrace_servicekit.tracing import open_scope, trace
 
 from headrace_coordinator.domain import events as ev
@@ -130,12 +131,17 @@ class RunLoop:
 
     def _unjudged(self) -> Outcome | None:
         """A run none of whose answers has a verdict has learned nothing that anybody measured."""
-        failed = self.context.scorer_failed
-        if self.context.judged or not failed:
+        totals = self.context.state.totals
+        failed = totals.scorer_failed
+        if self.context.judged or totals.judged or not failed:
             return None
         return Outcome(
             run_states.FAILED,
-            f"reward.scorers: no answer has a verdict: the scorer failed at every one, the last: {failed}",
+            cause_first(
+                failed,
+                "no answer has a verdict: the scorer failed at every one, at the first so",
+                "reward.scorers",
+            ),
         )
 
     async def _prepare(self) -> None:
@@ -290,7 +296,7 @@ class RunLoop:
         try:
             await save_head(self.context, self._checkpointer)
         except RunFailed as failed:
-            self.context.note(f"keeps its instances for another quantum: {failed}")
+            self.context.note(cause_first(str(failed), "keeps its instances for another quantum"))
             self._keeps_until = self._event_log.monotonic() + self.context.state.quantum_s
             return False
         return True
@@ -380,10 +386,12 @@ class RunLoop:
         """Prepares to go on after a fault; an outcome where the spec is wrong, or the run has recovered too often."""
         run, limit = self.context.state, self.context.spec.limits.recoveries
         if isinstance(fault, CallRefused) and fault.reason in USER_ERRORS:
-            return Outcome(run_states.FAILED, fault.message)
+            named = fault.key if fault.cause != fault.message else ""
+            return Outcome(run_states.FAILED, cause_first(fault.cause, "", named))
         if run.recoveries_in_a_row >= limit:
-            reason = f"limits.recoveries: {limit} recoveries without progress; the last: {fault}"
-            return Outcome(run_states.FAILED, reason)
+            what = f"{limit} recoveries without progress"
+            cause = self.context.fleet.readable(str(fault))
+            return Outcome(run_states.FAILED, cause_first(cause, what, "limits.recoveries"))
         reason = self.context.fleet.readable(str(fault))
         log.warning("run %s recovers: %s", run.id, reason)
         if run.state in (run_states.PLANNING, run_states.RUNNING):

@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from headrace_schema.openings import RolloutConfig, TrainerConfig
+from headrace_schema.sections.scoring import short_names
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.causes import cause_first
 
 from headrace_coordinator.domain.devices.demand import demand_of
 from headrace_coordinator.domain.devices.places import engine_groups
@@ -132,11 +134,12 @@ class Staffing:
                     raise
                 away_s = fleet.event_log.monotonic() - began
                 if away_s + pause_s > limit_s:
-                    why = f"{refused.message}; it was asked for {away_s:.0f} s (limits.step_timeout_s)"
+                    what = f"the scorer was asked for {away_s:.0f} s"
+                    why = cause_first(refused.cause, what, f"{refused.key}, limits.step_timeout_s")
                     raise CallRefused(refused.incarnation, "INVALID", why, refused.key) from refused
                 if pause_s == FIRST_PAUSE_S:
-                    workers.note(f"a scorer cannot be asked now; it is waited for: {refused.message}")
-                with fleet.waits.named(workers.run, f"a scorer: {refused.message}"):
+                    workers.note(cause_first(f"a scorer: {refused.cause}", "it is waited for", refused.key))
+                with fleet.waits.named(workers.run, f"a scorer: {refused.cause}"):
                     await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:
@@ -147,8 +150,10 @@ class Staffing:
         """Raises CallRefused where reward instances die of the run's scorers, whose names it says."""
         if why := self._fleet.deaths.fatal(self.workers.run, "reward"):
             section = self.workers.spec.reward
-            names = ", ".join(sorted({each.name for found in section.sets().values() for each in found}))
-            raise CallRefused("reward", "INVALID", f"reward.scorers: {why}: its scorers are {names}")
+            found = short_names(each.name for entries in section.sets().values() for each in entries)
+            names = ", ".join(sorted(found.values()))
+            why = cause_first(why, f"its scorers are {names}", "reward.scorers")
+            raise CallRefused("reward", "INVALID", why)
 
     def _ready_rewards(self) -> list[InstanceState]:
         return [instance for instance in self._fleet.ready("reward") if not instance.draining]

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from headrace_servicekit.causes import cause_first
+
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, FINISHED
 from headrace_coordinator.domain.runs import STALLED
@@ -37,7 +39,8 @@ async def while_it_progresses(context: RunContext, step: Coroutine[Any, Any, T])
             if task.done():
                 return task.result()
             if context.state.ledger.progress == before:
-                raise WaitTimeout(f"step {context.state.ledger.step + 1} made no progress for {limit:.0f} s")
+                what = f"step {context.state.ledger.step + 1} made no progress for {limit:.0f} s"
+                raise WaitTimeout(cause_first(standstill.cause(), what, "limits.step_timeout_s"))
     finally:
         standstill.end()
         task.cancel()
@@ -65,6 +68,11 @@ class Standstill:
         usual = f", {waited / expected:.0f} times as long as that takes" if expected else ""
         text = f"no progress for {waited:.0f} s in the stage {stage}{usual}: it waits for {awaited}"
         self._warn({STALLED: self._context.fleet.readable(text)})
+
+    def cause(self) -> str:
+        """What a standing step waits for: what is said of that, such as a scorer's error, else the instances."""
+        said = "; ".join(self._context.fleet.waits.of(self._context.run_id))
+        return said or f"it waits for {self._awaited()[1]}"
 
     def end(self) -> None:
         """The step goes on, or is over."""

@@ -6,58 +6,64 @@ import asyncio
 import itertools
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.causes import cause_first, raised
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
 from typing_extensions import override
 
-from headrace_rollout.conversations.conversation import Conversation, stopped, too_many
+from headrace_rollout.conversations.conversation import BranchUnderWay, ended, heard, stopped, too_many
 from headrace_rollout.conversations.players import Player
 from headrace_rollout.conversations.speaker import Asked, Speaker
 from headrace_rollout.conversations.template import TurnTemplate, turns_of
 from headrace_rollout.engines.base import Engine, Refused
-from headrace_rollout.engines.samples import Finish, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.engines.samples import (
+    Conversation,
+    Finish,
+    Message,
+    Prefix,
+    SlotKey,
+    Stream,
+    TrajectoryUpdate,
+    Turn,
+)
 from headrace_rollout.environments.pool import Environment, EnvironmentLost, Pool, PoolLost
 from headrace_rollout.environments.runner import EnvironmentRunner
 
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
-from collections import defaultdict
-from dataclasses import field
-
-from headrace_rollout.conversations.conversation import heard
-from headrace_rollout.engines.samples import Message, Prefix
 
 
 @dataclass(eq=False)
 class View:
-    """What a role reads: `line` are its ids, `told` the messages that it has not read yet, `spoken` its last turn."""
+    """What a role reads: `told` are messages that it has not read yet, `spoken` its last turn."""
 
-    line: Conversation
+    branch: BranchUnderWay = field(default_factory=BranchUnderWay)
     told: list[Message] = field(default_factory=list)
     spoken: Sequence[int] = ()
 
 
 class Roles:
-    """The roles of a conversation; `talk` gets what is said, and with `end` all that was read."""
+    """The roles of a conversation; `talk` gets what is said, and with `end` what was read."""
 
     def __init__(self, talk: Conversation) -> None:
         self._talk = talk
-        self._views: dict[str, View] = {"": View(talk)}
-        self._turns: list[str] = []
-        """Who took each turn that is learned from."""
+        self._views: dict[str, View] = {"": View()}
+        self._last: dict[str, Turn] = {}
+        """The last turn of each role that learns, in the order in which they spoke first."""
         self._owed: dict[str, float] = defaultdict(float)
         """Rewards of roles that have not spoken yet."""
 
     def view(self, role: str) -> View:
         """That of a role."""
-        return self._views.setdefault(role, View(Conversation((), [])))
+        return self._views.setdefault(role, View())
 
     def hears(self, outcome: simulator_pb2.EnvironmentOutcome) -> str:
         """Adds what the environment says; returns who speaks next."""
@@ -71,11 +77,11 @@ class Roles:
         """Adds a turn of a role; one that does not learn is a message alone."""
         view = self.view(role)
         view.spoken = whole.token_ids
-        view.line.takes(whole)
+        tokens = view.branch.spoke(whole)
         if learns:
-            self._talk.turn_tokens.append(len(whole.token_ids))
-            self._talk.turn_messages.append(len(self._talk.said))
-            self._turns.append(role)
+            turn = Turn(len(self._talk.messages), view.branch, tokens, self._owed.pop(role, 0.0))
+            self._talk.turns.append(turn)
+            self._last[role] = turn
         self._say(Message("assistant", text), role)
 
     def judged(self, role: str, outcome: simulator_pb2.EnvironmentOutcome) -> str:
@@ -83,29 +89,25 @@ class Roles:
 
         A role's reward is of its last turn, or of its first where it has had none yet.
         """
-        rewards = self._talk.rewards
-        rewards += [self._owed.pop(each, 0.0) for each in self._turns[len(rewards) :]]
         for party, reward in (outcome.role_rewards or {role: outcome.reward}).items():
-            if party in self._turns:
-                rewards[len(self._turns) - 1 - self._turns[::-1].index(party)] += reward
+            if party in self._last:
+                self._last[party].reward += reward
             else:
                 self._owed[party] += reward
         self._talk.success = outcome.success
         return self.hears(outcome)
 
     def end(self, last: str) -> None:
-        """Makes the conversation's ids those of the roles that learn, one behind the other as they spoke first.
+        """Gives the conversation the branches of the roles that learn.
 
         `last` had the last turn, or had no room for it: where a limit has ended the conversation it was that role's.
         """
-        talk, roles = self._talk, [role for role in dict.fromkeys(self._turns) if role]
-        for index, role in enumerate(roles):
-            talk.reads(self._views[role].line, begins=not index)
-        if roles:
-            talk.cut_line = roles.index(last) if last in roles else -1
+        roles = [*self._last] or [""]
+        self._talk.branches += [self._views[role].branch for role in roles]
+        self._talk.cut = self._views[last].branch if last in roles else None
 
     def _say(self, message: Message, party: str) -> None:
-        self._talk.said.append(message)
+        self._talk.messages.append(message)
         if party:
             self._talk.parties.append(party)
 
@@ -170,7 +172,7 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
 
     @override
     async def _play(self, sample: ConversationSample, environment: Environment) -> TrajectoryUpdate:
-        talk = Conversation((), [])
+        talk = Conversation()
         try:
             finish = await self._talk(sample, environment, talk)
         except EnvironmentLost as lost:
@@ -189,7 +191,7 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
         if finish is None:
             return self._stopped(sample)
         number = self._stream.policy_number
-        return talk.ended(sample.key, sample.attempt, number, finish, greedy=sample.greedy)
+        return ended(talk, sample.key, sample.attempt, number, finish, greedy=sample.greedy)
 
     async def _talk(
         self, sample: ConversationSample, environment: Environment, talk: Conversation
@@ -205,15 +207,15 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
                 speaks = role
                 player, speaker = self._others.get(role, (self._policy, self._speaker))
                 view = roles.view(role)
-                if many := too_many([image for message in talk.said for image in message.images]):
+                if many := too_many([image for message in talk.messages for image in message.images]):
                     raise EnvironmentLost(many)
                 if (finish := await _tell(view, player, tools)) is not None:
                     return _judged(talk, finish)
                 if not index:
-                    self._check_opening(sample, view.line)
-                greedy, line = player.greedy(sample.greedy), view.line
+                    self._check_opening(sample, view.branch)
+                greedy, branch = player.greedy(sample.greedy), view.branch
                 asked = Asked(
-                    sample.key, sample.attempt, index, line.context, greedy, images=tuple(line.images)
+                    sample.key, sample.attempt, index, branch.context, greedy, images=tuple(branch.images)
                 )
                 turn = await speaker.say(asked)
                 if turn.stopped or turn.finish is None:
@@ -236,10 +238,10 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
         finally:
             roles.end(speaks)
 
-    def _check_opening(self, sample: ConversationSample, line: Conversation) -> None:
+    def _check_opening(self, sample: ConversationSample, branch: BranchUnderWay) -> None:
         """Raises ServiceError where two samples of a prompt begin otherwise, as their rewards would not compare."""
-        shown = [digest_bytes(image.data) for image in line.images]
-        begins: tuple[int | str, ...] = (*line.prompt_ids, *shown)
+        shown = [digest_bytes(image.data) for image in branch.images]
+        begins: tuple[int | str, ...] = (*branch.prompt_ids, *shown)
         if not begins:
             raise _unfit(sample, "its first messages are empty texts, and the model has to read something")
         first = self._openings.setdefault(sample.key.prompt_ordinal, begins)
@@ -253,22 +255,22 @@ class ConversationRunner(EnvironmentRunner[ConversationSample, TrajectoryUpdate]
 
 async def _tell(view: View, player: Player, tools: Sequence[Any] | None) -> Finish | None:
     """Adds what a role reads before its turn; LENGTH where the context has no room for it and a token."""
-    line, told = view.line, turns_of(view.told)
+    branch, told = view.branch, turns_of(view.told)
     await player.template.reads([image for message in view.told for image in message.images])
     view.told = []
-    if not line.prompt_ids:
-        line.begins(await asyncio.to_thread(player.template.opened, told, tools))
+    if not branch.prompt_ids:
+        branch.begins(await asyncio.to_thread(player.template.opened, told, tools))
         return None
     given = await asyncio.to_thread(player.template.between, view.spoken, told, tools)
-    if len(line.prompt_ids) + len(line.tokens) + len(given.ids) >= player.engine.max_context_tokens:
+    if len(branch.prompt_ids) + len(branch.tokens) + len(given.ids) >= player.engine.max_context_tokens:
         return Finish.LENGTH
-    line.gave(given)
+    branch.gave(given)
     return None
 
 
 def _judged(talk: Conversation, finish: Finish) -> Finish:
     """The finish, or ERROR where there is nothing to learn from."""
-    if not talk.turn_tokens and finish is not Finish.PROMPT_TOO_LONG:
+    if not talk.turns and finish is not Finish.PROMPT_TOO_LONG:
         talk.failure = talk.failure or "it ended before a role had a turn that is learned from"
         return Finish.ERROR
     return finish
@@ -294,10 +296,10 @@ def _end(turn: Finish, outcome: simulator_pb2.EnvironmentOutcome, *, late: bool)
 
 
 def _unfit(sample: ConversationSample, reason: str) -> ServiceError:
-    message = f"environment.tasks: {sample.start.task}: {reason}"
+    message = cause_first(f"{sample.start.task}: {reason}", "", "environment.tasks")
     return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
 
 
 def _failed(sample: ConversationSample, error: Exception) -> ServiceError:
-    message = f"a conversation of {sample.start.task!r} failed: {type(error).__name__}: {error}"
+    message = cause_first(raised(error), f"a conversation of {sample.start.task!r} failed")
     return ServiceError(grpc.StatusCode.INTERNAL, "ENGINE_FAILED", message)

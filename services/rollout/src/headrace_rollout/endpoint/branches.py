@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from headrace_modelkit.rendering import Endless
 from headrace_servicekit.image_files import BadImage
 
-from headrace_rollout.conversations.conversation import Conversation, Given, too_many
+from headrace_rollout.conversations.conversation import BranchUnderWay, Given, too_many
 from headrace_rollout.conversations.template import TurnTemplate
 from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, chat_of
-from headrace_rollout.engines.samples import ImageAt
+from headrace_rollout.engines.samples import ImageAt, Message
 
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
@@ -33,10 +33,10 @@ class Mark:
 
 
 @dataclass(eq=False)
-class Branch:
-    """Requests of a session that extend each other, as one trajectory. `text`: of a text, not of messages."""
+class RequestedBranch(BranchUnderWay):
+    """Requests of a session that extend each other. `text`: of a text, not of messages."""
 
-    talk: Conversation
+    messages: list[Message] = field(default_factory=list)
     text: bool = False
     tools: list[dict[str, Any]] | None = None
     lines: list[Line] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Branch:
 class Place:
     """Where a turn goes: the branch, what was read before, what is read now, and the messages that are new."""
 
-    branch: Branch
+    branch: RequestedBranch
     prompt: Given
     given: Given
     lines: Sequence[Line]
@@ -56,23 +56,23 @@ class Place:
     @property
     def context(self) -> list[int]:
         """What the policy reads."""
-        return [*self.prompt.ids, *self.branch.talk.tokens, *self.given.ids]
+        return [*self.prompt.ids, *self.branch.tokens, *self.given.ids]
 
     @property
     def images(self) -> tuple[ImageAt, ...]:
         """Those of the context."""
-        talk = self.branch.talk
-        known = talk.images if self.branch.marks else self.prompt.images
-        before = len(self.prompt.ids) + len(talk.tokens)
+        known = self.branch.images if self.branch.marks else self.prompt.images
+        before = len(self.prompt.ids) + len(self.branch.tokens)
         return (*known, *(image.behind(before) for image in self.given.images))
 
 
 class Branches:
-    """The branches of a session, the first one's trajectory is `talk`."""
+    """The branches of a session, `first` among them."""
 
-    def __init__(self, talk: Conversation, codec: TextCodec, template: TurnTemplate) -> None:
+    def __init__(self, codec: TextCodec, template: TurnTemplate) -> None:
         self._codec, self._template = codec, template
-        self._branches = [Branch(talk)]
+        self.first = RequestedBranch()
+        self._branches = [self.first]
 
     def place(self, request: ChatRequest) -> Place:
         """Where the request goes on, or begins. Raises ValueError for what the template cannot show."""
@@ -84,15 +84,15 @@ class Branches:
         if place.branch not in self._branches:
             self._branches.append(place.branch)
 
-    def talks(self) -> list[Conversation]:
-        """Trajectories of the branches in which the policy has spoken, in the order in which they began."""
-        return [branch.talk for branch in self._branches if branch.talk.turns]
+    def spoken(self) -> list[RequestedBranch]:
+        """Those in which the policy has spoken, in the order in which they began."""
+        return [branch for branch in self._branches if branch.marks]
 
     async def see(self, request: ChatRequest) -> None:
         """Reads the images of a request before it is placed. Raises Refusal."""
         images = [image for line in request.lines for image in line.images]
         try:
-            if many := too_many(images, *(each.data for one in self._branches for each in one.talk.images)):
+            if many := too_many(images, *(each.data for one in self._branches for each in one.images)):
                 raise ValueError(many)
             await self._template.reads(images)
             with suppress(ValueError):  # which placing it raises again
@@ -128,15 +128,14 @@ class Branches:
             given = Given(self._codec.encode_behind(new[0].content))
         else:
             given = self._template.between(mark.spoken, chat_of(new), request.tools)
-        talk = branch.talk
         if mark is branch.marks[-1] and not branch.busy:
-            return Place(branch, Given(talk.prompt_ids), given, new)
-        end = len(talk.prompt_ids) + mark.tokens
-        images = [image for image in talk.images if image.start < end]
+            return Place(branch, Given(branch.prompt_ids), given, new)
+        end = len(branch.prompt_ids) + mark.tokens
+        images = [image for image in branch.images if image.start < end]
         images += [image.behind(end) for image in given.images]
-        read = Given([*talk.prompt_ids, *talk.tokens[: mark.tokens], *given.ids], tuple(images))
+        read = Given([*branch.prompt_ids, *branch.tokens[: mark.tokens], *given.ids], tuple(images))
         before = branch.lines[: mark.lines]
-        return Place(Branch(Conversation((), [])), read, Given(()), [*before, *new])
+        return Place(RequestedBranch(), read, Given(()), [*before, *new])
 
     def _anew(self, request: ChatRequest) -> Place:
         """A branch of its own, which reads the whole request: the first one, or a sibling."""
@@ -144,8 +143,7 @@ class Branches:
             prompt = Given(self._codec.encode_prompt(text=request.prompt))
         else:
             prompt = self._template.opened(chat_of(request.lines), request.tools)
-        first = self._branches[0]
-        branch = Branch(Conversation((), [])) if first.marks or first.busy else first
+        branch = RequestedBranch() if self.first.marks or self.first.busy else self.first
         return Place(branch, prompt, Given(()), request.lines)
 
 

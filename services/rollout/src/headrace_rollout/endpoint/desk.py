@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 
 from headrace_schema.sections.agent import OnlineSection
 
-from headrace_rollout.conversations.conversation import Conversation, stopped
+from headrace_rollout.conversations.conversation import ended, stopped
 from headrace_rollout.conversations.speaker import Asked, Speaker
 from headrace_rollout.endpoint.answers import Terms
 from headrace_rollout.endpoint.requests import Refusal
 from headrace_rollout.endpoint.session import Session
 from headrace_rollout.engines.base import Refused
-from headrace_rollout.engines.samples import Finish, SlotKey, TrajectoryUpdate
+from headrace_rollout.engines.samples import GIVEN, Conversation, Finish, SlotKey, TrajectoryUpdate
 
 LOG = logging.getLogger(__name__)
 SWEEP_S = 1.0
@@ -67,7 +67,7 @@ class Rewarded:
 
     def ended(self, place: Place) -> TrajectoryUpdate:
         """As what fills a slot."""
-        return self.talk.ended(place.key, place.attempt, self.oldest, self.finish, greedy=False)
+        return ended(self.talk, place.key, place.attempt, self.oldest, self.finish, greedy=False)
 
 
 class Desk:
@@ -113,7 +113,7 @@ class Desk:
             most = f"{self._section.max_sessions} sessions are open (agent.online.max_sessions)"
             raise Refusal(429, "too_many_sessions", f"{most}; reward some, or ask again later")
         slot = SlotKey(secrets.randbelow(_KEYS), 0)
-        talk = Conversation((), [])
+        talk = Conversation()
         session = Session(slot, 1, talk, self.terms, self, greedy=False, mark=self.mark, secret=self.key)
         self._open[session.id] = Open(session, group, time.monotonic(), key)
         if self._sweeping is None:
@@ -140,7 +140,7 @@ class Desk:
         """What becomes of a session that has its last reward: taken, waiting (for a step), stale or untrained."""
         found = self._open.pop(session.id)
         talk = session.join()
-        versions = [number for number, _ in talk.spans if number > 0]
+        versions = [number for branch in talk.branches for number, _ in branch.spans if number > GIVEN]
         finish = session.limit or (Finish.LENGTH if session.cut else Finish.TERMINATED)
         rewarded = Rewarded(talk, finish, min(versions, default=0), time.monotonic())
         if session.turns and not session.learned:

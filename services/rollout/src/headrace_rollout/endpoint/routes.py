@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from headrace_servicekit.http_server import Bodies, BodyRefused, Receive, Scope, Send, admit, guarded
 from headrace_servicekit.rpc.callers import LEFT_STATUS, CallerLeft, while_connected
 from headrace_servicekit.session_marks import session_of_answer
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 
 from headrace_rollout.endpoint.answers import Answer
 from headrace_rollout.endpoint.completions import (
@@ -32,10 +37,6 @@ from headrace_rollout.endpoint.responses import (
 from headrace_rollout.endpoint.server import KEY, NO_KEY, SESSION, Endpoint
 from headrace_rollout.endpoint.session import Session
 from headrace_rollout.endpoint.streaming import MARKS, Piece, Pieces, pieces_of
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI, Request, Response
-import re
 
 _COMPLETION = re.compile(r"(?:chatcmpl-|cmpl-|resp_)([0-9a-f]{16})[-_](\d{1,9})")
 
@@ -88,9 +89,6 @@ class KeyFirst:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses or passes on."""
-        from starlette.datastructures import Headers
-        from starlette.responses import JSONResponse
-
         if scope["type"] == "http" and not self._endpoint.knows(Headers(scope=scope)):
             refused = JSONResponse(_error(Refusal(401, "invalid_api_key", NO_KEY)), 401)
             await refused(scope, receive, guarded(send, closing=True))
@@ -99,192 +97,193 @@ class KeyFirst:
         await self._app(scope, receive, guarded(send))
 
 
-def make_app(endpoint: Endpoint) -> FastAPI:
-    """The routes."""
-    from fastapi import FastAPI
-    from fastapi.responses import JSONResponse, Response, StreamingResponse
-    from starlette.requests import ClientDisconnect
+class Routes:
+    """What each path does. A Refusal that a handler raises is the answer (`make_app`)."""
 
-    app = FastAPI(title="Headrace endpoint for agents", openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_middleware(KeyFirst, endpoint=endpoint)
-    bodies = Bodies(MOST_BYTES, MOST_ARRIVING)
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint, self._bodies = endpoint, Bodies(MOST_BYTES, MOST_ARRIVING)
 
-    async def body_of(request: Request) -> bytes:
-        try:
-            return await bodies.read(request.scope["headers"], request.receive)
-        except BodyRefused as refused:
-            raise Refusal(refused.status, refused.code, refused.message) from refused
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
 
-    async def answered(
-        request: Request,
-        what: Callable[[Session, bytes], Coroutine[Any, Any, Response]],
-        named: Callable[[bytes], str] = lambda _: "",
-    ) -> Response:
-        session, of = None, ""
-        try:
-            body = await body_of(request)
-            of = named(body)
-            session = endpoint.session(request.headers, of)
-            response = await while_connected(request.receive, what(session, body))
-        except (Refusal, CallerLeft, ClientDisconnect) as error:
-            own = endpoint.clients_desk(request.headers)
-            if (
-                own is not None
-                and session is not None
-                and not (of or SESSION in request.headers)
-                and not session.turns
-            ):
-                own.drop(session, "withdrawn")
-            if isinstance(error, Refusal):
-                return JSONResponse(_error(error), error.status)
-            return Response(status_code=LEFT_STATUS)
-        response.headers[SESSION] = session.id
-        return response
-
-    async def streamed(
-        session: Session,
-        asked: ChatRequest,
-        repeats: Mapping[str, Any],
-        events: Callable[[AsyncIterator[Piece]], AsyncIterator[str]],
-    ) -> Response:
-        """Server-sent events of an answer as it is made. What is refused before the first one is a plain refusal."""
-        marks = MARKS[session.terms.tool_calls] if asked.tools and asked.tool_choice != "none" else ()
-        codec, log_probs = session.terms.codec, bool(asked.logprobs)
-        texts = [Pieces(codec, marks, log_probs=log_probs) for _ in range(asked.n or 1)]
-        pieces = pieces_of(lambda told: session.answer(asked, **repeats, told=told), texts)
-        first = await anext(pieces)
-
-        async def whole() -> AsyncIterator[Piece]:
-            yield first
-            async for piece in pieces:
-                yield piece
-
-        async def told() -> AsyncIterator[str]:
-            try:
-                async for event in events(whole()):
-                    yield event
-            except Refusal as refusal:
-                yield f"data: {json.dumps(_error(refusal))}\n\n"
-            finally:
-                await pieces.aclose()
-
-        return StreamingResponse(told(), media_type="text/event-stream")
-
-    async def chat(request: Request) -> Response:
         async def work(session: Session, body: bytes) -> Response:
             asked, repeats = read_request(body), _repeats(request)
             if asked.stream:
                 head = head_of(session, asked, "chat.completion.chunk")
-                return await streamed(
-                    session, asked, repeats, partial(events_of, session, asked, head, "chatcmpl", chat_pieces)
-                )
+                events = partial(events_of, session, asked, head, "chatcmpl", chat_pieces)
+                return await _streamed(session, asked, repeats, events)
             answers = await session.answer(asked, **repeats)
             return JSONResponse(chat_completion(session, asked, answers))
 
-        return await answered(request, work)
+        return await self._answered(request, work)
 
-    async def completions(request: Request) -> Response:
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+
         async def work(session: Session, body: bytes) -> Response:
             asked, repeats = read_text_request(body), _repeats(request)
             head = head_of(session, asked, "text_completion")
             if asked.stream:
-                return await streamed(
-                    session, asked, repeats, partial(events_of, session, asked, head, "cmpl", text_pieces)
-                )
+                events = partial(events_of, session, asked, head, "cmpl", text_pieces)
+                return await _streamed(session, asked, repeats, events)
             answers = await session.answer(asked, **repeats)
             choices = [text_choice(asked, answer, index) for index, answer in enumerate(answers)]
             id = f"cmpl-{session.id}-{answers[0].number}"
             return JSONResponse({**head, "id": id, "choices": choices, "usage": usage_of(answers)})
 
-        return await answered(request, work)
+        return await self._answered(request, work)
 
-    async def responses(request: Request) -> Response:
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses."""
+
         async def work(session: Session, body: bytes) -> Response:
             asked = read_response_request(body, partial(_response_of, session))
             repeats = _repeats(request)
             if asked.stream:
                 events = partial(response_events, asked=asked, name=f"resp_{session.id}", model=session.model)
-                return await streamed(session, asked, repeats, events)
+                return await _streamed(session, asked, repeats, events)
             (answer,) = await session.answer(asked, **repeats)
             return JSONResponse(response(f"resp_{session.id}_{answer.number}", asked, answer, session.model))
 
-        return await answered(request, work, lambda body: session_of_answer(previous_of(body)))
+        return await self._answered(request, work, lambda body: session_of_answer(previous_of(body)))
 
-    async def models(request: Request) -> Response:
-        try:
-            desk = endpoint.clients_desk(request.headers)
-            name = desk.terms.model if desk is not None else endpoint.session(request.headers).model
-        except Refusal as refusal:
-            return JSONResponse(_error(refusal), refusal.status)
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        desk = self._endpoint.clients_desk(request.headers)
+        name = desk.terms.model if desk is not None else self._endpoint.session(request.headers).model
         listed = {"id": name, "object": "model", "created": 0, "owned_by": "headrace"}
         return JSONResponse({"object": "list", "data": [listed]})
 
-    async def rewarded(request: Request, named: str) -> Response:
-        try:
-            value, success, completion, final = read_reward(await body_of(request))
-            named = named or completion.partition("-")[0]
-            desk = endpoint.clients_desk(request.headers)
-            session = desk.find(named) if desk is not None else endpoint.session(request.headers)
-            named = named or session.id
-            if named != session.id or (completion and not completion.startswith(f"{session.id}-")):
-                raise Refusal(404, "not_found", "the key or the completion is of another session")
-            session.reward(value, success, int(completion.rpartition("-")[2]) if completion else None)
-            told: dict[str, Any] = {"rewards": session.rewards}
-            if (of := endpoint.desk) is not None and of.has(session):
-                told |= {"session": session.id, "state": of.end(session) if final else "open"}
-            return JSONResponse(told)
-        except Refusal as refusal:
-            return JSONResponse(_error(refusal), refusal.status)
+    async def reward(self, request: Request) -> Response:
+        """POST /v1/sessions/{session}/reward, and /v1/feedback, whose body names the completion."""
+        value, success, completion, final = read_reward(await self._body(request))
+        named = request.path_params.get("session") or completion.partition("-")[0]
+        desk = self._endpoint.clients_desk(request.headers)
+        session = desk.find(named) if desk is not None else self._endpoint.session(request.headers)
+        named = named or session.id
+        if named != session.id or (completion and not completion.startswith(f"{session.id}-")):
+            raise Refusal(404, "not_found", "the key or the completion is of another session")
+        session.reward(value, success, int(completion.rpartition("-")[2]) if completion else None)
+        told: dict[str, Any] = {"rewards": session.rewards}
+        if (of := self._endpoint.desk) is not None and of.has(session):
+            told |= {"session": session.id, "state": of.end(session) if final else "open"}
+        return JSONResponse(told)
 
-    async def reward(request: Request) -> Response:
-        return await rewarded(request, request.path_params["session"])
+    async def sessions(self, request: Request) -> Response:
+        """GET and POST /v1/sessions."""
+        desk = self._endpoint.clients_desk(request.headers)
+        if desk is None:
+            message = "sessions are begun with the key of an online run: headrace run endpoint RUN"
+            raise Refusal(401, "invalid_api_key", message)
+        if request.method == "GET":
+            return JSONResponse(desk.figures())
+        session = desk.begin(read_group(await self._body(request)))
+        return JSONResponse({"id": session.id, "api_key": session.api_key}, 201)
 
-    async def feedback(request: Request) -> Response:
-        return await rewarded(request, "")
+    async def withdraw(self, request: Request) -> Response:
+        """DELETE /v1/sessions/{session}."""
+        desk = self._endpoint.clients_desk(request.headers)
+        if desk is None:
+            raise Refusal(401, "invalid_api_key", "a session is withdrawn with the key of the run")
+        desk.drop(desk.find(request.path_params["session"]), "withdrawn")
+        return JSONResponse({"session": request.path_params["session"], "state": "withdrawn"})
 
-    async def sessions(request: Request) -> Response:
-        try:
-            desk = endpoint.clients_desk(request.headers)
-            if desk is None:
-                message = "sessions are begun with the key of an online run: headrace run endpoint RUN"
-                raise Refusal(401, "invalid_api_key", message)
-            if request.method == "GET":
-                return JSONResponse(desk.figures())
-            session = desk.begin(read_group(await body_of(request)))
-            return JSONResponse({"id": session.id, "api_key": session.api_key}, 201)
-        except Refusal as refusal:
-            return JSONResponse(_error(refusal), refusal.status)
-
-    async def withdraw(request: Request) -> Response:
-        try:
-            desk = endpoint.clients_desk(request.headers)
-            if desk is None:
-                raise Refusal(401, "invalid_api_key", "a session is withdrawn with the key of the run")
-            desk.drop(desk.find(request.path_params["session"]), "withdrawn")
-            return JSONResponse({"session": request.path_params["session"], "state": "withdrawn"})
-        except Refusal as refusal:
-            return JSONResponse(_error(refusal), refusal.status)
-
-    async def other(request: Request) -> Response:
+    async def other(self, request: Request) -> Response:
+        """Any other path."""
         served = (
             "POST /v1/chat/completions, POST /v1/completions, POST /v1/responses, GET /v1/models and "
             "POST /v1/sessions/{id}/reward, for one session a key; of an online run /v1/sessions and /v1/feedback"
         )
-        refusal = Refusal(
-            404, "not_found", f"there is no {request.method} {request.url.path}; there are {served}"
-        )
-        return JSONResponse(_error(refusal), refusal.status)
+        message = f"there is no {request.method} {request.url.path}; there are {served}"
+        raise Refusal(404, "not_found", message)
 
-    app.add_route("/v1/chat/completions", chat, methods=["POST"])
-    app.add_route("/v1/completions", completions, methods=["POST"])
-    app.add_route("/v1/responses", responses, methods=["POST"])
-    app.add_route("/v1/models", models, methods=["GET"])
-    app.add_route("/v1/sessions/{session}/reward", reward, methods=["POST"])
-    app.add_route("/v1/sessions", sessions, methods=["GET", "POST"])
-    app.add_route("/v1/sessions/{session}", withdraw, methods=["DELETE"])
-    app.add_route("/v1/feedback", feedback, methods=["POST"])
-    app.add_route("/{path:path}", other, methods=["GET", "POST", "PUT", "DELETE"])
+    async def _body(self, request: Request) -> bytes:
+        try:
+            return await self._bodies.read(request.scope["headers"], request.receive)
+        except BodyRefused as refused:
+            raise Refusal(refused.status, refused.code, refused.message) from refused
+
+    async def _answered(
+        self,
+        request: Request,
+        work: Callable[[Session, bytes], Coroutine[Any, Any, Response]],
+        named: Callable[[bytes], str] = lambda _: "",
+    ) -> Response:
+        """What `work` makes of the request's session; `named`: the session that a body names.
+
+        A session that a client's request began is withdrawn where the request comes to nothing.
+        """
+        session, of = None, ""
+        try:
+            body = await self._body(request)
+            of = named(body)
+            session = self._endpoint.session(request.headers, of)
+            response = await while_connected(request.receive, work(session, body))
+        except (Refusal, CallerLeft, ClientDisconnect) as error:
+            own, begun_here = (
+                self._endpoint.clients_desk(request.headers),
+                not (of or SESSION in request.headers),
+            )
+            if own is not None and session is not None and begun_here and not session.turns:
+                own.drop(session, "withdrawn")
+            if isinstance(error, Refusal):
+                raise
+            return Response(status_code=LEFT_STATUS)
+        response.headers[SESSION] = session.id
+        return response
+
+
+async def _streamed(
+    session: Session,
+    asked: ChatRequest,
+    repeats: Mapping[str, Any],
+    events: Callable[[AsyncIterator[Piece]], AsyncIterator[str]],
+) -> Response:
+    """Server-sent events of an answer as it is made. What is refused before the first one is a plain refusal."""
+    marks = MARKS[session.terms.tool_calls] if asked.tools and asked.tool_choice != "none" else ()
+    codec, log_probs = session.terms.codec, bool(asked.logprobs)
+    texts = [Pieces(codec, marks, log_probs=log_probs) for _ in range(asked.n or 1)]
+    pieces = pieces_of(lambda told: session.answer(asked, **repeats, told=told), texts)
+    first = await anext(pieces)
+
+    async def whole() -> AsyncIterator[Piece]:
+        yield first
+        async for piece in pieces:
+            yield piece
+
+    async def told() -> AsyncIterator[str]:
+        try:
+            async for event in events(whole()):
+                yield event
+        except Refusal as refusal:
+            yield f"data: {json.dumps(_error(refusal))}\n\n"
+        finally:
+            await pieces.aclose()
+
+    return StreamingResponse(told(), media_type="text/event-stream")
+
+
+def make_app(endpoint: Endpoint) -> FastAPI:
+    """The endpoint's application."""
+    app = FastAPI(title="Headrace endpoint for agents", openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_middleware(KeyFirst, endpoint=endpoint)
+    app.add_exception_handler(Refusal, _refused)
+    routes = Routes(endpoint)
+    app.add_route("/v1/chat/completions", routes.chat, methods=["POST"])
+    app.add_route("/v1/completions", routes.completions, methods=["POST"])
+    app.add_route("/v1/responses", routes.responses, methods=["POST"])
+    app.add_route("/v1/models", routes.models, methods=["GET"])
+    app.add_route("/v1/sessions/{session}/reward", routes.reward, methods=["POST"])
+    app.add_route("/v1/sessions", routes.sessions, methods=["GET", "POST"])
+    app.add_route("/v1/sessions/{session}", routes.withdraw, methods=["DELETE"])
+    app.add_route("/v1/feedback", routes.reward, methods=["POST"])
+    app.add_route("/{path:path}", routes.other, methods=["GET", "POST", "PUT", "DELETE"])
     return app
+
+
+def _refused(request: Request, refusal: Exception) -> Response:
+    assert isinstance(refusal, Refusal)
+    return JSONResponse(_error(refusal), refusal.status)
 
 
 def _repeats(request: Request) -> dict[str, Any]:

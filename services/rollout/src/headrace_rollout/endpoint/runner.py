@@ -9,7 +9,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from headrace_rollout.conversations.conversation import Conversation
 from headrace_rollout.conversations.runner import (
     ConversationPlan,
     ConversationRunner,
@@ -20,7 +19,7 @@ from headrace_rollout.endpoint.answers import Terms
 from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.endpoint.session import Session
 from headrace_rollout.engines.base import Engine
-from headrace_rollout.engines.samples import Finish
+from headrace_rollout.engines.samples import Conversation, Finish
 from headrace_rollout.environments.pool import Environment, EnvironmentLost, Pool
 
 SLICE_S = 1.0
@@ -67,6 +66,9 @@ class AgentRunner(ConversationRunner):
                     session.halted.result()  # Raises what ends the stream, or the sample.
                     return None
                 finish = running.result()
+            except EnvironmentLost:
+                session.join()  # What was said goes with the failure.
+                raise
             finally:
                 if running is None or running.cancel():
                     environment.end_agent()

@@ -14,24 +14,26 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from headrace_servicekit.session_marks import own_key
 from headrace_servicekit.tool_calls import Call, typed
 
-from headrace_rollout.conversations.conversation import Conversation
 from headrace_rollout.conversations.speaker import Asked, Limits
 from headrace_rollout.endpoint.answers import Answer, Exchange, Says, Terms, Told, all_of, repeated
-from headrace_rollout.endpoint.branches import Branch, Branches, Mark, Place
+from headrace_rollout.endpoint.branches import Branches, Mark, Place, RequestedBranch
 from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, canonical
 from headrace_rollout.endpoint.spelling import Spelling
 from headrace_rollout.engines.samples import (
+    Conversation,
     Distribution,
     Finish,
     Message,
     SlotKey,
     TrajectoryUpdate,
+    Turn,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ REMEMBERED = 256
 
 
 class Session:
-    """The session of one sample; `talk` is filled as it goes on, and has its siblings once they are `joined`.
+    """The session of one sample; `talk` has its branches, turns and messages once they are `joined`.
 
     Its id begins with `mark`. `limit` says which limit the agent ran into last. `halted` is set once its sample was
     stopped, or has what ends the stream.
@@ -64,7 +66,7 @@ class Session:
         self.api_key = own_key(secret or secrets.token_urlsafe(32), self.id)
         self.talk = talk
         self.limit: Finish | None = None
-        self.cut: Branch | None = None
+        self.cut: RequestedBranch | None = None
         """Whose last turn came to no end by itself, or had no room."""
         self.rewarded = False
         self.halted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -73,12 +75,13 @@ class Session:
         """Set when requests of a halted session need not wait any longer: nobody waits for their answers."""
         self._key, self._attempt, self._greedy = key, attempt, greedy
         self._terms, self._speaker = terms, speaker
-        self._branches = Branches(talk, terms.codec, terms.template)
+        self._branches = Branches(terms.codec, terms.template)
         self.answered_at = time.monotonic()
+        self._learned = False
         self._requests = self._numbers = 0
         self._asked: deque[Exchange] = deque(maxlen=REMEMBERED)
-        self._turns: list[tuple[int, Branch, int]] = []
-        """Number of each turn, its branch, and its place there."""
+        self._turns: list[tuple[int, Turn]] = []
+        """Number of each turn, in the order of time; its message is that of its branch, until they are joined."""
 
     @property
     def model(self) -> str:
@@ -102,13 +105,13 @@ class Session:
 
     @property
     def learned(self) -> bool:
-        """Whether anything was drawn that can be learned from, once it is joined."""
-        return any(drawn is None or drawn.whole for drawn in self.talk.drawn)
+        """Whether anything was drawn that can be learned from."""
+        return self._learned
 
     @property
     def rewards(self) -> list[float]:
         """Those of the turns, in order."""
-        return [branch.talk.rewards[place] for _, branch, place in self._turns]
+        return [turn.reward for _, turn in self._turns]
 
     async def answer(
         self, request: ChatRequest, *, again: bool = False, key: str = "", told: Told | None = None
@@ -175,30 +178,28 @@ class Session:
         named = [turn for turn in self._turns if number in (None, turn[0])]
         if not named:
             raise Refusal(404, "not_found", f"completion: this session has no turn {number}", "completion")
-        _, branch, place = named[-1]
-        branch.talk.rewards[place] += value
+        _, rewarded = named[-1]
+        rewarded.reward += value
         self.talk.success = self.talk.success if success is None else success
         self.rewarded = True
 
     def join(self) -> Conversation:
-        """The whole session as one trajectory: siblings behind the first branch, in the order in which they began.
+        """The whole session as one trajectory, its branches in the order in which they began.
 
         Ends requests that are under way.
         """
         for each in self._asked:
             each.answers.cancel()
-        talks = self._branches.talks() or [self.talk]
-        lines = {id(each): line for line, each in enumerate(talks)}
-        where = [(lines[id(branch.talk)], place) for _, branch, place in self._turns]
-        cut_line = None if self.cut is None else lines.get(id(self.cut.talk), -1)
-        if talks[0] is not self.talk:
-            success, failure = self.talk.success, self.talk.failure
-            vars(self.talk).update(vars(talks[0]))
-            self.talk.success, self.talk.failure = success, failure
-        self.talk.joined(talks[1:])
-        self.talk.cut_line = cut_line
-        self.talk.turn_places = sorted(range(len(where)), key=where.__getitem__) if len(talks) > 1 else []
-        return self.talk
+        talk, branches = self.talk, self._branches.spoken()
+        before: dict[int, int] = {}
+        for branch in branches:
+            before[id(branch)] = len(talk.messages)
+            talk.messages += branch.messages
+        for _, turn in self._turns:
+            talk.turns.append(replace(turn, message=before[id(turn.branch)] + turn.message))
+        talk.branches += branches or [self._branches.first]
+        talk.cut = self.cut if self.cut in talk.branches else None
+        return talk
 
     async def _answers(self, request: ChatRequest, told: Told | None) -> list[Answer]:
         placed: list[Place] = []
@@ -263,16 +264,19 @@ class Session:
         turn: TrajectoryUpdate,
     ) -> Answer:
         """Adds a turn that was said; the answer that tells it."""
-        branch, talk, whole = place.branch, place.branch.talk, turn.whole
+        branch, whole = place.branch, turn.whole
         assert whole is not None
         context, most = len(place.context), self._most(request)
         if not branch.marks:
-            talk.begins(place.prompt)
-        talk.said += [Message(line.role, line.content, line.images, line.keys_json) for line in place.lines]
-        talk.gave(place.given)
+            branch.begins(place.prompt)
+        branch.messages += [
+            Message(line.role, line.content, line.images, line.keys_json) for line in place.lines
+        ]
+        branch.gave(place.given)
         text = self._terms.codec.decode(whole.token_ids)
-        talk.spoke(whole, text, drawn)
-        talk.rewards.append(0.0)
+        self._turns.append((number, Turn(len(branch.messages), branch, branch.spoke(whole, drawn))))
+        branch.messages.append(Message("assistant", text))
+        self._learned |= drawn is None or drawn.whole
         short = len(whole.token_ids) < most  # the context's end has cut it
         cut = turn.finish is Finish.LENGTH and (short or most == self._terms.stream.max_new_tokens)
         self.cut = branch if cut else None
@@ -281,8 +285,7 @@ class Session:
         calls = tuple((call.name, canonical(json.dumps(call.arguments))) for call in made)
         branch.lines += [*place.lines, Line("assistant", content, calls)]
         branch.tools, branch.text = request.tools, isinstance(request, TextRequest)
-        branch.marks.append(Mark(len(branch.lines), len(talk.tokens), whole.token_ids))
-        self._turns.append((number, branch, talk.turns - 1))
+        branch.marks.append(Mark(len(branch.lines), len(branch.tokens), whole.token_ids))
         finish = "length" if turn.finish is Finish.LENGTH else "tool_calls" if calls else "stop"
         spelled = [b""] * len(whole.token_ids)
         if request.logprobs:
@@ -308,7 +311,7 @@ class Session:
             )
         if len(place.context) >= self._terms.most_tokens:
             if not self._turns:
-                self.talk.begins(place.prompt)
+                self._branches.first.begins(place.prompt)
             self.limit = Finish.LENGTH if self._turns else Finish.PROMPT_TOO_LONG
             self.cut = place.branch
             raise self._over_limit()
@@ -326,7 +329,7 @@ class Session:
         else:
             if turn.finish in (Finish.ERROR, Finish.PROMPT_TOO_LONG):
                 if not self._turns:
-                    self.talk.prompt_ids = turn.prompt_ids
+                    self._branches.first.prompt_ids = turn.prompt_ids
                 self.limit = turn.finish
                 raise self._over_limit()
             if not turn.stopped and turn.finish is not None and self._terms.stream.holds():

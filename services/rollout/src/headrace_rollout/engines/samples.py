@@ -57,18 +57,16 @@ class SlotKey:
     sample_index: int
 
 
-GIVEN, BEGINS = 0, -1
-"""In place of a version's number in spans."""
+GIVEN = 0
+"""In place of a version's number in spans: tokens that others said."""
 
 
 @dataclass(frozen=True)
 class Prefix:
     """Tokens that were sampled elsewhere, with their original log-probs and the versions that made them.
 
-    Of a finished conversation, GIVEN stands for tokens that others said, and of a session BEGINS for the
-    prompt of another line, which is not read with what stands before it. `routes` are the experts that
-    prompt and tokens but the last were sent to, as `Trajectory.routed_experts` has them before it is compressed; empty
-    where the run does not ask for them.
+    `routes` are the experts that prompt and tokens but the last were sent to, as `Branch.routed_experts` before it is
+    compressed; empty where the run does not ask for them.
     """
 
     token_ids: Sequence[int]
@@ -146,28 +144,47 @@ class Message(NamedTuple):
     keys_json: str = ""
 
 
-@dataclass(frozen=True)
-class Said:
-    """What a policy and an environment said: all messages, those of the prompt first.
+@dataclass(eq=False)
+class Branch:
+    """A line of ids that is read as one context: the prompt, then what was sampled and what was given, in order.
 
-    `rewards` are those of the policy's turns that the environment has taken; `failure` says why it did not go on.
-    `turn_tokens` are the sampled tokens of each turn of the policy, `turn_messages` their places among the messages.
-    `parties`: with several roles, who said or is told each message; the siblings are in the order in which roles spoke.
+    `tokens` are those behind the prompt; `spans` say how many of them each version sampled, or were GIVEN; `drawn` has
+    what each span was sampled from, None for the stream's distribution. `images` are those of prompt and tokens.
     """
 
-    messages: tuple[Message, ...]
-    rewards: tuple[float, ...]
+    prompt_ids: Sequence[int] = ()
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    drawn: list[Distribution | None] = field(default_factory=list)
+    images: list[ImageAt] = field(default_factory=list)
+
+
+@dataclass
+class Turn:
+    """A turn of the policy that is learned from: its message, and its `tokens` in its branch."""
+
+    message: int
+    branch: Branch
+    tokens: int
+    reward: float = 0.0
+
+
+@dataclass(eq=False)
+class Conversation:
+    """What a policy and an environment said: all messages, those of the prompt first, and the policy's turns in time.
+
+    `failure` says why the environment did not go on; `parties`, with several roles, who said or is told each message;
+    `cut` which branch a limit has cut, if it is one of these.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+    parties: list[str] = field(default_factory=list)
+    cut: Branch | None = None
     success: bool = False
     failure: str = ""
-    turn_tokens: tuple[int, ...] = ()
-    turn_messages: tuple[int, ...] = ()
-    parties: tuple[str, ...] = ()
-    drawn: tuple[Distribution | None, ...] = ()
-    """What each turn was sampled from, where it is not the stream's (None, or nothing at all)."""
-    cut_line: int | None = None
-    """As `Trajectory.cut_line` has it."""
-    turn_places: tuple[int, ...] = ()
-    """Of a session of several lines: the place in time of each turn."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +209,7 @@ class TrajectoryUpdate:
     greedy: bool = False
     cache: CachedContext | None = None
     """The cache of a stopped sample whose stream is `moving`, where the engine hands it out."""
-    said: Said | None = None
+    talk: Conversation | None = None
     """Of a conversation that has ended."""
     images: tuple[ImageAt, ...] = ()
     """Of the prompt; of a conversation, all that it was computed with, in the order of their tokens."""

@@ -14,6 +14,7 @@ import numpy as np
 from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace_schema.sections.embodied import EnvironmentSection
+from headrace_servicekit.causes import cause_first, raised
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.episodes import Arrays, Episode
 from headrace_servicekit.rpc.errors import ServiceError
@@ -174,7 +175,7 @@ def _unfit(sample: EpisodeSample, error: ValueError) -> ServiceError:
 
 
 def _failed(sample: EpisodeSample, error: Exception) -> ServiceError:
-    message = f"an episode of {sample.start.task!r} failed: {type(error).__name__}: {error}"
+    message = cause_first(raised(error), f"an episode of {sample.start.task!r} failed")
     return ServiceError(grpc.StatusCode.INTERNAL, "ENGINE_FAILED", message)
 
 

@@ -242,8 +242,8 @@ class TextRun(OpenedRun):
             "shared_prompt_tokens": figures["shared_prompt_tokens"],
             "moved_tokens": figures["moved_tokens"],
             "decode_steps": figures["decode_steps"],
-            "mean_batch_rows": figures["decode_rows"] / max(1, figures["decode_steps"]),
-            "tokens_per_second": figures["sampled_tokens"] / max(busy_s, 1e-9),
+            **_ratio("mean_batch_rows", figures["decode_rows"], figures["decode_steps"]),
+            **_ratio("tokens_per_second", figures["sampled_tokens"], busy_s),
         }
         samples, tokens = int(figures["samples"]), int(figures["sampled_tokens"])
         return common_pb2.StageMetrics(
@@ -304,10 +304,15 @@ class RobotRun(OpenedRun):
         values = {
             "environment_steps": figures["environment_steps"],
             "policy_calls": figures["policy_calls"],
-            "mean_batch_rows": figures["chunks"] / max(1, figures["policy_calls"]),
+            **_ratio("mean_batch_rows", figures["chunks"], figures["policy_calls"]),
         }
         policy_s, episodes = figures["policy_s"], int(figures["episodes"])
         return common_pb2.StageMetrics(wall_time=duration_of(policy_s), items=episodes, values=values)
+
+
+def _ratio(name: str, sum_of: float, count: float) -> dict[str, float]:
+    """A mean by its name; nothing where nothing was counted."""
+    return {name: sum_of / count} if count else {}
 
 
 def _slot(sample: common_pb2.SlotKey) -> tuple[int, int]:

@@ -150,11 +150,12 @@ def trajectory_of(
     """
     trajectory = common_pb2.Trajectory(attempt=output.sample.attempt, producer=producer)
     fill_key(trajectory.sample, output.sample.key)
+    branch = trajectory.branches.add()
     if output.sample.prompt_ids:
-        trajectory.segments.add().tokens.token_ids.extend(output.sample.prompt_ids)
+        branch.segments.add().tokens.token_ids.extend(output.sample.prompt_ids)
     text: dict[str, float | bool | int | str | None]
     if (episode := output.episode) is not None:
-        segment = trajectory.segments.add(policy_number=policy_number)
+        segment = branch.segments.add(policy_number=policy_number)
         segment.actions.CopyFrom(encode_episode(episode, hold))
         ended = (
             common_pb2.FINISH_REASON_TERMINATED if episode.terminated else common_pb2.FINISH_REASON_TRUNCATED

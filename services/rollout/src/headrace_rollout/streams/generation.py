@@ -96,7 +96,7 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
     def _size(self, output: Produced) -> int:
         if not isinstance(output, TrajectoryUpdate):
             return 0
-        images = sum(len(image.data) for image in output.images) if output.said is not None else 0
+        images = sum(len(image.data) for image in output.images) if output.talk is not None else 0
         return _TOKEN_BYTES * (len(output.prompt_ids) + len(output.token_ids)) + images
 
     def _respond(self, outputs: Sequence[Produced]) -> rollout_pb2.GenerateResponse | None:

@@ -15,11 +15,12 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from headrace_servicekit.process import spawn
 from headrace_servicekit.registry import Options
@@ -35,6 +36,8 @@ from headrace_simulator.child.episodes import Raised, call
 _NONE_YET = {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1", "OPENAI_API_KEY": "none-yet"}
 
 VERIFIERS = "verifiers"
+_LAST_WORDS_S, _MOST_WORDS = 1.0, 500
+"""How long a program's standard error is read once it has ended, and how much of its last line is told."""
 _MOST_BYTES = 1 << 16
 """Of what a fork says of itself: as much as a pipe holds, so that nobody has to read meanwhile."""
 
@@ -140,6 +143,7 @@ class CommandAgent:
         if not shutil.which(command[0]):
             raise BackendError("options_json.command", f"there is no program {command[0]!r} that can be run")
         self._command = command
+        self._last_words, self._relay = "", threading.Thread()
 
     def run(self, seed: int, item: Mapping[str, Any], variables: Mapping[str, str]) -> int:
         """Starts it with {seed, item} at its standard input."""
@@ -150,17 +154,30 @@ class CommandAgent:
             started = subprocess.Popen(
                 [sys.executable, "-I", "-S", spawn.__file__, str(os.getpid()), *self._command],
                 stdin=given,
+                stderr=subprocess.PIPE,
                 env={**os.environ, **variables},
                 start_new_session=True,
             )
         finally:
             os.close(given)
         started.returncode = 0  # whoever asked waits for the process, not this object
+        self._last_words = ""
+        self._relay = threading.Thread(target=self._tell, args=(started.stderr,), daemon=True)
+        self._relay.start()
         return started.pid
 
+    def _tell(self, errors: IO[bytes]) -> None:
+        """Passes what the program writes to its standard error to this process's own."""
+        with errors:
+            for line in iter(lambda: errors.readline(_MOST_BYTES), b""):
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()
+                self._last_words = line.decode(errors="replace").strip() or self._last_words
+
     def result(self) -> Mapping[str, Any]:
-        """Nothing: see the exit code."""
-        return {}
+        """The last line that it wrote to its standard error; the exit code says whether it failed."""
+        self._relay.join(_LAST_WORDS_S)
+        return {"last_words": self._last_words[:_MOST_WORDS]}
 
 
 class Agents:

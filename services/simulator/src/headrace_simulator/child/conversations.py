@@ -22,6 +22,7 @@ import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace_schema.images import IMAGE_MARK, MOST_IMAGE_BYTES, MOST_IMAGES
+from headrace_servicekit.causes import cause_first
 from headrace_servicekit.image_files import BadImage, image_file
 from headrace_servicekit.process.spawn import descendants
 from headrace_servicekit.process.worker import exit_description
@@ -317,7 +318,9 @@ class Agents:
         if error := found.get("error"):
             raise Raised(f"an error: the agent {error}")
         if code := os.waitstatus_to_exitcode(status):
-            raise Raised(f"an error: the agent's process {exit_description(code)}")
+            said = found.get("last_words", "")
+            what = cause_first(said, f"the agent's process {exit_description(code)}")
+            raise Raised(f"an error: {what}")
         outcome.terminated, outcome.executed_length = True, 1
         outcome.reward = found.get("reward", 0.0)
         outcome.success, outcome.success_reported = bool(found.get("success")), "success" in found

@@ -10,16 +10,15 @@ import json
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.causes import first_of, raised
 from headrace_servicekit.process.confine import explained
 from headrace_servicekit.process.worker_pipes import MAX_FRAME_BYTES
 from headrace_servicekit.rpc.blobs import BlobWriter
@@ -108,9 +107,7 @@ def call(function: Callable[[], _RESULT]) -> _RESULT:
     except BackendError:
         raise
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        raise Raised(f"{type(error).__name__}: {str(error)[:500]}{where}{explained(error)}") from error
+        raise Raised(f"{raised(error)}{explained(first_of(error))}") from error
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,8 @@ class PoliciesRun:
         """
         vocabulary = max(kind.vocabulary for kind in self._kinds.values())
         group = read_group(message, self._config.sampling, vocabulary)
-        if any(not member.turn_roles for member in group.members if member.trained):
+        branches = [branch for member in group.members for branch in member.branches]
+        if any(branch.trained and not branch.role for branch in branches):
             raise invalid(f"prompt {group.prompt_ordinal}: turns without roles, and policies play roles")
         return group
 

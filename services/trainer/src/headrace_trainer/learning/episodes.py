@@ -233,7 +233,7 @@ def _data(key: EpisodeKey, member: EpisodeMember) -> EpisodeData:
     episode = member.episode
     return EpisodeData(
         key=key,
-        prompt=member.tokens,
+        prompt=member.instruction,
         observation=packed(episode.observation),
         sampled=packed(episode.sampled),
         valid_TC=Packed.of(episode.valid_TC),

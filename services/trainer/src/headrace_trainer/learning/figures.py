@@ -7,6 +7,8 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence as Many
 
+import msgspec
+
 from headrace_trainer.learning.passes import OptimizerStep
 from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Sequence
 from headrace_trainer.learning.step import StepState, held_version
@@ -24,10 +26,10 @@ def step_figures(
 
     Loss and norm are means over the optimizer steps. Token figures (entropy, clip_fraction, approx_kl and others of
     the algorithm's own) are means over the tokens that were computed, in every epoch anew: a group whose rewards are
-    all equal may not be, and where no token was, those figures are absent. The mismatch is between the engine and
-    the weights at which the step began, over the `log_prob_compared_tokens` whose log-prob the engine has told: mean
-    and largest difference, an estimate of KL(engine || trainer), and mean, largest and effective sample size (0 to 1)
-    of the probabilities' ratios.
+    all equal may not be, and where no token was, those figures and the loss are absent. The mismatch is between the
+    engine and the weights at which the step began, over the `log_prob_compared_tokens` whose log-prob the engine has
+    told: mean and largest difference, an estimate of KL(engine || trainer), and mean, largest and effective sample
+    size (0 to 1) of the probabilities' ratios.
     Of a model with experts: `balance_loss` (before its coefficient, mean over layers: 1 where all experts are equal),
     `busiest_expert` (most choices of one, against an equal share, mean over layers), and with routing replay
     `routes_changed`, the share of choices that the trainer's routers would have made otherwise, and
@@ -38,20 +40,30 @@ def step_figures(
     rewards = [reward for record in records for reward in record.rewards]
     lengths = [length for record in records for length in record.answer_lengths]
     return {
-        "loss": statistics.fmean(step.report.token_sums["loss"] / step.denominator for step in steps),
+        **_loss(steps),
         "grad_norm": statistics.fmean(step.report.grad_norm for step in steps),
         **_critic_norm(steps),
         "learning_rate": rate,
         "optimizer_steps": float(len(steps)),
-        "reward_mean": statistics.fmean(rewards),
-        "reward_std": statistics.pstdev(rewards),
+        **(
+            {"reward_mean": statistics.fmean(rewards), "reward_std": statistics.pstdev(rewards)}
+            if rewards
+            else {}
+        ),
         "groups_all_equal": float(sum(record.all_equal for record in records)),
-        "answer_length_mean": statistics.fmean(lengths),
+        **({"answer_length_mean": statistics.fmean(lengths)} if any(lengths) else {}),
         "learn_seconds": seconds,
         **_token_means(steps),
         **_mismatch([step for step in steps if step.epoch == 0]),
         **_experts(steps),
     }
+
+
+def _loss(steps: Many[OptimizerStep]) -> dict[str, float]:
+    """Nothing where no token was computed."""
+    found = [step for step in steps if step.report.token_sums["tokens"]]
+    losses = (step.report.token_sums["loss"] / step.denominator for step in found)
+    return {"loss": statistics.fmean(losses)} if found else {}
 
 
 def staleness_figures(state: StepState) -> dict[str, float]:
@@ -146,17 +158,10 @@ def witnesses(state: StepState, groups: Many[Group]) -> list[Sequence]:
         if state.groups[group.prompt_ordinal].disposition is not Disposition.ACCUMULATED:
             continue
         fit = [
-            Sequence(
-                line.tokens,
-                line.trained,
-                member.engine_log_probs[line.part],
-                images=member.images,
-                temperatures=[*member.temperatures[line.part]],
-            )
+            msgspec.structs.replace(branch.sequence(), routes=b"")
             for member in group.members
-            for line in member.lines(member.trained)
-            if set(member.versions) == {version}
-            and all(math.isfinite(value) for value in member.engine_log_probs)
+            for branch in member.branches
+            if set(branch.versions) == {version} and all(map(math.isfinite, branch.log_probs))
         ]
         if fit:
             return fit[:WITNESSES]

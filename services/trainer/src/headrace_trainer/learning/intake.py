@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
@@ -33,11 +34,11 @@ from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.samples import (
+    Branch,
     Columns,
     Disposition,
     Group,
     GroupRecord,
-    Line,
     Member,
     Sequence,
 )
@@ -103,12 +104,12 @@ class Intake:
         for member in group.members:
             own: Columns = {}
             following.append(0.0)
-            for line in member.lines(self.trained(member)):
+            for branch in self.learned(member):
                 read = next(found)
-                if self.bootstraps(member, line):
+                if self.bootstraps(branch):
                     following[-1] = read[VALUES][-1]
                 for name, values in read.items():
-                    own.setdefault(name, []).extend(values[: len(line.trained)])
+                    own.setdefault(name, []).extend(values[: len(branch.trained)])
             columns.append(own)
         return Inferred(group, tuple(columns), tuple(following))
 
@@ -129,7 +130,7 @@ class Intake:
         returns = None if returns_BT is None else iter(returns_BT.tolist())
         found = []
         for inferred in batch:
-            lengths = [len(self.trained(member)) for member in inferred.group.members]
+            lengths = [_tokens(self.learned(member)) for member in inferred.group.members]
             own = [next(advantages)[:length] for length in lengths]
             targets = [{RETURNS: next(returns)[:length]} if returns else {} for length in lengths]
             needed = self._algorithm.every_token or any(any(each) for each in own)
@@ -140,15 +141,9 @@ class Intake:
 
     def record(self, state: steps.StepState, group: Group) -> GroupRecord:
         """The record of a group that is learned from."""
-        trained = [self.trained(member) for member in group.members]
-        lengths = [len(positions) for positions in trained]
-        lines = [member.lines(own) for member, own in zip(group.members, trained, strict=True)]
-        shares = [self._share(member, len(own)) for member, own in zip(group.members, lines, strict=True)]
-        by_version = Counter(
-            version
-            for member, length in zip(group.members, lengths, strict=True)
-            for version in member.versions[:length]
-        )
+        learned = [self.learned(member) for member in group.members]
+        lengths, shares = [*map(_tokens, learned)], [*map(self._share, learned)]
+        by_version = Counter(version for own in learned for branch in own for version in branch.versions)
         sampled = [member for member in group.members if not self._is_baseline(member)]
         rewards = tuple(member.reward for member in sampled)
         return GroupRecord(
@@ -157,43 +152,45 @@ class Intake:
             keys=tuple(group.keys()),
             disposition=Disposition.ACCUMULATED,
             sequences=len(group.members),
-            trained_sequences=round(sum(share * len(own) for share, own in zip(shares, lines, strict=True))),
+            trained_sequences=round(
+                sum(share * len(own) for share, own in zip(shares, learned, strict=True))
+            ),
             tokens=sum(lengths),
             weighed_tokens=math.fsum(share * length for share, length in zip(shares, lengths, strict=True)),
             staleness=steps.staleness(state, set(by_version)),
-            all_equal=len({(member.reward, member.turn_rewards) for member in sampled}) == 1,
+            all_equal=len({(m.reward, *(turn.reward for turn in m.turns)) for m in sampled}) == 1,
             tokens_by_version=by_version,
             rewards=rewards,
-            answer_lengths=tuple(len(member.trained) for member in sampled),
+            answer_lengths=tuple(member.sampled for member in sampled),
         )
 
-    def trained(self, member: Member) -> list[int]:
-        """Positions that carry loss: none in a masked answer, a baseline, or a cut one where those are masked."""
+    def learned(self, member: Member) -> list[Branch]:
+        """Branches that carry loss: none of a masked answer, a baseline, or a cut one where those are masked."""
         hidden = (
             member.masked
             or self._is_baseline(member)
             or (member.truncated and self._config.algorithm.truncated == "mask")
         )
-        return [] if hidden else member.trained
+        return [] if hidden else [branch for branch in member.branches if branch.trained]
 
     def _is_baseline(self, member: Member) -> bool:
         return self._algorithm.greedy_first and member.sample_index == 0
 
-    def _share(self, member: Member, lines: int) -> float:
-        """What each of so many lines weighs."""
-        whole = member.turn_roles or siblings_of(self._algorithm) == "whole"
-        return 1.0 if whole else 1.0 / max(1, lines)
+    def _share(self, branches: Many[Branch]) -> float:
+        """What each branch of a member weighs."""
+        whole = any(branch.role for branch in branches) or siblings_of(self._algorithm) == "whole"
+        return 1.0 if whole else 1.0 / max(1, len(branches))
 
     def _outcomes(self, state: steps.StepState, batch: Many[Inferred]) -> Outcomes:
         members = [(index, member) for index, each in enumerate(batch) for member in each.group.members]
-        trained_B = torch.tensor([len(self.trained(member)) for _, member in members])
+        trained_B = torch.tensor([_tokens(self.learned(member)) for _, member in members])
         # Where no answer carries loss there is one place all the same: not every function takes tensors without any.
         places_T = torch.arange(max(1, int(trained_B.max())))
         return Outcomes(
             rewards_B=double([member.reward for _, member in members]),
             groups_B=torch.tensor([index for index, _ in members]),
             mask_BT=places_T < trained_B[:, None],
-            lengths_B=torch.tensor([_longest_turn(member.trained) for _, member in members]),
+            lengths_B=torch.tensor([_longest_turn(member) for _, member in members]),
             longest=self._config.sampling.max_new_tokens,
             draw=random.Random(
                 f"{self._config.seed}/draw/{state.begun.step if state.begun else 0}"
@@ -209,7 +206,7 @@ class Intake:
     def _turns(self, members: Many[Member]) -> Turns | None:
         """Where credit goes by turn, or by role."""
         credit = turn_credit_of(self._algorithm)
-        if credit is None and not any(member.turn_roles for member in members):
+        if credit is None and not any(branch.role for member in members for branch in member.branches):
             return None
         return turns_of(members, 1.0 if credit is None else credit.discount)
 
@@ -228,27 +225,16 @@ class Intake:
 
     def bare(self, group: Group) -> list[Sequence]:
         """Those of the group's members that carry loss, as the infer pass reads them."""
-        found = []
-        for member in group.members:
-            for line in member.lines(self.trained(member)):
-                engine = member.engine_log_probs[line.part]
-                read = Sequence(
-                    line.tokens,
-                    line.trained,
-                    engine,
-                    routes=member.routes,
-                    images=member.images,
-                    temperatures=[*member.temperatures[line.part]],
-                )
-                found.append(_with_end(read) if self.bootstraps(member, line) else read)
-        return found
+        return [
+            _with_end(branch.sequence()) if self.bootstraps(branch) else branch.sequence()
+            for member in group.members
+            for branch in self.learned(member)
+        ]
 
-    def bootstraps(self, member: Member, line: Line) -> bool:
-        """Whether the infer pass reads a line to its end: its columns are one longer, by the value of the end."""
+    def bootstraps(self, branch: Branch) -> bool:
+        """Whether the infer pass reads a branch to its end: its columns are one longer, by the value of the end."""
         critic = self._algorithm.critic
-        return (
-            critic is not None and critic.bootstraps and member.truncated and line.number == member.cut_line
-        )
+        return critic is not None and critic.bootstraps and branch.cut
 
     def _sequences(
         self, inferred: Inferred, advantages: Many[list[float]], targets: Many[Columns]
@@ -259,22 +245,17 @@ class Intake:
             inferred.group.members, advantages, inferred.columns, targets, strict=True
         ):
             kept = {**self._kept(columns), **more}
-            lines = member.lines(self.trained(member))
-            share = self._share(member, len(lines))
-            found += [
-                Sequence(
-                    line.tokens,
-                    line.trained,
-                    member.engine_log_probs[line.part],
-                    own[line.part],
-                    self._algorithm.token_weight(len(line.trained)) * share,
-                    {name: values[line.part] for name, values in kept.items()},
-                    member.routes,
-                    member.images,
-                    [*member.temperatures[line.part]],
+            branches, end = self.learned(member), 0
+            share = self._share(branches)
+            for branch in branches:
+                part = slice(end, end := end + len(branch.trained))
+                sequence = msgspec.structs.replace(
+                    branch.sequence(),
+                    advantages=own[part],
+                    weight=self._algorithm.token_weight(len(branch.trained)) * share,
+                    columns={name: values[part] for name, values in kept.items()},
                 )
-                for line in lines
-            ]
+                found.append(sequence)
         return found
 
     def _kept(self, columns: Columns) -> Columns:
@@ -318,13 +299,12 @@ def unfit(state: steps.StepState, group: Group, limit: int) -> GroupRecord | Non
 
 
 def _untold(group: Group, base: int) -> Member | None:
-    """A member with a token of another version than the base, and no log-prob of it."""
+    """A member with a token of another version, and no log-prob of it; an episode's are compared by unit."""
     for member in group.members:
-        told = zip(
-            member.versions, member.engine_log_probs, strict=False
-        )  # an episode's are compared by unit
-        if any(version != base and math.isnan(value) for version, value in told):
-            return member
+        for branch in member.branches:
+            told = zip(branch.versions, branch.log_probs, strict=True)
+            if any(version != base and math.isnan(value) for version, value in told):
+                return member
     return None
 
 
@@ -339,12 +319,18 @@ def not_finite(record: GroupRecord, what: str = "loss") -> GroupRecord:
     return GroupRecord(record.prompt_ordinal, record.digest, record.keys, Disposition.NONFINITE, detail)
 
 
-def _longest_turn(positions: list[int]) -> int:
+def _tokens(branches: Many[Branch]) -> int:
+    return sum(len(branch.trained) for branch in branches)
+
+
+def _longest_turn(member: Member) -> int:
     """Tokens of the longest piece that was sampled at once: `sampling.max_new_tokens` is each turn's limit."""
-    longest = length = 0
-    for index, position in enumerate(positions):
-        length = length + 1 if index and position == positions[index - 1] + 1 else 1
-        longest = max(longest, length)
+    longest = 0
+    for positions in (branch.trained for branch in member.branches):
+        length = 0
+        for index, position in enumerate(positions):
+            length = length + 1 if index and position == positions[index - 1] + 1 else 1
+            longest = max(longest, length)
     return longest
 
 

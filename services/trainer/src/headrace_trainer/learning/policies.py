@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
 
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.policies import OWN as OWN_NAME
@@ -175,7 +174,7 @@ class PoliciesLearner:
             all_equal=all(record.all_equal for record in found),
             tokens_by_version=sum((record.tokens_by_version for record in found), Counter()),
             rewards=tuple(member.reward for member in group.members),
-            answer_lengths=tuple(len(member.trained) for member in group.members),
+            answer_lengths=tuple(member.sampled for member in group.members),
         )
 
     def _taken(self, group: Group) -> list[Learning]:
@@ -255,40 +254,11 @@ def part_of(group: Group, policy: str, played: Mapping[str, str]) -> Group:
 
     Its members are those in which it spoke, and its digest is the whole's.
     """
-    found = [_own_lines(member, policy, played) for member in group.members]
-    return replace(group, members=tuple(member for member in found if member is not None))
+    found = [_own(member, policy, played) for member in group.members]
+    return replace(group, members=tuple(member for member in found if member.branches))
 
 
-def _own_lines(member: Member, policy: str, played: Mapping[str, str]) -> Member | None:
-    """A member's lines of these roles, and their turns; a role's line is as the manieth as it first spoke."""
-    mine = [role for role in dict.fromkeys(member.turn_roles) if played.get(role, "") == policy]
-    lines = list(pairwise([0, *member.siblings, len(member.tokens)]))
-    bounds = [
-        line for role, line in zip(dict.fromkeys(member.turn_roles), lines, strict=True) if role in mine
-    ]
-    if not bounds:
-        return None
-    starts = [0, *accumulate(end - start for start, end in bounds)]
-    places = [
-        (place, position - start + at)
-        for (start, end), at in zip(bounds, starts, strict=False)
-        for place, position in enumerate(member.trained)
-        if start <= position < end
-    ]
-    kept = [index for index, role in enumerate(member.turn_roles) if role in mine]
-    cut = [*dict.fromkeys(member.turn_roles), ""][member.cut_line]
-    rewards = tuple(member.turn_rewards[index] for index in kept)
-    return replace(
-        member,
-        reward=sum(rewards),
-        tokens=[token for start, end in bounds for token in member.tokens[start:end]],
-        trained=[position for _, position in places],
-        engine_log_probs=[member.engine_log_probs[place] for place, _ in places],
-        versions=[member.versions[place] for place, _ in places],
-        turn_rewards=rewards,
-        turn_tokens=tuple(member.turn_tokens[index] for index in kept),
-        turn_roles=tuple(member.turn_roles[index] for index in kept),
-        siblings=tuple(starts[1:-1]),
-        cut_line=mine.index(cut) if cut in mine else -1,
-        temperatures=tuple(member.temperatures[place] for place, _ in places) if member.temperatures else (),
-    )
+def _own(member: Member, policy: str, played: Mapping[str, str]) -> Member:
+    """A member's branches of these roles, which are worth what these earned."""
+    mine = tuple(branch for branch in member.branches if played.get(branch.role, "") == policy)
+    return replace(member, branches=mine, reward=sum(turn.reward for branch in mine for turn in branch.turns))

@@ -6,12 +6,10 @@ Shapes: T chunks of an episode, C actions of a chunk, A numbers of an action; N 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -61,92 +59,114 @@ Rows = list[list[Sequence]]
 """The rows of one micro-batch; the sequences of a row may share what they have in common."""
 
 
-class Line(NamedTuple):
-    """One of the siblings of a trajectory, the `number`-th of all, from 0: `trained` are positions in its own `tokens`,
-    `part` those of the whole's.
+class Turn(NamedTuple):
+    """A turn of the policy: what was sampled and earned in it, whose it is, and when it was, from 0."""
+
+    tokens: int
+    reward: float
+    role: str = ""
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A line of tokens that was read as one context, and is trained apart from the others of its trajectory.
+
+    `trained` are positions in `tokens`; `log_probs` (the engine's, NaN where it told none) and `versions` have a value
+    for each of them, and so have `temperatures`, where some were drawn at another one than the run's.
     """
 
     tokens: list[int]
     trained: list[int]
-    part: slice
-    number: int = 0
+    log_probs: list[float]
+    versions: list[int]
+    temperatures: tuple[float, ...] = ()
+    turns: tuple[Turn, ...] = ()
+    """Where credit goes by turn or by role: they have the trained tokens, in order."""
+    images: tuple[Image, ...] = ()
+    """As `Sequence.images`."""
+    routes: bytes = b""
+    """As `Sequence.routes`."""
+    cut: bool = False
+    """A limit has cut it."""
+
+    @property
+    def role(self) -> str:
+        """Where each role learns by its own rewards: whose it is."""
+        return self.turns[0].role if self.turns else ""
+
+    def sequence(self) -> Sequence:
+        """As it is read without a loss."""
+        return Sequence(
+            self.tokens,
+            self.trained,
+            self.log_probs,
+            routes=self.routes,
+            images=self.images,
+            temperatures=[*self.temperatures],
+        )
 
 
 @dataclass(frozen=True)
 class Member:
-    """One finished trajectory with its reward. `versions` has the sampling version of each trained token.
-
-    A session whose requests did not all extend each other has several lines, which stand behind each other: they share
-    its reward, and none is read with another one's tokens. A conversation of several roles has a line for each.
-    """
+    """One finished trajectory with its reward, which its branches share."""
 
     sample_index: int
     attempt: int
     body_digest: str
     reward: float
-    tokens: list[int]
-    trained: list[int]
-    engine_log_probs: list[float]
-    versions: list[int]
+    branches: tuple[Branch, ...] = ()
     truncated: bool = False
     masked: bool = False
-    routes: bytes = b""
-    """As `Sequence.routes`."""
-    images: tuple[Image, ...] = ()
-    """As `Sequence.images`."""
-    turn_rewards: tuple[float, ...] = ()
-    """Where credit goes by turn: reward of each turn, which add up to the reward; empty elsewhere."""
-    turn_tokens: tuple[int, ...] = ()
-    """Sampled tokens of each of these turns, which are in the order of `tokens`."""
-    turn_roles: tuple[str, ...] = ()
-    """Where each role learns by its own rewards: who took each of these turns; empty elsewhere."""
-    turn_places: tuple[int, ...] = ()
-    """Of a session of several lines: the place in time of each of these turns; empty: they are in the order of time."""
-    siblings: tuple[int, ...] = ()
-    """Where in `tokens` each line but the first begins."""
-    cut_line: int = 0
-    """Which line a limit has cut, of one that is `truncated`; -1 for none of these."""
-    temperatures: tuple[float, ...] = ()
-    """Of each trained token, where some were drawn at another temperature than the run's; empty elsewhere."""
 
     @property
     def size(self) -> int:
         """Tokens, those of the prompt included: an upper bound of the work."""
-        return len(self.tokens)
+        return sum(len(branch.tokens) for branch in self.branches)
 
-    def lines(self, trained: list[int]) -> list[Line]:
-        """The lines that hold some of these positions in `tokens`, in order."""
-        if not self.siblings:
-            return [Line(self.tokens, trained, slice(None))] if trained else []
-        found, bounds = [], [0, *self.siblings, len(self.tokens)]
-        for number, (start, end) in enumerate(pairwise(bounds)):
-            part = slice(bisect_left(trained, start), bisect_left(trained, end))
-            if own := [position - start for position in trained[part]]:
-                found.append(Line(self.tokens[start:end], own, part, number))
-        return found
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(len(branch.trained) for branch in self.branches)
+
+    @property
+    def versions(self) -> list[int]:
+        """Which version sampled each of them."""
+        return [version for branch in self.branches for version in branch.versions]
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Those of all branches, in the order of their tokens."""
+        return [turn for branch in self.branches for turn in branch.turns]
 
     def problem(self) -> str:
         """What is not finite; empty where all is."""
         if not math.isfinite(self.reward):
             return f"the reward is {self.reward}"
-        if not all(map(math.isfinite, self.turn_rewards)):
-            return f"the rewards by turn are {list(self.turn_rewards)}"
-        return "an engine log-prob is infinite" if any(map(math.isinf, self.engine_log_probs)) else ""
+        rewards = [turn.reward for turn in self.turns]
+        if not all(map(math.isfinite, rewards)):
+            return f"the rewards by turn are {rewards}"
+        told = (value for branch in self.branches for value in branch.log_probs)
+        return "an engine log-prob is infinite" if any(map(math.isinf, told)) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeMember(Member):
-    """A finished episode of a robot policy. `tokens` are the ids of its instruction, of which none is trained.
+    """A finished episode of a robot policy, all of one version. `instruction` are the ids of what it was told."""
 
-    `versions` has the sampling version of each executed action.
-    """
-
+    instruction: list[int]
+    policy_number: int
     episode: Episode
 
     @property
     def size(self) -> int:
         """Executed actions."""
         return self.episode.steps
+
+    @property
+    def versions(self) -> list[int]:
+        """Which version sampled each executed action."""
+        return [self.policy_number] * self.episode.steps
 
     def problem(self) -> str:
         """What is not finite; empty where all is."""

@@ -27,6 +27,7 @@ from headrace_servicekit.rpc.episodes import (
     decode_episode,
 )
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.trajectories import segments_of
 
 from headrace_trainer.errors import invalid
 from headrace_trainer.learning.samples import EpisodeMember, Group
@@ -113,10 +114,8 @@ def _read_member(
         attempt=trajectory.attempt,
         body_digest=trajectory.body_digest,
         reward=message.reward,
-        tokens=tokens,
-        trained=[],
-        engine_log_probs=[],
-        versions=[segment.policy_number] * episode.steps,
+        instruction=tokens,
+        policy_number=segment.policy_number,
         truncated=episode.truncated,
         masked=message.masked,
         episode=episode,
@@ -125,21 +124,22 @@ def _read_member(
 
 def _segments(trajectory: common_pb2.Trajectory, where: str) -> tuple[list[int], common_pb2.Segment]:
     """The instruction's ids, and the segment of actions."""
-    kinds = [segment.WhichOneof("body") for segment in trajectory.segments]
+    segments = [*segments_of(trajectory)]
+    kinds = [segment.WhichOneof("body") for segment in segments]
     if kinds not in (["actions"], ["tokens", "actions"]):
         found = ", ".join(kind or "an empty one" for kind in kinds) or "none"
         raise invalid(
             f"{where}: segments are {found}; an episode has one of actions, and before it one of tokens where the "
             "policy reads an instruction"
         )
-    acted = trajectory.segments[-1]
+    acted = segments[-1]
     if acted.policy_number < 1:
         raise invalid(
             f"{where}: policy_number {acted.policy_number} of its actions; a version's number is 1 or more"
         )
     if len(kinds) == 1:
         return [], acted
-    said = trajectory.segments[0]
+    said = segments[0]
     if said.policy_number:
         raise invalid(
             f"{where}: policy_number {said.policy_number} of its instruction, which nobody sampled; give 0"

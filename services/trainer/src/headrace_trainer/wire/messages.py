@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING
 
 from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
@@ -13,14 +14,23 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.digests import digest_bytes, set_digest, trajectory_digest
 from headrace_servicekit.rpc.requests import check_enum
-from headrace_servicekit.rpc.trajectories import in_token_order, turn_roles, unpack_routes
+from headrace_servicekit.rpc.trajectories import turn_roles, unpack_routes
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
 from headrace_trainer.checkpoints.asides import SetAside
 from headrace_trainer.checkpoints.tree import Saved
 from headrace_trainer.errors import invalid
 from headrace_trainer.learning.pictures import place_images
-from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Image, Member, Sequence
+from headrace_trainer.learning.samples import (
+    Branch,
+    Disposition,
+    Group,
+    GroupRecord,
+    Image,
+    Member,
+    Sequence,
+    Turn,
+)
 from headrace_trainer.learning.step import CommitReply, Phase, Result, Version
 
 if TYPE_CHECKING:
@@ -83,8 +93,11 @@ def read_group(
         _read_member(message.prompt_ordinal, member, sampling, vocabulary, route_width, by_turn=by_turn)
         for member in sorted(message.members, key=lambda member: member.trajectory.sample.sample_index)
     )
-    if message.images or any(each.trajectory.image_digests for each in message.members):
-        members = _with_images(message, members, reader)
+    told = {
+        each.digest for m in message.members for branch in m.trajectory.branches for each in branch.images
+    }
+    if message.images or told:
+        members = _with_images(message, members, told, reader)
     if len({member.sample_index for member in members}) != len(members):
         raise invalid(f"prompt {message.prompt_ordinal}: a sample is in the group twice")
     keys = [(message.prompt_ordinal, m.sample_index, m.attempt, m.body_digest) for m in members]
@@ -92,7 +105,7 @@ def read_group(
 
 
 def _with_images(
-    message: trainer_pb2.SettledGroup, members: tuple[Member, ...], reader: ImageReader | None
+    message: trainer_pb2.SettledGroup, members: tuple[Member, ...], told: set[str], reader: ImageReader | None
 ) -> tuple[Member, ...]:
     """The members with the images that they were made with, and numbers of their own for these images' tokens."""
     where = f"prompt {message.prompt_ordinal}"
@@ -101,29 +114,37 @@ def _with_images(
     if any(image.digest != digest_bytes(image.data) for image in message.images):
         raise invalid(f"{where}: an image has not its digest", "DIGEST_MISMATCH")
     files = {image.digest: Image(image.digest, image.data) for image in message.images}
-    told = {each.trajectory.sample.sample_index: each.trajectory for each in message.members}
-    if {digest for each in told.values() for digest in each.image_digests} != files.keys():
+    if told != files.keys():
         raise invalid(f"{where}: its samples were made with other images", "DIGEST_MISMATCH")
+    sent = {each.trajectory.sample.sample_index: each.trajectory for each in message.members}
     found = []
     for member in members:
-        trajectory = told[member.sample_index]
-        images = tuple(files[digest] for digest in trajectory.image_digests)
         try:
-            tokens = place_images(member.tokens, images, reader, trajectory.image_starts)
+            branches = [
+                _pictured(branch, [(files[each.digest], each.start) for each in own.images], reader)
+                for branch, own in zip(member.branches, sent[member.sample_index].branches, strict=True)
+            ]
         except ValueError as error:
             raise invalid(f"{where}: sample {member.sample_index}: {error}") from error
-        found.append(replace(member, tokens=tokens, images=tuple(dict.fromkeys(images))))
+        found.append(replace(member, branches=tuple(branches)))
     return tuple(found)
+
+
+def _pictured(branch: Branch, placed: Many[tuple[Image, int]], reader: ImageReader) -> Branch:
+    """A branch with its images. Raises ValueError."""
+    images, starts = [image for image, _ in placed], [start for _, start in placed]
+    tokens = place_images(branch.tokens, images, reader, starts)
+    return replace(branch, tokens=tokens, images=tuple(dict.fromkeys(images)))
 
 
 def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, vocabulary: int) -> Sequence:
     """A trajectory to be scored. Raises Refusal INVALID."""
-    if message.image_digests:
+    if len(message.branches) != 1:
+        raise invalid(f"{_name(message)} has {len(message.branches)} branches, and one is scored at a time")
+    (branch,) = message.branches
+    if branch.images:
         raise invalid(f"{_name(message)} has images, which are not sent to be scored")
-    read = _read_tokens(message, _name(message), sampling, vocabulary)
-    if read.siblings:
-        raise invalid(f"{_name(message)}: it has siblings, and one line is scored at a time")
-    return Sequence(read.tokens, read.trained, read.log_probs, temperatures=[*read.temperatures])
+    return _read_branch(branch, _name(message), sampling, vocabulary, 0).sequence()
 
 
 def check_settled(prompt: int, trajectory: common_pb2.Trajectory, reasons: frozenset[int], what: str) -> str:
@@ -153,107 +174,66 @@ def _read_member(
     where = check_settled(prompt, trajectory, _SETTLED, "finished answers")
     # What carries no loss, such as a greedy baseline, may be sampled in any way.
     sampled_from = None if message.masked else sampling
-    read = _read_tokens(trajectory, where, sampled_from, vocabulary)
+    if not trajectory.branches:
+        raise invalid(f"{where} has no branches; an answer has one")
+    branches = [
+        _read_branch(branch, where, sampled_from, vocabulary, route_width) for branch in trajectory.branches
+    ]
     return Member(
         sample_index=trajectory.sample.sample_index,
         attempt=trajectory.attempt,
         body_digest=trajectory.body_digest,
         reward=message.reward,
-        tokens=read.tokens,
-        trained=read.trained,
-        engine_log_probs=read.log_probs,
-        versions=read.versions,
+        branches=_with_turns(branches, message, where, by_turn=by_turn),
         truncated=trajectory.finish_reason == common_pb2.FINISH_REASON_LENGTH,
         masked=message.masked,
-        siblings=read.siblings,
-        cut_line=_cut_line(trajectory, where, len(read.siblings)),
-        temperatures=read.temperatures,
-        routes=_read_routes(trajectory, where, (len(read.tokens) - 1) * route_width) if route_width else b"",
-        **_read_turns(message, where, len(read.trained), by_turn=by_turn),
     )
 
 
-class _TurnsRead(TypedDict, total=False):
-    turn_rewards: tuple[float, ...]
-    turn_tokens: tuple[int, ...]
-    turn_roles: tuple[str, ...]
-    turn_places: tuple[int, ...]
-
-
-def _read_turns(
-    message: trainer_pb2.SettledTrajectory, where: str, sampled: int, *, by_turn: bool
-) -> _TurnsRead:
-    """The turns in the order of their tokens, where credit goes by turn or by role."""
+def _with_turns(
+    branches: list[Branch], message: trainer_pb2.SettledTrajectory, where: str, *, by_turn: bool
+) -> tuple[Branch, ...]:
+    """The branches with their turns, where credit goes by turn or by role."""
     talk, rewards = message.trajectory.conversation, message.turn_rewards
-    tokens, roles = talk.turn_tokens, turn_roles(talk)
-    if not (by_turn or roles):
-        return _TurnsRead()
-    if not tokens or len(tokens) != len(rewards) or len(roles) not in (0, len(tokens)):
-        raise invalid(f"{where}: {len(rewards)} rewards for {len(tokens)} turns; give one a turn")
-    if min(tokens) < 0 or sum(tokens) != sampled:
-        raise invalid(f"{where}: turns of {list(tokens)} tokens, and {sampled} were sampled")
-    if talk.turn_places and sorted(talk.turn_places) != [*range(len(tokens))]:
-        raise invalid(
-            f"{where}: turn_places {list(talk.turn_places)} of {len(tokens)} turns; give each one place"
-        )
-    order = in_token_order(roles, len(tokens))
-    return _TurnsRead(
-        turn_rewards=tuple(rewards[turn] for turn in order),
-        turn_tokens=tuple(tokens[turn] for turn in order),
-        turn_roles=tuple(roles[turn] for turn in order) if roles else (),
-        turn_places=tuple(talk.turn_places),
-    )
+    roles = turn_roles(talk) or [""] * len(talk.turns)
+    if not (by_turn or any(roles)):
+        return tuple(branches)
+    if not talk.turns or len(talk.turns) != len(rewards) or len(roles) != len(rewards):
+        raise invalid(f"{where}: {len(rewards)} rewards for {len(talk.turns)} turns; give one a turn")
+    found: list[list[Turn]] = [[] for _ in branches]
+    for place, (turn, role, reward) in enumerate(zip(talk.turns, roles, rewards, strict=True)):
+        if not 0 <= turn.branch < len(branches):
+            raise invalid(f"{where}: turn {place} is in branch {turn.branch}, and there are {len(branches)}")
+        found[turn.branch].append(Turn(turn.tokens, reward, role, place))
+    for number, (branch, turns) in enumerate(zip(branches, found, strict=True)):
+        tokens = [turn.tokens for turn in turns]
+        if min(tokens, default=0) < 0 or sum(tokens) != len(branch.trained):
+            raise invalid(
+                f"{where}: branch {number} has turns of {tokens} tokens, and {len(branch.trained)} were sampled"
+            )
+    by_branch = [[*dict.fromkeys(turn.role for turn in turns)] for turns in found]
+    if any(roles) and sorted(by_branch) != [[role] for role in sorted({*roles})]:
+        raise invalid(f"{where}: its branches have turns of the roles {by_branch}; give each role a branch")
+    return tuple(replace(branch, turns=tuple(own)) for branch, own in zip(branches, found, strict=True))
 
 
-def _cut_line(trajectory: common_pb2.Trajectory, where: str, last: int) -> int:
-    """Which line was cut: as it says, else the last speaker's, else the last one. Raises Refusal INVALID."""
-    if trajectory.HasField("cut_line"):
-        if not -1 <= trajectory.cut_line <= last:
-            raise invalid(f"{where}: cut_line {trajectory.cut_line}, and its lines are 0 to {last}")
-        return trajectory.cut_line
-    roles = turn_roles(trajectory.conversation)
-    return [*dict.fromkeys(roles)].index(roles[-1]) if roles else last
-
-
-def _read_routes(trajectory: common_pb2.Trajectory, where: str, most: int) -> bytes:
-    """Of as many tokens as the engine told, from the first one on."""
-    try:
-        return unpack_routes(trajectory.routed_experts, most)
-    except ValueError as error:
-        raise invalid(f"{where}: routed_experts: {error}") from error
-
-
-class _Read(NamedTuple):
-    """Ids, trained positions, engine log-probs and versions of the trained ones, where siblings begin, temperatures."""
-
-    tokens: list[int]
-    trained: list[int]
-    log_probs: list[float]
-    versions: list[int]
-    siblings: tuple[int, ...]
-    temperatures: tuple[float, ...]
-
-
-def _read_tokens(
-    trajectory: common_pb2.Trajectory, where: str, sampling: SamplingSection | None, vocabulary: int
-) -> _Read:
-    """The tokens of a trajectory; with `sampling`, the run's, what was drawn in another way is refused."""
+def _read_branch(
+    message: common_pb2.Branch,
+    where: str,
+    sampling: SamplingSection | None,
+    vocabulary: int,
+    route_width: int,
+) -> Branch:
+    """A branch; with `sampling`, the run's, what was drawn in another way is refused."""
     tokens: list[int] = []
     trained: list[int] = []
     log_probs: list[float] = []
     versions: list[int] = []
-    siblings: list[int] = []
     temperatures: list[float] = []
-    for segment in trajectory.segments:
+    for segment in message.segments:
         if segment.WhichOneof("body") != "tokens":
             raise invalid(f"{where}: segments of actions need a policy that acts; this run trains on tokens")
         ids = segment.tokens.token_ids
-        if segment.begins_sibling:
-            if segment.policy_number or not ids or not tokens:
-                raise invalid(
-                    f"{where}: a sibling begins with given ids, behind another line; give its prompt"
-                )
-            siblings.append(len(tokens))
         if segment.policy_number:
             if sampling is not None:
                 temperatures += [_drawn_at(segment.tokens, where, sampling)] * len(ids)
@@ -273,8 +253,21 @@ def _read_tokens(
         raise invalid(f"{where}: the first id is sampled; a prompt of at least one id must come before")
     if sampling is not None and {*temperatures} == {sampling.temperature}:
         temperatures = []
-    told = log_probs or [math.nan] * len(trained)
-    return _Read(tokens, trained, told, versions, tuple(siblings), tuple(temperatures))
+    try:
+        routes = (
+            unpack_routes(message.routed_experts, (len(tokens) - 1) * route_width) if route_width else b""
+        )
+    except ValueError as error:
+        raise invalid(f"{where}: routed_experts: {error}") from error
+    return Branch(
+        tokens,
+        trained,
+        log_probs or [math.nan] * len(trained),
+        versions,
+        tuple(temperatures),
+        routes=routes,
+        cut=message.cut,
+    )
 
 
 def _drawn_at(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingSection) -> float:

@@ -82,7 +82,7 @@ def run_view(
             dropped=tally.dropped,
             filtered=tally.filtered,
             duplicates=tally.duplicates,
-            max_staleness=tally.max_staleness,
+            max_staleness=tally.max_staleness if tally.trained else None,
             frontier=run.ledger.frontier,
         ),
         recoveries=run.recoveries,
@@ -249,6 +249,8 @@ def certificate_view(certificate: ev.Certificate, live: bool) -> CertificateView
     fields["step"] += 1
     fields["trained"] = expand(certificate.trained)
     fields["dropped"] = expand_drops(certificate.dropped)
+    if not certificate.tokens_by_version:
+        fields["max_staleness"] = fields["mean_staleness"] = None
     # Not validated: a hundred thousand slots that were validated when they were read.
     return CertificateView.model_construct(version=policy_view(certificate), live=live, **fields)
 

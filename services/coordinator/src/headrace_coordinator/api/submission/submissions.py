@@ -136,9 +136,8 @@ def _refused(refusal: CallRefused, key: str, instance: str) -> list[KeyProblemVi
     """What an instance finds wrong with the spec; other refusals are the run's to handle."""
     if refusal.reason not in ("INVALID", SCORER_AWAY):
         return []
-    _, _, text = refusal.message.partition(f"{refusal.key}: ")
     fix = f"{instance} has tried it, and its log says more"
-    return [problem(refusal.key or key, text or refusal.message, fix)]
+    return [problem(refusal.key or key, refusal.cause, fix)]
 
 
 @contextmanager

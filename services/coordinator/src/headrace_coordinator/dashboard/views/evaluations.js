@@ -2,7 +2,7 @@
 
 import { get, pages, post, Refusal, repeat } from "../api.js";
 import { chip, empty, facts, h, keyed, table } from "../dom.js";
-import { clock, duration, episodeFacts, number, plural, spoken } from "../format.js";
+import { clock, duration, episodeFacts, mean, number, plural, scorerFact, spoken } from "../format.js";
 import { answer } from "../tokens.js";
 import { recorded } from "./episode.js";
 import { progress } from "./runs.js";
@@ -132,7 +132,7 @@ async function results(evaluation, signal) {
       table("Figures", ["Figure", spoken(result.measure || "score"), "95% interval over items"], result.modes.map((each) => h("tr", {}, h("th", { scope: "row" }, each.mode), h("td", {}, bar(each.score)), h("td", {}, interval(each)))))[0],
       facts([
         ...episodeFacts(result),
-        ...Object.entries(result.parts).map(([name, value]) => [`Scorer ${name}`, number(value)]),
+        ...Object.entries(result.parts).map(([name, value]) => scorerFact(evaluation.spec, name, value)),
         ["Answers", result.answers.toLocaleString("en")],
         ...(result.unanswered ? [["Not answered", result.unanswered.toLocaleString("en")]] : []),
         ...(result.failed ? [["A scorer failed on", plural(result.failed, "answer")]] : []),
@@ -172,10 +172,9 @@ function differing(first, second) {
       items.set(each.prompt_ordinal, item);
     }
   });
-  const mean = (answers) => answers.reduce((sum, each) => sum + (each.reward ?? 0), 0) / answers.length;
   const found = [...items.entries()].filter(([, { sides }]) => sides[0].length && sides[1].length)
-    .map(([ordinal, item]) => ({ ordinal, ...item, means: item.sides.map(mean) }))
-    .filter(({ means }) => means[0] !== means[1])
+    .map(([ordinal, item]) => ({ ordinal, ...item, means: item.sides.map((answers) => mean(answers.map((each) => each.reward))) }))
+    .filter(({ means }) => !means.includes(null) && means[0] !== means[1])
     .sort((a, b) => Math.abs(b.means[1] - b.means[0]) - Math.abs(a.means[1] - a.means[0]) || a.ordinal - b.ordinal);
   if (!found.length) return [empty("The stored answers of both got the same rewards.")];
   const shown = found.slice(0, MOST_ITEMS);

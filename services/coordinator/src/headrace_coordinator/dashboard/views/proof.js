@@ -35,7 +35,7 @@ export async function proof(root, context) {
     facts([
       ["Slots trained", found.trained.toLocaleString("en")], ["Slots dropped", found.dropped.toLocaleString("en")],
       ["Duplicates", `${found.duplicates}`], ["Settled below slot", found.frontier.toLocaleString("en")],
-      ["Worst staleness", plural(found.max_staleness, "version")], ["Live version", run.policy ? `${run.policy.number}` : "–"],
+      ["Worst staleness", found.max_staleness === null ? "–" : plural(found.max_staleness, "version")], ["Live version", run.policy ? `${run.policy.number}` : "–"],
       ["Digest of its weights", run.policy ? h("code", {}, run.policy.digest.slice(0, 16)) : "–"],
       ["Warm-up steps", `${run.warmup_steps}`],
     ]));
@@ -121,6 +121,6 @@ function row(certificate) {
     h("td", {}, `${version.parent}`), h("td", {}, `${version.ordinal}`),
     h("td", { title: `set digest ${certificate.set_digest}` }, `${certificate.trained.length}`),
     h("td", {}, `${certificate.dropped.length}`, why && h("div", { class: "why" }, why)),
-    h("td", {}, sources || "–"), h("td", {}, `${certificate.max_staleness}`), h("td", {}, number(certificate.log_prob_mismatch_mean, 5)),
+    h("td", {}, sources || "–"), h("td", {}, number(certificate.max_staleness)), h("td", {}, number(certificate.log_prob_mismatch_mean, 5)),
     h("td", {}, number(certificate.log_prob_mismatch_kl, 6)));
 }

@@ -121,7 +121,7 @@ function runHeader(element, path, signal) {
       ["Version", run.policy ? `${run.policy.number}` : "–"],
       ["Trained", run.counts.trained.toLocaleString("en")],
       ["Dropped", run.counts.dropped.toLocaleString("en") + (run.counts.filtered ? `, of equal rewards ${run.counts.filtered.toLocaleString("en")}` : "")],
-      ["Worst staleness", `${run.counts.max_staleness}`],
+      ["Worst staleness", number(run.counts.max_staleness)],
       ["Recoveries", `${run.recoveries}`],
       ["Started", clock(run.started_at)],
       ["Time", run.started_at ? duration(until - run.started_at) : "–"],

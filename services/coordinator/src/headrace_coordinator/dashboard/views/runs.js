@@ -3,7 +3,7 @@
 import { get, repeat } from "../api.js";
 import { sparkline } from "../charts.js";
 import { chip, empty, h, keyed, table } from "../dom.js";
-import { clock, duration, number, plural, ranged } from "../format.js";
+import { clock, duration, mean, number, plural, ranged } from "../format.js";
 
 const SIZE = 50;
 const SHOWN = 8; // Runs that are compared at once.
@@ -170,11 +170,6 @@ function inOrder(items, key) {
     if (missing(one) || missing(other)) return missing(one) - missing(other);
     return sign * (typeof one === "string" ? one.localeCompare(other, "en", { numeric: true }) : one - other);
   });
-}
-
-function mean(values) {
-  const known = values.filter((value) => value !== null);
-  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
 // Runs of one spec with several seeds as one item each; a run that has no sibling stays itself.

@@ -4,7 +4,7 @@ import { get, Refusal } from "../api.js";
 import { strip } from "../charts.js";
 import { conversation } from "../conversation.js";
 import { empty, facts, h } from "../dom.js";
-import { number, plural } from "../format.js";
+import { mean, number, plural, scorerFact, scorers } from "../format.js";
 import { answer } from "../tokens.js";
 import { recorded } from "./episode.js";
 import { rewards } from "./rewards.js";
@@ -24,7 +24,7 @@ export async function trajectories(root, context) {
   const prompt = field("prompt", "Group (prompt)");
   const search = h("input", { id: "text-search", type: "search", placeholder: "Text", "aria-label": "Text in prompt, answer or reference", value: query.get("search") ?? "" });
   const finish = choice("finish_reason", "Ended", FINISHES);
-  const failed = choice("failed", "Nothing from", (context.run.spec.reward?.scorers ?? []).map((each) => each.name));
+  const failed = choice("failed", "Nothing from", [...scorers(context.run.spec).keys()]);
   const order = h("select", { id: "order", onchange: () => go() }, ORDERS.map(([name, label]) => h("option", { value: name }, label)));
   order.value = query.get("order") ?? "newest";
   const wrong = h("p", { class: "bad", role: "alert" });
@@ -92,13 +92,13 @@ export async function trajectories(root, context) {
     on.disabled = !token;
     const side = prompt.input.value !== "" && found.length > 0;
     list.className = side ? "side" : "";
-    const mean = found.reduce((sum, each) => sum + (each.reward ?? 0), 0) / (found.length || 1);
+    const average = mean(found.map((each) => each.reward));
     if (!found.length) list.replaceChildren(empty(query.size ? "No trajectory matches." : "No trajectory is settled yet: the first ones come with the first committed step."));
-    else list.replaceChildren(...found.map((each) => (side ? card(each, each.reward - mean) : line(each))));
+    else list.replaceChildren(...found.map((each) => (side ? card(each, each.reward - average) : line(each))));
   }
 
   function line(each) {
-    const details = h("details", { class: "trajectory", ontoggle: () => { if (details.open && details.children.length === 1) details.append(body(each, group(each))); } },
+    const details = h("details", { class: "trajectory", ontoggle: () => { if (details.open && details.children.length === 1) details.append(body(context.run.spec, each, group(each))); } },
       h("summary", {}, rewardChip(each.reward), h("span", { class: "muted" }, `step ${each.step} · prompt ${each.prompt_ordinal} · sample ${each.sample_index}`),
         h("span", { class: "excerpt" }, each.prompt.slice(-80).trim(), h("b", {}, " → "), said(each).slice(0, 160) || "(nothing)"),
         h("span", { class: "muted" }, `${plural(each.tokens, unit(each))}, ${each.finish_reason}`)));
@@ -111,7 +111,7 @@ export async function trajectories(root, context) {
 
   function card(each, apart) {
     return h("article", { class: "panel" }, h("h3", {}, rewardChip(each.reward), ` sample ${each.sample_index}`,
-      h("span", { class: "muted" }, ` ${apart >= 0 ? "+" : "−"}${number(Math.abs(apart))} to the mean shown`)), body(each, null));
+      h("span", { class: "muted" }, ` ${apart >= 0 ? "+" : "−"}${number(Math.abs(apart))} to the mean shown`)), body(context.run.spec, each, null));
   }
 
   await load();
@@ -143,7 +143,7 @@ function unit(each) {
   return episode(each) ? "action" : "token";
 }
 
-function body(each, action) {
+function body(spec, each, action) {
   const parts = Object.entries(each.parts);
   const robot = episode(each);
   return h("div", { class: "body" },
@@ -156,7 +156,7 @@ function body(each, action) {
     facts([
       ["Reward", number(each.reward)],
       ...(each.advantage === null || each.advantage === undefined ? [] : [["Advantage", number(each.advantage)]]),
-      ...parts.map(([name, value]) => [`Scorer ${name}`, number(value)]),
+      ...parts.map(([name, value]) => scorerFact(spec, name, value)),
       [robot ? "Actions" : "Tokens", `${each.tokens}`],
       ["Finish reason", each.finish_reason],
       ["Attempt", `${each.attempt}`],
@@ -168,10 +168,10 @@ function body(each, action) {
 function logProbs(each) {
   const values = each.log_probs;
   const known = values.filter((value) => value !== null);
-  const mean = known.reduce((sum, value) => sum + value, 0) / (known.length || 1);
+  const average = mean(values);
   const lowest = values.indexOf(Math.min(...known));
   const told = h("p", { class: "muted", "aria-live": "off" });
-  const rest = () => { told.textContent = `mean ${number(mean)}, lowest ${number(values[lowest])} at ${unit(each)} ${lowest + 1}${each.tokens > values.length ? `; the first ${values.length} of ${plural(each.tokens, unit(each))}` : ""}`; };
+  const rest = () => { told.textContent = `mean ${number(average)}, lowest ${number(values[lowest])} at ${unit(each)} ${lowest + 1}${each.tokens > values.length ? `; the first ${values.length} of ${plural(each.tokens, unit(each))}` : ""}`; };
   rest();
   const versionAt = (index) => {
     let left = index;

@@ -238,6 +238,12 @@ class DeathCharged(Noted, frozen=True, kw_only=True):
     """`RunState.progress` at the death."""
 
 
+class ScorerFailed(Noted, frozen=True, kw_only=True):
+    """A scorer failed at an answer for the first time, with these words."""
+
+    detail: str
+
+
 class Warned(RunEvent, frozen=True, kw_only=True):
     """What makes the run learn nothing has changed: all warnings that hold now, by what they are about."""
 

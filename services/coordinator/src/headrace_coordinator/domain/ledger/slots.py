@@ -230,7 +230,7 @@ class SlotLedger(msgspec.Struct, dict=True):
         if unsettled:
             self.unsettled_drops.append(event.prompt)
         if event.reason != FILTERED or not self.last_drop:
-            self.last_drop = f"{event.reason}: {event.detail}"
+            self.last_drop = f"{event.detail} ({event.reason})"
 
     def _refill(self, step: int, groups: int) -> None:
         last = max(self.steps)

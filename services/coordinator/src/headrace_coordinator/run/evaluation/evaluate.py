@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_schema.resources.evaluations import EvaluationView
+from headrace_servicekit.causes import cause_first
 from headrace_servicekit.tracing import trace
 
 from headrace_coordinator.data.dataset import Dataset
@@ -156,10 +158,14 @@ async def _assignments(
 class TooFewAnswers(Exception):
     """More answers of an evaluation are missing than its spec allows; the message is for its user."""
 
-    def __init__(self, missing: int, asked: int, allowed: float, why: str) -> None:
+    def __init__(self, missing: int, asked: int, allowed: float, why: str, key: str) -> None:
         super().__init__(
-            f"max_unanswered: {missing} of {asked} answers were not made or not scored, and {allowed:.0%} may be "
-            f"missing; mend that, or allow more. The first: {why}"
+            cause_first(
+                why,
+                f"{missing} of {asked} answers were not made or not scored, and {allowed:.0%} may be missing: mend "
+                "that, or allow more",
+                key,
+            )
         )
 
 
@@ -215,8 +221,8 @@ async def evaluate_if_due(context: RunContext, published: Published, timer: Step
                 view = await evaluate(context, published, kind, prefill)
         except TooFewAnswers as missing:
             if not ordinal:  # Nothing was trained yet.
-                raise RunFailed(f"evaluation.{missing}") from missing
-            context.note(f"no evaluation ({kind}) at step {ordinal}: evaluation.{missing}")
+                raise RunFailed(str(missing)) from missing
+            context.note(cause_first(str(missing), f"no evaluation ({kind}) at step {ordinal}"))
             context.without_figure.add((kind, published.version.number))
             continue
         log, figures = context.event_log, view.model_dump(mode="json")
@@ -246,15 +252,16 @@ async def evaluate(
             counted.append(each)
         else:
             failures.append(score.detail or "a scorer failed")
-    asked = len(items) * questions.samples
-    view = _view(context, published, kind, items, counted, scores)
-    view.unanswered = asked - len(counted)
-    view.failure = [*failures, "rollout instances failed"][0] if view.unanswered else ""
-    allowed = context.spec.evaluation.max_unanswered
-    if view.unanswered > allowed * asked or not counted:
+    asked, allowed = len(items) * questions.samples, context.spec.evaluation.max_unanswered
+    unanswered = asked - len(counted)
+    lost_to = context.last_loss or "rollout instances failed"
+    failure = [*failures, lost_to][0] if unanswered else ""
+    if unanswered > allowed * asked or not counted:
         if lost := asked - len(done):  # That is the fleet's fault: the run recovers, and asks again.
-            raise WaitTimeout(f"{lost} of {asked} held-out answers were not made: rollout instances failed")
-        raise TooFewAnswers(view.unanswered, asked, allowed, view.failure)
+            raise WaitTimeout(cause_first(lost_to, f"{lost} of {asked} held-out answers were not made"))
+        raise TooFewAnswers(unanswered, asked, allowed, failure, "evaluation.max_unanswered")
+    view = _view(context, published, kind, items, counted, scores)
+    view.unanswered, view.failure = unanswered, failure
     return view
 
 
@@ -282,7 +289,8 @@ def _messages(
     context: RunContext, answer: common.Trajectory, score: reward.ScoreResult
 ) -> dict[str, list[dict[str, Any]]]:
     """What was said in a conversation, as `MessageView`s; empty of an answer."""
-    found = told(context.spec.tool_calls, said(answer), score.turns or answer.conversation.rewards)
+    rewards = score.turns or [turn.reward for turn in answer.conversation.turns]
+    found = told(context.spec.tool_calls, said(answer), rewards)
     return {"messages": msgspec.to_builtins(with_thumbnails(found))} if found else {}
 
 
@@ -295,12 +303,12 @@ def _view(
     by_slot: Mapping[tuple[int, int], reward.ScoreResult],
 ) -> EvaluationView:
     scores = [by_slot[slot_key(answer.sample)] for answer in answers]
-    parts: dict[str, float] = defaultdict(float)
+    parts: dict[str, list[float]] = defaultdict(list)
     examples: list[dict[str, Any]] = []
     for answer in answers:
         score = by_slot[slot_key(answer.sample)]
         for name, value in score.parts.items():
-            parts[name] += value / len(answers)
+            parts[name].append(value)
         if answer.sample.sample_index == 0 and len(examples) < EXAMPLES:
             item = items[answer.sample.prompt_ordinal]
             examples.append(
@@ -327,8 +335,8 @@ def _view(
         kind=kind,
         step=published.version.ordinal,
         version=published.version.number,
-        score=sum(score.reward for score in scores) / max(len(scores), 1),
-        parts=dict(parts),
+        score=fmean(score.reward for score in scores),
+        parts={name: fmean(each) for name, each in parts.items()},  # of the answers that it judged
         answers=len(answers),
         score_low=low,
         score_high=high,

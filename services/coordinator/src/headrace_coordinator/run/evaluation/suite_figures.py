@@ -83,7 +83,7 @@ def result_of(
     return SuiteResultView(
         modes=modes,
         tasks=_tasks(suite, items, found[asked.wanted_modes[0]]),
-        parts={name: fmean(each.parts.get(name, 0.0) for each in everything) for name in names},
+        parts={name: fmean(each.parts[name] for each in everything if name in each.parts) for name in names},
         answers=len(everything),
         truncated=fmean(each.cut for each in everything),
         unanswered=len(failures),

@@ -14,6 +14,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_schema.evaluating import EvaluationSpec
+from headrace_servicekit.causes import cause_first
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
@@ -86,7 +87,7 @@ class SuiteLoop(RunLoop):
         missing = [each.failure for each in self._answers.values() if each.failure]
         total, allowed = len(self._items) * self._asked.samples, self._asked.max_unanswered
         if len(missing) > allowed * total or len(missing) == total:
-            raise RunFailed(str(TooFewAnswers(len(missing), total, allowed, missing[0])))
+            raise RunFailed(str(TooFewAnswers(len(missing), total, allowed, missing[0], "max_unanswered")))
 
     async def _prepare(self) -> None:
         """Instances opened, and the items and the answers read that were written before."""
@@ -195,7 +196,8 @@ class SuiteLoop(RunLoop):
             before = len(done)
             await answer(self.context, self._published, questions, indices, done)
             if len(done) == before:
-                raise WaitTimeout(f"{wanted - before} answers were not made: rollout instances failed")
+                why = self.context.last_loss or "rollout instances failed"
+                raise WaitTimeout(cause_first(why, f"{wanted - before} answers were not made"))
 
     def _sampling(self) -> Sampling:
         asked, sampling = self._asked, self._asked.sampling
@@ -220,9 +222,9 @@ class SuiteLoop(RunLoop):
     def _line(self, answered: common.Trajectory, score: reward.ScoreResult) -> SettledTrajectory:
         """A transcript; raises `RunFailed` where no scorer could judge the answer."""
         if score.status == reward.SCORE_STATUS_SCORER_BROKEN:
-            raise RunFailed(f"reward.scorers: a scorer is broken: {score.detail}")
+            raise RunFailed(cause_first(f"a scorer is broken: {score.detail}", "", "reward.scorers"))
         tokens, versions = sampled(answered)
-        turns = score.turns or answered.conversation.rewards
+        turns = score.turns or [turn.reward for turn in answered.conversation.turns]
         item, failed = self._items[answered.sample.prompt_ordinal], score.status != reward.SCORE_STATUS_OK
         return SettledTrajectory(
             step=0,

@@ -16,8 +16,10 @@ from headrace_schema.problems import Impossible, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.agent import AGENTS
 from headrace_schema.sections.embodied import EnvironmentSection
+from headrace_schema.sections.scoring import short_names
 from headrace_schema.spec import RunSpec
 from headrace_schema.workflow import CONVERSATIONS
+from headrace_servicekit.causes import cause_first
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.fitting import simulators as simulators_with
@@ -186,10 +188,9 @@ class Pools:
     def _check_deaths(self) -> None:
         """Raises CallRefused where simulators die of the run's environments, whose names it says."""
         if why := self._fleet.deaths.fatal(self._run, "simulator"):
-            names = ", ".join(self._environment.tasks)
-            raise CallRefused(
-                "simulator", "INVALID", f"environment.tasks: {why}: its environments are {names}"
-            )
+            names = ", ".join(short_names(self._environment.tasks).values())
+            why = cause_first(why, f"its environments are {names}", "environment.tasks")
+            raise CallRefused("simulator", "INVALID", why)
 
     async def lost(self, incarnation: str, names: Iterable[str]) -> None:
         """A rollout's pools that answer no more: they are opened anew when it is staffed next."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from statistics import fmean
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
@@ -19,7 +20,11 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.learning import carries_no_loss, identities
 from headrace_coordinator.run.step.timer import GENERATE_OPEN, StepTimer
 from headrace_coordinator.run.step.trajectories import Trajectories, told
+from headrace_coordinator.run.step.warnings import UNJUDGED
 from headrace_coordinator.run.workers.rollout_client import weight_figures
+
+REWARD_FIGURES = ("reward_mean", "reward_std", "groups_all_equal")
+"""The trainer's figures of rewards."""
 
 
 def certify(
@@ -121,28 +126,33 @@ def step_view(
     trained = [slot for slot in slots if slot.state == ACCUMULATED]
     is_baseline = context.workers.leader.is_baseline
     sampled = [slot.reward for slot in trained if not is_baseline(slot.sample)]
+    filtered = sum(slot.reason == FILTERED for slot in slots)
+    # Where nobody judged an answer, every reward is the spec's own failed_reward.
+    unjudged = REWARD_FIGURES if 0 < len(trained) + filtered <= timer.figures.get(UNJUDGED, 0.0) else ()
     wall, stages, generate_open = timer.wall, timer.stages(), timer.open("generate")
-    if context.spec.algorithm.max_staleness:  # Streams of work are open all the time.
+    if (
+        context.spec.algorithm.max_staleness and "generate" in stages
+    ):  # Streams of work are open all the time.
         stages["generate"] = generate_open = timer.worked("generate")
     return StepView(
         step=certificate.ordinal,
         version=certificate.number,
         wall_s=wall,
-        reward_mean=sum(sampled) / max(len(sampled), 1),
+        reward_mean=fmean(sampled) if sampled and not unjudged else None,
         tokens=certificate.tokens,
-        tokens_per_s=certificate.tokens / wall if wall > 0 else 0.0,
+        tokens_per_s=certificate.tokens / wall if wall > 0 else None,
         stage_s=stages,
         devices=timer.devices(),
         trained=len(trained),
         dropped=count_drops(certificate.dropped),
-        filtered=sum(slot.reason == FILTERED for slot in slots),
+        filtered=filtered,
         refilled=certificate.refilled,
-        max_staleness=certificate.max_staleness,
+        max_staleness=certificate.max_staleness if certificate.tokens_by_version else None,
         figures={
-            **response.figures,
+            **{name: value for name, value in response.figures.items() if name not in unjudged},
             **weight_figures(context.workers.rollouts),
             **timer.figures,
-            GENERATE_OPEN: generate_open,
+            **({GENERATE_OPEN: generate_open} if "generate" in stages else {}),
             **(online.figures() if (online := context.fleet.online.get(context.run_id)) else {}),
         },
     )

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_servicekit.causes import cause_first
 from headrace_servicekit.rpc.digests import digest_and_size
-from headrace_servicekit.rpc.trajectories import turn_roles
+from headrace_servicekit.rpc.trajectories import segments_of, turn_roles
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.dispatch import accepts
@@ -138,8 +139,8 @@ class Receiver:
         context.event_log.post(ev.SlotsFinished(at=context.event_log.now(), run=context.run_id, slots=slots))
         for each in good:
             context.saw_length(each.slot.prompt, each.tokens)
-            segments = each.received.segments
-            prompt = len(segments[0].tokens.token_ids) if segments else 0
+            segment = next(segments_of(each.received), common.Segment())
+            prompt = len(segment.tokens.token_ids)
             tail.finished(each.slot.holder, each.tokens, context.event_log.monotonic(), prompt)
 
     def _refuse(self, trajectory: Trajectory) -> None:
@@ -161,7 +162,7 @@ class Receiver:
             self._dispatch.take_back([slot], failed=True)
         else:
             why = failure_of(trajectory.received) or f"ended with {common.FinishReason.Name(reason)}"
-            text = f"sample {slot.sample} failed {slot.failures + 1} times: {why}"
+            text = cause_first(why, f"sample {slot.sample} failed {slot.failures + 1} times")
             self._attempt.drop(slot.prompt, "GROUP_INCOMPLETE", text)
             self._count_failure(text)
 
@@ -172,18 +173,15 @@ class Receiver:
             return
         context.failed_in_a_row += 1
         if context.failed_in_a_row >= max(FEWEST_IN_A_ROW, min(section.count, MOST_IN_A_ROW)):
-            why = (
-                f"environment.tasks: {context.failed_in_a_row} groups failed one after the other, and no episode ended "
-                f"well between them; the last: {text}"
-            )
-            raise CallRefused("simulator", "INVALID", why)
+            what = f"{context.failed_in_a_row} groups failed one after the other, and no episode ended well between"
+            raise CallRefused("simulator", "INVALID", cause_first(text, f"{what} them", "environment.tasks"))
 
     def _score(self, trajectory: Trajectory) -> None:
         """Keeps a finished trajectory, and asks for its reward."""
         message = trajectory.received
         first = self._attempt.published.version.number
         trajectory.oldest = min((number for number, _ in trajectory.versions), default=first)
-        trajectory.turn_rewards = list(message.conversation.rewards)
+        trajectory.turn_rewards = [turn.reward for turn in message.conversation.turns]
         trajectory.turn_roles = turn_roles(message.conversation)
         trajectory.shown = Shown.of(message) if self._is_shown(trajectory.slot) else None
         if trajectory.shown is None:

@@ -9,6 +9,7 @@ import asyncio
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.resources.views import StepView
 from headrace_schema.sections.generating import quantized
+from headrace_servicekit.causes import cause_first
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
@@ -315,11 +316,13 @@ class Step:
         if certificate.max_staleness or found is None or bound is None or found <= bound:
             return
         raise RunFailed(
-            f"limits.max_mismatch_kl: in step {certificate.ordinal} the KL of the engine's distribution to the "
-            f"trainer's is {found:.3g} nats a token over {certificate.log_prob_compared_tokens} tokens, above "
-            f"{bound:g}: the engine's weights are not those it names, or it computes another model. The step is not "
-            "recorded; "
-            "repair the engine and go on with from_checkpoint, or set a higher bound"
+            cause_first(
+                "the engine's weights are not those it names, or it computes another model",
+                f"in step {certificate.ordinal} the KL of its distribution to the trainer's is {found:.3g} nats a "
+                f"token over {certificate.log_prob_compared_tokens} tokens, above {bound:g}. The step is not recorded: "
+                "repair the engine and go on with from_checkpoint, or set a higher bound",
+                "limits.max_mismatch_kl",
+            )
         )
 
     def _first_kl_is_zero(self, ordinal: int, found: float | None) -> None:
@@ -350,9 +353,12 @@ class Step:
         judged = max(ledger.terminal_total, 10 * spec.slots_per_step)
         if ledger.dropped_total > spec.limits.max_drop_rate * judged:
             raise RunFailed(
-                f"limits.max_drop_rate: {ledger.dropped_total} of {ledger.terminal_total} slots were dropped, "
-                f"more than {spec.limits.max_drop_rate:.0%}, the last of them as {ledger.last_drop}; "
-                "see /certificates for all reasons"
+                cause_first(
+                    ledger.last_drop,
+                    f"{ledger.dropped_total} of {ledger.terminal_total} slots were dropped, the last of them so, more "
+                    f"than {spec.limits.max_drop_rate:.0%}: see /certificates for all reasons",
+                    "limits.max_drop_rate",
+                )
             )
 
     async def _again(self, reason: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from headrace.common.v1 import common_pb2 as common
 from headrace_servicekit.rpc.digests import digest_and_size
 from headrace_servicekit.rpc.episodes import bodies_of
-from headrace_servicekit.rpc.trajectories import in_token_order, turn_roles
+from headrace_servicekit.rpc.trajectories import segments_of
 from headrace_servicekit.tool_calls import PARSERS, TAGGED
 
 from headrace_coordinator.domain.ledger.slot_index import Slot
@@ -26,12 +26,15 @@ from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
 
 class Spoken(NamedTuple):
-    """A message of a conversation: `tokens` of what the policy sampled, else None, and the files of its images."""
+    """A message of a conversation, and the files of its images."""
 
     role: str
     party: str
     content: str
+    turn: int | None
+    """Which of the policy's turns it is; None for what others said."""
     tokens: int | None
+    """What was sampled of it."""
     files: tuple[bytes, ...]
 
 
@@ -174,52 +177,53 @@ class Trajectories(dict[SlotKey, Trajectory]):
 
 
 def _in_order(message: common.Trajectory) -> Iterator[tuple[common.TokenSegment, int, int]]:
-    """Pieces of segments that were sampled, from a first token on to before a last one, in the order of turns."""
-    found = [segment.tokens for segment in message.segments if segment.policy_number]
-    roles, counts = turn_roles(message.conversation), message.conversation.turn_tokens
-    if not roles:
-        yield from ((tokens, 0, len(tokens.token_ids)) for tokens in found)
-        return
-    by_turn: dict[int, list[tuple[common.TokenSegment, int, int]]] = defaultdict(list)
-    pieces, first = iter(found), 0
-    tokens = next(pieces, common.TokenSegment())
-    for turn in in_token_order(roles, len(counts)):
-        left = counts[turn]
+    """Pieces of segments that were sampled, from a first token to before a last one, in the order of messages."""
+    sampled = [
+        deque((each.tokens, 0, len(each.tokens.token_ids)) for each in branch.segments if each.policy_number)
+        for branch in message.branches
+    ]
+    if not message.conversation.turns:
+        yield from (piece for pieces in sampled for piece in pieces)
+    by_message: dict[int, list[tuple[common.TokenSegment, int, int]]] = defaultdict(list)
+    for turn in message.conversation.turns:
+        left = turn.tokens
         while left:
-            if first == len(tokens.token_ids):
-                tokens, first = next(pieces), 0
-            last = min(first + left, len(tokens.token_ids))
-            by_turn[turn].append((tokens, first, last))
-            left, first = left - (last - first), last
-    for turn in sorted(by_turn):
-        yield from by_turn[turn]
+            tokens, first, last = sampled[turn.branch].popleft()
+            end = min(first + left, last)
+            by_message[turn.message].append((tokens, first, end))
+            left -= end - first
+            if end < last:
+                sampled[turn.branch].appendleft((tokens, end, last))
+    for place in sorted(by_message):
+        yield from by_message[place]
 
 
 def said(message: common.Trajectory) -> list[Spoken]:
     """What was said in a conversation; nothing of an answer."""
     talk, files = message.conversation, {image.digest: image.data for image in message.images}
-    own = dict(zip(talk.turn_messages, talk.turn_tokens, strict=False))
+    own = {turn.message: (number, turn.tokens) for number, turn in enumerate(talk.turns)}
     return [
         Spoken(
             each.role,
             each.party,
             each.content,
-            own.get(at),
+            own[at][0] if at in own else None,
+            own[at][1] if at in own else None,
             tuple(files[image.digest] for image in each.images if image.digest in files),
         )
         for at, each in enumerate(talk.messages)
     ]
 
 
-def told(form: str, said: Iterable[Spoken], turn_rewards: Iterable[float]) -> list[Message]:
+def told(form: str, said: Iterable[Spoken], turn_rewards: Sequence[float]) -> list[Message]:
     """What was said in a conversation, with the calls of tools in the `form` that the run's spec names."""
-    rewards, found, turns = iter(turn_rewards), [], list(said)
-    for at, (role, party, content, tokens, files) in enumerate(turns, 1):
-        own, called = tokens is not None, [each.role for each in turns[at : at + 1]] == ["tool"]
+    found, messages = [], list(said)
+    for at, (role, party, content, turn, tokens, files) in enumerate(messages, 1):
+        own, called = turn is not None, [each.role for each in messages[at : at + 1]] == ["tool"]
         # JSON without marks is an answer, unless a tool answered it.
         calls = PARSERS[form](content) if own and (called or form in TAGGED) and form in PARSERS else []
         listed = [Call(call.name, json.dumps(call.arguments), call.problem) for call in calls]
-        reward = next(rewards, None) if own else None
+        reward = turn_rewards[turn] if turn is not None and turn < len(turn_rewards) else None
         found.append(Message(role, content, tokens, reward, listed, party, files=list(files)))
     return found
 
@@ -242,7 +246,7 @@ def sampled(message: common.Trajectory) -> tuple[int, list[tuple[int, int]]]:
     An action that was executed counts as a token.
     """
     total, spans = 0, []
-    for segment in message.segments:
+    for segment in segments_of(message):
         if number := segment.policy_number:
             episode = segment.WhichOneof("body") == "actions"
             count = sum(segment.actions.valid_mask.data) if episode else len(segment.tokens.token_ids)

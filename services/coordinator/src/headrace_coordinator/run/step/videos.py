@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_servicekit.rpc.trajectories import segments_of
 
 from headrace_coordinator.domain.episode_figures import told_of
 from headrace_coordinator.projections.videos import Recording, Video, keep_within, write_recordings
@@ -54,7 +55,7 @@ def episode_of(trajectory: common.Trajectory) -> bytes:
 
     What was seen stays out where it is elsewhere: the video shows it.
     """
-    episodes = [segment.actions for segment in trajectory.segments if segment.HasField("actions")]
+    episodes = [segment.actions for segment in segments_of(trajectory) if segment.HasField("actions")]
     if not episodes:
         return b""
     kept = common.ActionSegment()

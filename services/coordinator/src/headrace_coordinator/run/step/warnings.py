@@ -32,7 +32,7 @@ class Warnings:
         self._spec = spec
         self._steps: deque[StepView] = deque(maxlen=STEPS)
         self._entropy: float | None = None
-        self._reward = 0.0
+        self._reward: float | None = None
         """Of the first steps, to which later ones are compared."""
 
     def of(self, step: StepView) -> dict[str, str] | None:
@@ -43,7 +43,7 @@ class Warnings:
         if len(steps) < STEPS:
             return unjudged or ({} if any(map(_unjudged, steps)) else None)
         if self._entropy is None and (entropies := _all(steps, "entropy")):
-            self._entropy, self._reward = fmean(entropies), fmean(each.reward_mean for each in steps)
+            self._entropy, self._reward = fmean(entropies), _reward(steps)
         found = {name: check(self, steps) for name, check in _CHECKS.items()}
         return unjudged | {name: text for name, text in found.items() if text}
 
@@ -55,7 +55,7 @@ class Warnings:
         groups = [step.trained / size for step in steps]
         if not equal or any(not all_of or own < all_of for own, all_of in zip(equal, groups, strict=True)):
             return ""
-        values = {step.reward_mean for step in steps}
+        values = {step.reward_mean for step in steps if step.reward_mean is not None}
         what = (
             f"every reward is {values.pop():g}" if len(values) == 1 else "no group has two different rewards"
         )
@@ -100,7 +100,8 @@ class Warnings:
         began = self._entropy or 0.0  # below 0: of continuous actions, whose entropy has no end to fall to
         if not entropies or began <= 0 or max(entropies) > COLLAPSED * began:
             return ""
-        if fmean(step.reward_mean for step in steps) > self._reward:
+        reward = _reward(steps)
+        if reward is not None and self._reward is not None and reward > self._reward:
             return ""  # It is sure of itself because it is right.
         return (
             f"entropy has fallen from {began:.2g} to {fmean(entropies):.2g} nats and rewards did not rise: the "
@@ -151,12 +152,19 @@ def _unjudged(step: StepView) -> dict[str, str]:
 def _constant(steps: Sequence[StepView]) -> str:
     """Of groups of one: every answer of all prompts has one reward."""
     spreads, values = _all(steps, "reward_std"), {step.reward_mean for step in steps}
-    if not spreads or any(spreads) or len(values) > 1:
+    value = values.pop()
+    if not spreads or any(spreads) or values or value is None:
         return ""
     return (
-        f"every reward is {values.pop():g} in the last {STEPS} steps: no answer is better than another. Look at "
+        f"every reward is {value:g} in the last {STEPS} steps: no answer is better than another. Look at "
         "answers and parts (headrace run trajectories RUN), and try the scorer on them (headrace reward SPEC --on FILE)"
     )
+
+
+def _reward(steps: Sequence[StepView]) -> float | None:
+    """The mean over the steps whose answers have verdicts; None where no step's have."""
+    found = [each.reward_mean for each in steps if each.reward_mean is not None]
+    return fmean(found) if found else None
 
 
 def _all(steps: Sequence[StepView], name: str) -> list[float]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from headrace_servicekit.causes import cause_first
 from headrace_servicekit.problems import nearest
 from headrace_servicekit.registry import Options
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
@@ -181,8 +182,11 @@ class Endpoint:
         url, limit = self._options.base_url, self._options.deadline_s
         raise Unavailable(
             "options.base_url",
-            f"the judge at {url} gave no verdict within deadline_s = {limit:g} s: {failed}; start it, mend it, "
-            "or correct the address",
+            cause_first(
+                failed,
+                f"the judge at {url} gave no verdict within deadline_s = {limit:g} s: start it, mend it, or correct "
+                "the address",
+            ),
         )
 
     async def _post(self, body: bytes) -> tuple[int, httpx.Headers, bytes]:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from headrace_servicekit.causes import cause_first
 from pydantic import Field
 
 from headrace_reward.scorers.base import Answer, AnswerFailed, ScorerError
@@ -163,8 +164,11 @@ class Judgements:
         if count >= _ENOUGH and failed > self._options.tolerated * count:
             raise ScorerError(
                 "options.tolerated",
-                f"{failed} of the last {count} verdicts of {self._options.model} cannot be read; the last: {why}; "
-                "change prompt or verdict, or tolerate more",
+                cause_first(
+                    why,
+                    f"so {failed} of the last {count} verdicts of {self._options.model} cannot be read: change prompt "
+                    "or verdict, or tolerate more",
+                ),
             )
         if self._options.unreadable == "abstain":
             return None

@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from headrace_servicekit.causes import cause_first
+
 from headrace_rollout.engines.base import Refused, Scope
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Start, within
 from headrace_rollout.engines.hosted.processes import gpus_among, used_by, used_on
@@ -195,7 +197,7 @@ class EngineProcess:
         if start is None:
             raise Refused("NOT_PLACED", f"{name} has no devices yet; grant a lease first")
         if self._deaths > RESTARTS:
-            message = f"{name} ended {self._deaths} times without a token, last: {self._last_death}"
+            message = cause_first(self._last_death, f"{name} ended {self._deaths} times without a token")
             raise Refused("ENGINE_FAILED", message)
         await within(STOP_S, f"stop of {name}", self.backend.stop())
         self._made_with, self._released = start, []

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from headrace_schema.images import VISION_FAMILIES
+from headrace_servicekit.causes import raised
 from typing_extensions import override
 
 from headrace_rollout.engines.base import (
@@ -181,7 +182,7 @@ class TransformersEngine(ThreadedHolder, Engine):
         _log.error("a decode round failed", exc_info=error)
         self._decoder.reset()
         for stream in self._streams:
-            stream.failed(f"{type(error).__name__}: {error}")
+            stream.failed(raised(error))
         self._streams.clear()
 
     def _score(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from headrace_servicekit.causes import raised
 from headrace_servicekit.process import spawn
 from headrace_servicekit.registry import Options
 from pydantic import Field, PositiveFloat
@@ -139,7 +140,7 @@ class Service:
                 told.set_result(None)
                 await over.wait()
         except BaseException as error:  # noqa: BLE001  # told where it is waited for
-            connection.ended = connection.ended or f"{type(error).__name__}: {error}"
+            connection.ended = connection.ended or raised(error)
         connection.ended = connection.ended or "its connection ended"
         if not told.done():
             told.set_exception(ServiceLost(connection.ended))

@@ -179,15 +179,16 @@ def _run_families(runs: list[RunView]) -> Iterator[GaugeMetricFamily]:
 
 
 def _figures(run: RunView) -> dict[str, float]:
-    found = {
+    """What was measured."""
+    found: dict[str, float | None] = {
         "headrace_run_running": float(run.state == "RUNNING"),
         "headrace_run_stalled": float(run.stalled),
         "headrace_run_step": float(run.step),
         "headrace_run_recoveries": float(run.recoveries),
-        "headrace_run_max_staleness": float(run.counts.max_staleness),
+        "headrace_run_max_staleness": run.counts.max_staleness,
     }
     if run.last_step:
         found["headrace_run_reward_mean"] = run.last_step.reward_mean
         found["headrace_run_tokens_per_second"] = run.last_step.tokens_per_s
         found["headrace_run_step_seconds"] = run.last_step.wall_s
-    return found
+    return {name: float(value) for name, value in found.items() if value is not None}

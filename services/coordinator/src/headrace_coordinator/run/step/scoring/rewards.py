@@ -13,7 +13,9 @@ from math import isfinite
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
+from headrace_servicekit.causes import cause_first
 
+from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.reward_flow import Question, RewardFlow
 from headrace_coordinator.domain.ledger.slot_index import FILTERED, FINISHED
 from headrace_coordinator.run.step.scoring.scoring import Scoring, score_item
@@ -163,11 +165,10 @@ class Rewards:
             context.judged = True
         elif result.status == reward.SCORE_STATUS_ANSWER_FAILED:
             self._attempt.timer.figures[UNJUDGED] += 1
-            if not context.scorer_failed:
-                context.note(
-                    f"a scorer failed at an answer, which gets reward.failed_reward: {result.detail}"
-                )
-            context.scorer_failed = result.detail
+            if not context.state.totals.scorer_failed:
+                what = "a scorer failed so at an answer, which gets reward.failed_reward"
+                log, text = context.event_log, cause_first(result.detail, what)
+                log.post(ev.ScorerFailed(at=log.now(), run=context.run_id, text=text, detail=result.detail))
 
     def _of_group(self, prompt: int) -> list[float]:
         """Final rewards of a whole group, by sample; empty while one is missing or the group is dropped."""

@@ -9,7 +9,9 @@ from contextlib import ExitStack
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
+from headrace_servicekit.causes import cause_first
 from headrace_servicekit.rpc.chats import chat_message
+from headrace_servicekit.rpc.trajectories import segments_of
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.fleet.instance_client import InstanceDown
@@ -56,7 +58,7 @@ def score_item(
         messages=[chat_message(turn) for turn in item.messages],
     )
     if message.raw_prompt_text or message.raw_completion_text:
-        prompt, *rest = (segment.tokens.token_ids for segment in message.segments)
+        prompt, *rest = (segment.tokens.token_ids for segment in segments_of(message))
         asked.prompt_ids.extend(prompt)
         for ids in rest:
             asked.completion_ids.extend(ids)
@@ -255,9 +257,7 @@ class Scoring:
             self._outages[stage] = now(), shown
             if stage not in self._told:
                 self._told.add(stage)
-                self._workers.note(
-                    f"a scorer cannot be asked now; answers are kept, and it is asked again: {why}"
-                )
+                self._workers.note(cause_first(f"a scorer: {why}", "answers are kept, and it is asked again"))
         return self._outages[stage][0]
 
     def _back(self, stage: str) -> None:
