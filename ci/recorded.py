@@ -44,6 +44,8 @@ RUNS = {
     "cartpole": ("examples/embodied/cartpole.yaml", 4),
 }
 """Examples by name: the file, and the steps after which their weights are taken. An agentic run is refused the key."""
+DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
+"""Digests of what was sent change with its form: numbered as they come, they say what is equal."""
 COMMAND_S = 300.0
 RUN_S = 600.0
 
@@ -69,7 +71,12 @@ def events_of(seed: int) -> list[str]:
         run_virtual(world.live())
     kept = [msgspec.to_builtins(event) for event in world.store.log]
     lines = [json.dumps({k: v for k, v in each.items() if k not in ("spec", "store_id")}) for each in kept]
-    return [line.replace(str(world.directory), "") for line in lines]
+    known: dict[str, int] = {}
+
+    def number(digest: re.Match[str]) -> str:
+        return f"digest {known.setdefault(digest[0], len(known))}"
+
+    return [DIGEST.sub(number, line.replace(str(world.directory), "")) for line in lines]
 
 
 def digest_of_seed(seed: int) -> str:

@@ -21,7 +21,9 @@ async def test_several_passes_are_one_version_and_clip(client, make_config, make
     await client.learn(0, 1, groups)
     reply = await client.commit(0, 1, 1, 2, settled_digest(groups))
     assert reply.result == pb.COMMIT_RESULT_COMMITTED and reply.version.ordinal == 1
-    tokens = sum(len(m.trajectory.branches[0].segments[1].tokens.token_ids) for g in groups for m in g.members)
+    tokens = sum(
+        len(m.trajectory.branches[0].segments[1].tokens.token_ids) for g in groups for m in g.members
+    )
     assert reply.token_count == tokens == reply.figures["log_prob_compared_tokens"]
     assert reply.figures["optimizer_steps"] == 4
     assert 0.1 < reply.figures["clip_fraction"] < 1 and reply.figures["approx_kl"] > 0

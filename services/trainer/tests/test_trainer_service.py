@@ -43,7 +43,9 @@ async def test_a_step_from_restore_to_publish(client, make_settled, settled_dige
     state = await client.state()
     assert state.phase == pb.STEP_PHASE_ACCUMULATING and list(state.accumulated_prompts) == [0, 1, 2]
     reply = await client.commit(0, 1, 1, 2, settled_digest(groups))
-    tokens = sum(len(m.trajectory.branches[0].segments[1].tokens.token_ids) for g in groups for m in g.members)
+    tokens = sum(
+        len(m.trajectory.branches[0].segments[1].tokens.token_ids) for g in groups for m in g.members
+    )
     assert reply.result == pb.COMMIT_RESULT_COMMITTED
     assert (reply.group_count, reply.sequence_count, reply.token_count) == (3, 12, tokens)
     assert dict(reply.tokens_by_version) == {1: tokens} and reply.max_staleness == 0
