@@ -24,6 +24,36 @@ Schema that this page is made from. The files in `examples/` are complete docume
 
 Integers are at most 2147483647 unless said otherwise. Combinations that cannot work (a batch that the ranks cannot
 share evenly, two services on one device that do not take turns, …) are refused with the key and the nearest value.
+
+## Secrets
+
+A spec holds no secret: API, page, recordings and trackers show it as it is. In `options`, at any depth and under any
+key, a text of one of these forms is a reference, which only the process that uses the secret replaces:
+
+| write | what is used |
+| --- | --- |
+| `env:NAME` | a variable of the service that uses it, named nowhere else; none with `HEADRACE_` before it |
+| `file:PATH` | a text file of that service's host, of at most 64 KiB; none of the data directory |
+| `Bearer env:NAME` | the same behind `Bearer`, `Basic` or `Token`, as headers have it |
+
+That service is a reward service for `reward`, a simulator for `environment` and `agent`, the coordinator for `data` and
+`tracking`, a rollout or a trainer for their options. Paths are relative to the spec, as all are.
+
+```yaml
+reward:
+  scorers:
+    - {name: judge, options: {base_url: "https://judge.example/v1", model: m, api_key: env:JUDGE_KEY}}
+environment:
+  options: {mcp: [{command: [town-server], env: {TOWN_TOKEN: file:town.token}}]}
+```
+
+A secret that is written out is refused with its key: under keys such as `api_key`, `*_token`, `password`,
+`client_secret` or `authorization` (not `max_tokens`, `tokenizer`, `eos_token`, `password_file`), in an address
+(`https://user:password@host`, `?access_token=…`), and among the arguments of a command, which all users of a machine
+see: references are refused there too, so let the program read a variable. `EMPTY` and `none` are no secrets.
+
+A variable or file that is not there is told with its key as a run is submitted or opened. Where an error, a verdict's
+detail or a tool's answer repeats a secret of six or more characters, the reference stands there instead.
 """
 BOUNDS = {
     "minimum": "≥ {}",

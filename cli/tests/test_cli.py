@@ -153,12 +153,29 @@ VALID = {
         ("algorithm.group_size=2000000000", "algorithm.group_size: 2,000,000,000 samples of 4 prompts"),
         ("sampling.max_new_tokens=2000000000", "sampling.max_new_tokens: must be at most 1048576"),
         ("optimizer.lr=1e6", "optimizer.lr: must be at most 10"),
+        (
+            "reward.scorers.0.options.api_key=sk-x",
+            "reward.scorers[0].options.api_key: holds a secret as it is",
+        ),
+        ("data.options={url: 'https://me:sk-x@host'}", "data.options.url: holds a secret in an address"),
     ],
 )
 def test_a_dry_run_refuses_what_cannot_be_meant(headrace, tmp_path, override, words):
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(VALID))
     result = headrace("run", "submit", "spec.yaml", "--dry-run", "--set", override, HEADRACE_URL="")
     assert result.returncode == 2 and words in result.stderr
+    assert "sk-x" not in result.stderr
+
+
+def test_without_a_fleet_a_secret_that_is_not_here_is_elsewhere():
+    from headrace_cli.offline import problems_without_a_fleet
+    from headrace_schema.spec import RunSpec
+
+    trackers = [{"name": "mlflow", "options": {"tracking_uri": "env:NO_SUCH_VARIABLE"}}]
+    found = problems_without_a_fleet(RunSpec.model_validate({**VALID, "tracking": {"trackers": trackers}}))
+    assert found is not None
+    assert "tracking.trackers[0].options.tracking_uri" in [each.key for each in found[1]]
+    assert "tracking.trackers[0].options.tracking_uri" not in [each.key for each in found[0]]
 
 
 def test_a_dry_run_warns_of_what_is_rarely_meant(headrace, coordinator, tmp_path):

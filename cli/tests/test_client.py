@@ -384,7 +384,7 @@ def test_what_a_link_names_is_executed_by_its_own_name(tmp_path):
 @pytest.mark.parametrize(
     "key",
     [
-        *("reward.scorers.0.options.api_key_file", "reward.scorers.0.options.reward_model.path"),
+        "reward.scorers.0.options.reward_model.path",
         *("policies.helper.model.path", "environment.roles.judge.path", "algorithm.options.critic_path"),
     ],
 )
@@ -395,6 +395,18 @@ def test_every_key_that_names_a_file_is_relative_to_the_spec(tmp_path, key):
     for part in key.split("."):
         found = found[int(part) if part.isdigit() else part]
     assert found == str(tmp_path / "here")
+
+
+@pytest.mark.parametrize("name", ["key", "./key", "~/key", "$HERE/key"])
+@pytest.mark.parametrize("before", ["file:", "Bearer file:"])
+def test_a_secret_in_a_file_is_relative_to_the_spec_wherever_it_stands(tmp_path, monkeypatch, name, before):
+    (tmp_path / "key").touch()
+    monkeypatch.setenv("HERE", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = [f"environment.options={{mcp: [{{env: {{A: '{before}{name}', B: 'env:KEY', C: 'file:///a'}}}}]}}"]
+    (tmp_path / "run.yaml").write_text("steps: 1\n")
+    found = load_spec(tmp_path / "run.yaml", given)["environment"]["options"]["mcp"][0]["env"]
+    assert found == {"A": f"{before}{tmp_path / 'key'}", "B": "env:KEY", "C": "file:///a"}
 
 
 def test_a_dictionary_that_json_lacks_is_refused():

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import ssl
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
+from cryptography import x509
 from headrace.client import Client, HeadraceError
 from headrace_cli.errors import CommandError
+from headrace_cli.launcher import encryption
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.encryption import make_files, take_files, trust
+from headrace_cli.launcher.plan import Head
+from headrace_cli.launcher.state import read_state
 from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc import certificates
 
@@ -113,7 +119,81 @@ def test_files_of_ones_own_are_checked(tmp_path):
     assert refused.value.exit_code == 2
 
 
-def test_a_host_joins_an_encrypted_fleet_by_its_fingerprint(tmp_path):
+def shortly_valid(place, keys):
+    """The host's certificate as it is when more than half of its life is over: of the same key and names."""
+    with pytest.MonkeyPatch.context() as patch:
+        own = x509.load_pem_x509_certificate((place.tls / "host.pem").read_bytes())
+        key = certificates._private_key(place.tls / "host-key.pem")
+        patch.setattr(certificates, "HOST_DAYS", 0.5)
+        request = certificates._request(key, certificates.names_of(own))
+        certificates.put_certificate(place.tls, certificates.certify(keys, request))
+    return own
+
+
+def life_of(place):
+    own = x509.load_pem_x509_certificate((place.tls / "host.pem").read_bytes())
+    return own.not_valid_after_utc - own.not_valid_before_utc
+
+
+def renewed_by_its_head(tmp_path, monkeypatch):
+    """The launcher's hourly task on a host that has joined, an hour being an instant, with TLS as there."""
+    place, keys = DataDir.at(tmp_path / "b"), DataDir.at(tmp_path / "head").authority_keys
+    lead = read_state(DataDir.at(tmp_path / "head"))
+    head = Head(lead.url, lead.grpc_address, str(tmp_path / "head/token"))
+    monkeypatch.setenv("HEADRACE_TLS_DIR", str(place.tls))
+    monkeypatch.setattr(encryption, "RENEWAL_S", 0.01)
+
+    async def until_renewed(by):
+        task = asyncio.create_task(encryption.keep_certified(place, by))
+        async with asyncio.timeout(30):
+            while life_of(place).days < 7:  # noqa: ASYNC110 - a file tells nobody of its change
+                await asyncio.sleep(0.01)
+        task.cancel()
+
+    own = shortly_valid(place, keys)
+    key = (place.tls / "host-key.pem").read_bytes()
+    asyncio.run(until_renewed(head))
+    now = x509.load_pem_x509_certificate((place.tls / "host.pem").read_bytes())
+    assert certificates.names_of(now) == certificates.names_of(own)
+    assert (place.tls / "host-key.pem").read_bytes() == key
+    certificates.check_files(place.tls, "127.0.0.1")
+
+
+def test_the_hourly_task_goes_on_while_its_head_is_away(tmp_path, monkeypatch):
+    """Whatever goes wrong in one hour is tried again in the next."""
+    place = DataDir.at(tmp_path)
+    make_files(place, "127.0.0.1")
+    shortly_valid(place, place.authority_keys)
+    before, slept, seen, asked = (place.tls / "host.pem").read_bytes(), [], [], []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+        seen.append((place.tls / "host.pem").read_bytes() == before)
+        if len(slept) == 4:
+            raise asyncio.CancelledError
+
+    async def certify(head, request):
+        asked.append(request)
+        if len(asked) == 1:
+            raise OSError("no token file")
+        if len(asked) == 2:
+            return await real(head, request)  # nobody is there
+        return certificates.certify(place.authority_keys, request)
+
+    real = encryption._certify
+    token = tmp_path / "t"
+    token.write_text("t")
+    monkeypatch.setattr(encryption, "_certify", certify)
+    monkeypatch.setattr(encryption, "CERTIFY_S", 0.2)
+    monkeypatch.setattr(encryption, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread))
+    head = Head("https://127.0.0.1:1", f"127.0.0.1:{free_port()}", str(token))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(encryption.keep_certified(place, head))
+    assert slept == [3600.0] * 4
+    assert seen == [True, True, True, False] and life_of(place).days >= 7
+
+
+def test_a_host_joins_an_encrypted_fleet_by_its_fingerprint(tmp_path, monkeypatch):
     def say(folder, *arguments):
         command = [sys.executable, "-m", "headrace_cli", *arguments, "--data-dir", str(tmp_path / folder)]
         return subprocess.run(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
@@ -155,6 +235,7 @@ def test_a_host_joins_an_encrypted_fleet_by_its_fingerprint(tmp_path):
                 deadline.wait(0.1)
             else:
                 pytest.fail(f"not both are ready: {names}")
+        renewed_by_its_head(tmp_path, monkeypatch)
     finally:
         for folder in ("b", "head"):
             say(folder, "down")

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace_schema.references import is_reference
+
 if TYPE_CHECKING:
     from headrace_schema.resources.fleet import InstanceView
     from headrace_schema.resources.views import KeyProblemView
@@ -52,16 +54,18 @@ def problems_without_a_fleet(
 
 
 def _is_elsewhere(document: Any, key: str) -> bool:
-    """Whether a key's value names a file, a directory or a set of the hub that is not on this machine."""
+    """Whether a key's value names a file, a directory, a set of the hub or a secret that is not on this machine."""
     parts = key.replace("[", ".").replace("]", "").split(".")
-    if parts[-1] not in FILES:
-        return False
     for part in parts:
         try:
             document = document[int(part) if isinstance(document, list) else part]
         except (LookupError, TypeError, ValueError):
             return False
-    return isinstance(document, str) and not Path(document.partition(".py:")[0]).exists()
+    if is_reference(document):
+        return True
+    return (
+        parts[-1] in FILES and isinstance(document, str) and not Path(document.partition(".py:")[0]).exists()
+    )
 
 
 def _installed(spec: RunSpec) -> Iterator[InstanceView]:

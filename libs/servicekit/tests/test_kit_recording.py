@@ -255,9 +255,9 @@ async def test_ranks_that_joined_side_by_side_stand_side_by_side(kept):
     assert second.method == "JoinTrainerGroup" and second.messages[0].place < first.end_place
 
 
-async def test_secrets_and_other_runs_are_left_out(kept):
+async def test_the_endpoints_key_and_other_runs_are_left_out(kept):
     run = kept(keep="all")
-    run.open(json.dumps({"endpoint_key": "sk-1", "judge": [{"options": {"api_key": "sk-2", "n": 1}}]}))
+    run.open(json.dumps({"endpoint_key": "sk-1", "judge": [{"options": {"api_key": "env:KEY", "n": 1}}]}))
     assert run.recorder.call("trainer", "t", "ListScorers", reward_pb2.ListScorersRequest()) is None
     other = trainer_pb2.BeginStepRequest(header=common_pb2.CommandHeader(run="runs/other"))
     assert run.recorder.call("trainer", "t", "BeginStep", other) is None
@@ -267,7 +267,7 @@ async def test_secrets_and_other_runs_are_left_out(kept):
     assert b"sk-" not in gzip.decompress(found.path.read_bytes())
     opened = read_recording(found.path).calls[0]
     config = json.loads(trainer_pb2.OpenRunRequest.FromString(opened.messages[0].data).config_json)
-    assert config == {"endpoint_key": "", "judge": [{"options": {"api_key": "", "n": 1}}]}
+    assert config == {"endpoint_key": "", "judge": [{"options": {"api_key": "env:KEY", "n": 1}}]}
 
 
 async def test_a_disk_that_refuses_ends_the_recording_and_no_step(kept):

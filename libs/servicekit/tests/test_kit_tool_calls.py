@@ -250,3 +250,11 @@ def test_the_id_that_a_model_gives_its_call_is_kept():
     ):
         (call,) = beside_calls("mistral", text, NAMES)[1]
         assert call.id == "abcdefghi"
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*$", "[", "(?P<x"])
+def test_patterns_of_names_are_not_tried(pattern):
+    """They ran in the event loop of a rollout, over names that a model wrote: forty characters were hours."""
+    schema = {"properties": {"n": {"type": "string"}}, "patternProperties": {pattern: NUMBER}}
+    read = typed(Call("t", {"a" * 40 + "!": "5", "n": "5"}, texts=True), schema).arguments
+    assert read == {"a" * 40 + "!": 5, "n": "5"}

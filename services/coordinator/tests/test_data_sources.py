@@ -165,6 +165,19 @@ def test_another_package_can_publish_a_source(monkeypatch):
     assert "is no subclass" in refusal("wrong", {})
 
 
+def test_a_source_gets_what_its_options_refer_to(monkeypatch, tmp_path):
+    (tmp_path / "rows").write_text(f"{tmp_path}/rows.jsonl\n")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    options = {"parts": [{"source": "jsonl", "options": {"path": f"file:{tmp_path}/rows"}}]}
+    assert [item.answer for item in items_of("mixture", options)] == ["2"]
+    options["parts"][0]["options"]["path"] = "env:NO_SUCH_VARIABLE"
+    told = refusal("mixture", options)
+    assert told.startswith("data.options.parts[0].options.path: ") and "no variable NO_SUCH_VARIABLE" in told
+    monkeypatch.setenv("LIMIT", "secret-number")
+    told = refusal("reasoning_gym", {**SUMS, "limit": "env:LIMIT"})
+    assert "secret" not in told
+
+
 def test_a_source_holds_the_contract():
     assert check_source("copy_digits", {"digits": 2}).fingerprint() == ""
 

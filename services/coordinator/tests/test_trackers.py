@@ -23,6 +23,7 @@ PLUGIN = """
     class Given(Options):
         fails_at: int = 0
         hangs: bool = False
+        api_key: str = ""
 
     class Recorder(Tracker):
         "Writes what it gets."
@@ -30,7 +31,7 @@ PLUGIN = """
 
         def __init__(self, options, run):
             self.given, self.file = options, run.directory / "got.jsonl"
-            self.write({"begins": run.id, "steps": run.spec["steps"]})
+            self.write({"begins": run.id, "steps": run.spec["steps"], "key": len(options.api_key)})
 
         def write(self, what):
             with self.file.open("a") as file:
@@ -38,7 +39,7 @@ PLUGIN = """
 
         def log(self, step, scalars):
             if step == self.given.fails_at:
-                raise ConnectionError("the tracker's server is away")
+                raise ConnectionError("the tracker's server is away, asked with " + self.given.api_key)
             self.write({"step": step, **scalars})
 
         def finish(self, state):
@@ -187,3 +188,20 @@ def test_unknown_trackers_and_options_are_refused():
     assert "did you mean 'hangs'?" in wrong["tracking.trackers[1].options.hang"]
     assert "named twice" in wrong["tracking.trackers[2].name"]
     assert problems({"name": "recorder", "options": {"hangs": True}}) == {}
+
+
+async def test_a_tracker_gets_its_secret_and_nothing_in_the_runs_directory_shows_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKER_KEY", "secret-of-the-tracker")
+    run = Tracked(tmp_path, api_key="env:TRACKER_KEY", fails_at=2)
+    projection = run.begin()
+    projection.step(step_view(1, loss=0.5))
+    projection.step(step_view(2))
+    await run.end(projection, "SUCCEEDED")
+    assert run.got()[0]["key"] == len("secret-of-the-tracker")
+    (note,) = run.notes
+    assert "the tracker's server is away, asked with env:TRACKER_KEY" in note
+    files = [file for file in run.directory.rglob("*") if file.is_file()]
+    assert not [file for file in files if b"secret-of" in file.read_bytes()] and len(files) >= 4
+    monkeypatch.delenv("TRACKER_KEY")
+    (told,) = tracker_problems(run.tracking)
+    assert told.key == "tracking.trackers[0].options.api_key" and "no variable TRACKER_KEY" in told.problem

@@ -56,11 +56,39 @@ async def test_an_endless_answer_fails_alone(reward, scorer_file):
     assert all((each.status, each.reward) == (OK, 1.0) for each in results)
 
 
-async def test_catastrophic_backtracking_is_an_endless_answer(reward):
-    evil = {"name": "regex", "options": {"pattern": "(a+)+b", "mode": "fullmatch"}}
-    await reward.open(evil, timeout_s=0.5)
-    evil_result, good = await reward.answers("a" * 60, "aab")
-    assert (evil_result.status, good.reward) == (FAILED, 1)
+EVIL = "(a+)+b"
+PATTERNS = {
+    "regex": {"pattern": EVIL, "mode": "fullmatch"},
+    "regex by search": {"pattern": EVIL + "$"},
+    "capture": {"pattern": "((?:a+)+b)$"},
+    "format at the start": {"starts_with": EVIL},
+    "format at the end": {"ends_with": EVIL},
+    "format anywhere": {"contains": EVIL},
+    "alternatives": {"pattern": "(a|a)*b"},
+    "back references": {"pattern": r"(a*)*\1b"},
+}
+
+
+@pytest.mark.parametrize("kind", PATTERNS)
+async def test_catastrophic_backtracking_is_an_endless_answer(reward, kind):
+    """The service answers meanwhile, and the next answer has another process."""
+    name = kind.split()[0] if kind.split()[0] in ("capture", "format") else "regex"
+    await reward.open({"name": name, "options": PATTERNS[kind]}, timeout_s=0.5)
+    judging = asyncio.create_task(reward.answers("a" * 60 + "c", "aab"))
+    await asyncio.sleep(
+        0.1
+    )  # The service is in this loop: in its own process the pattern would hold this, too.
+    assert not judging.done()
+    hung, fine = await judging
+    assert hung.status == FAILED and "reward.timeout_s = 0.5" in hung.detail
+    assert fine.status == OK
+
+
+async def test_a_pattern_that_takes_too_long_to_read_is_refused_by_its_scorer(reward):
+    """Each class of characters without regard to case is a walk through all of Unicode."""
+    long = {"pattern": "[\\x00-\\U0010ffff]" * 2000, "ignore_case": True}
+    said = await open_fault(reward, {"name": "regex", "options": long}, load_timeout_s=1.0)
+    assert "1 s without an end (reward.load_timeout_s)" in said
 
 
 async def test_the_hung_child_is_gone_with_what_it_started(reward, scorer_file, shared):

@@ -98,7 +98,7 @@ async def test_every_shape_of_a_verdict_is_read(reply):
     [
         ({"message": "no such model", "code": 404}, Unavailable, "options.model"),
         ({"message": "no such model", "code": "model_not_found"}, Unavailable, "options.model"),
-        ({"message": "bad key", "type": "authentication_error"}, Unavailable, "options.api_key_env"),
+        ({"message": "bad key", "type": "authentication_error"}, Unavailable, "options.api_key"),
         ({"message": "max_tokens", "type": "invalid_request_error"}, ScorerError, "max_completion_tokens"),
         ({"message": "x", "code": "context_length_exceeded"}, AnswerFailed, "too long"),
         ("overloaded", Unavailable, "overloaded"),

@@ -6,6 +6,7 @@ import grpc
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2
+from headrace_servicekit.rpc.errors import message_of
 
 USER = common_pb2.ChatMessage(role="user", content="1 + 1?")
 
@@ -257,3 +258,35 @@ async def test_turns_that_do_not_fit_are_the_scorers_fault(reward, scorer_file, 
     await reward.open(scorer_file(f"return {returned} if completion else 0.0"))
     (found,) = await reward.answers("a", conversation=SAID)
     assert found.status == reward_pb2.SCORE_STATUS_SCORER_BROKEN and words in found.detail
+
+
+READS_SECRETS = """#file
+def score(completion, key, headers):
+    right = key == "secret-of-the-service" and headers == {"Authorization": "Bearer secret-of-the-file"}
+    if completion == "fails":
+        raise ValueError("401 for " + "x" * 280 + key + str(headers))
+    return float(right)
+"""
+
+
+async def test_options_refer_to_secrets_which_no_verdict_shows(reward, scorer_file, tmp_path, monkeypatch):
+    (tmp_path / "secret").write_text("secret-of-the-file\n")
+    (tmp_path / "secret").chmod(0o600)
+    monkeypatch.setenv("A_KEY", "secret-of-the-service")
+    options = {"key": "env:A_KEY", "headers": {"Authorization": f"Bearer file:{tmp_path}/secret"}}
+    name = scorer_file(READS_SECRETS)
+    await reward.open({"name": name, "options": options})
+    good, failed = await reward.answers("a", "fails")
+    assert good.reward == 1.0
+    assert "401 for" in failed.detail and "secret" not in failed.detail, "nor what is left of one that is cut"
+    await reward.close()
+    for reference, words in (("env:NO_SUCH", "no variable NO_SUCH"), ("file:/no/key", "cannot be read")):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await reward.open({"name": name, "options": {**options, "key": reference}})
+        assert "reward.scorers[0].options.key: " in message_of(raised.value)
+        assert words in message_of(raised.value)
+    (tmp_path / "data").mkdir(exist_ok=True)
+    (tmp_path / "data" / "token").write_text("of-the-fleet")
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await reward.open({"name": name, "options": {**options, "key": f"file:{tmp_path}/data/token"}})
+    assert "a file of the fleet's own" in message_of(raised.value)

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 
+import grpc
 import psutil
 import pytest
 from headrace.simulator.v1 import simulator_pb2
@@ -77,6 +78,11 @@ async def photo() -> list:
     written = io.BytesIO()
     PIL.Image.new("RGB", (4, 4)).save(written, "PNG")
     return ["taken", Image(data=written.getvalue(), format="png")]
+
+
+@server.tool()
+async def whoami() -> str:
+    return f"{os.environ['A']} with {os.environ['B']}, {os.environ['C']}"
 
 
 @server.tool()
@@ -271,6 +277,25 @@ async def test_a_broken_service_is_a_lost_conversation_and_the_next_one_works(si
     assert (await pool.say(call("add", a=2, b=3))).messages[0].content == "5"
     (pid,) = [int((await pool.say(call("pid"))).messages[0].content)]
     assert psutil.Process(pid).is_running() and pid != os.getpid()
+
+
+async def test_a_server_gets_what_references_stand_for_and_no_message_shows_it(
+    simulator, server, tmp_path, monkeypatch
+):
+    (tmp_path / "key").write_text("secret-of-the-file\n")
+    (tmp_path / "key").chmod(0o600)
+    monkeypatch.setenv("A_KEY", "secret-of-the-service")
+    env = {"A": "env:A_KEY", "B": f"Bearer file:{tmp_path}/key", "C": "plain"}
+    options = {"tools": [], "mcp": [{**server, "env": env}], "deadline_s": 20.0}
+    pool = await simulator.open("tools", backend="conversation", options=options, step_timeout_s=30.0)
+    await pool.reset(options={"question": "?"})
+    told = (await pool.say(call("whoami"))).messages[0].content
+    assert told == f"env:A_KEY with Bearer file:{tmp_path}/key, plain"
+    assert "secret-of" not in (await pool.say(call("none", a="secret-of-the-service"))).messages[0].content
+    for reference, words in (("env:NO_SUCH", "no variable NO_SUCH"), ("file:/no/key", "cannot be read")):
+        env["A"] = reference
+        with pytest.raises(grpc.aio.AioRpcError, match=r"options_json.mcp\[0\].env.A: .*" + words):
+            await simulator.open("tools", backend="conversation", options=options)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,13 @@ class World(Processes):
         await event_log.open("simulated")
         fleet = Fleet(event_log, self.connect, SETTINGS)
         coordinator = Coordinator(
-            event_log, fleet, Path(self.data_dir), lambda _, __: Quiet(), self._dataset, new_id=self._new_id
+            event_log,
+            fleet,
+            Path(self.data_dir),
+            lambda _, __: Quiet(),
+            self._dataset,
+            self._dataset,
+            new_id=self._new_id,
         )
         lasting = (event_log.run(), fleet.sweep(), coordinator.scheduler.run(), coordinator.archive.run())
         self._background = [asyncio.ensure_future(work) for work in lasting]

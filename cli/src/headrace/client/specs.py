@@ -104,18 +104,22 @@ PATHS = (
 """Keys whose values may be paths (behind @: the keys below it), beside all of `PATH_KEYS`; in those of `NAMES` a word
 without a slash or a suffix may be something else.
 """
-PATH_KEYS = re.compile(r"path|\w+_path|api_key_file")
+PATH_KEYS = re.compile(r"path|\w+_path")
 """Last parts of keys, wherever they stand, whose values are paths."""
+FILE_REFERENCE = re.compile(r"((?:\w+ )?file:)(?!//)(\S[^\n]*)")
+"""A secret that lies in a file."""
 NAMES = ("name", "dataset", "verifiers")
 
 
 def _make_paths_absolute(spec: Any, folder: Path) -> None:
-    """Makes the values of `PATH_KEYS` absolute, in place and at every depth."""
+    """Makes the values of `PATH_KEYS`, and references to files, absolute, in place and at every depth."""
     for key, value in spec.items() if isinstance(spec, dict) else enumerate(spec):
         if isinstance(value, dict | list):
             _make_paths_absolute(value, folder)
         elif isinstance(value, str) and value and PATH_KEYS.fullmatch(str(key)):
             spec[key] = _absolute(value, folder, named=False)
+        elif isinstance(value, str) and (found := FILE_REFERENCE.fullmatch(value)):
+            spec[key] = found[1] + _absolute(found[2], folder, named=False)
 
 
 def _make_absolute(spec: Any, keys: Sequence[str], folder: Path) -> None:

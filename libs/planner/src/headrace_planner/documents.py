@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated
 
-from headrace_schema.sections.base import Count, Section
+from headrace_schema.sections.base import FEW, MANY, Count, Section
 from pydantic import Field, PositiveFloat
 
 from headrace_planner.asynchronous import MAX_STALENESS
@@ -53,7 +53,9 @@ class MemorySection(Section):
 class LengthsSection(Section):
     """Distribution of output lengths."""
 
-    quantiles: dict[float, PositiveFloat] = Field(description="share of outputs: length; 1 is the longest")
+    quantiles: dict[float, PositiveFloat] = Field(
+        max_length=MANY, description="share of outputs: length; 1 is the longest"
+    )
     mean: PositiveFloat | None = Field(default=None, description="scale the shape to this mean")
     limit: PositiveFloat | None = Field(default=None, description="cut at this length; needs mean")
     group_correlation: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -79,7 +81,9 @@ class StageSection(Section):
     """Profile of a stage on one kind of device: either measured points, or the costs themselves."""
 
     kind: str = Field(default="gpu", description="kind of device")
-    points: list[PointSection] = Field(default_factory=list, description="measurements to fit; three or more")
+    points: list[PointSection] = Field(
+        default_factory=list, max_length=4 * FEW, description="measurements to fit; three or more"
+    )
     fixed_s: Seconds = Field(default=0.0, description="seconds whatever the number of items")
     item_s: Seconds = Field(default=0.0, description="seconds that one item adds on one replica")
     host_item_s: Seconds = Field(default=0.0, description="seconds of an item that no device shortens")
@@ -92,7 +96,7 @@ class StageSection(Section):
     )
     replica_devices: Count = Field(default=1, description="devices of one replica")
     sizes: list[Count] = Field(
-        default_factory=list, description="valid device counts; default: whole replicas"
+        default_factory=list, max_length=MANY, description="valid device counts; default: whole replicas"
     )
     max_concurrency: PositiveFloat | None = Field(
         default=None, description="most items in flight on a replica"
@@ -158,12 +162,14 @@ class ProfileDocument(Section):
     """Profiles of a workflow's stages on some hardware. `about` says where the figures come from."""
 
     about: str = Field(default="", description="model, hardware, where the figures come from")
-    stages: dict[str, StageSection | list[StageSection]] = Field(
-        description="stage: profile, or one for each kind"
+    stages: dict[str, StageSection | Annotated[list[StageSection], Field(max_length=FEW)]] = Field(
+        max_length=FEW, description="stage: profile, or one for each kind"
     )
     sync: SyncSection = SyncSection()
     memory_gib: dict[str, PositiveFloat] = Field(
-        default_factory=dict, description="kind of device: memory of one, where a cluster does not say it"
+        default_factory=dict,
+        max_length=FEW,
+        description="kind of device: memory of one, where a cluster does not say it",
     )
 
     def made(self, group: int = 1) -> list[Profile]:
@@ -193,10 +199,14 @@ class WorkflowSection(Section):
         default=False, description="reasoning: reference or old log-probs, or values, in a stage of its own"
     )
     critic: bool = Field(default=False, description="reasoning: a critic infers and learns beside the policy")
-    stages: list[str] = Field(default_factory=list, description="stages of a workflow of one's own")
-    edges: list[EdgeSection] = Field(default_factory=list, description="edges between these stages")
+    stages: list[str] = Field(
+        default_factory=list, max_length=FEW, description="stages of a workflow of one's own"
+    )
+    edges: list[EdgeSection] = Field(
+        default_factory=list, max_length=4 * FEW, description="edges between these stages"
+    )
     weights: list[tuple[str, str]] = Field(
-        default_factory=list, description="learner and generator of each weight sync"
+        default_factory=list, max_length=FEW, description="learner and generator of each weight sync"
     )
 
     def made(self) -> Workflow:
@@ -240,8 +250,10 @@ class SimulationSection(Section):
 class SeatsSection(Section):
     """Devices that stages have for themselves, as a run's placement names them; stages that share some take turns."""
 
-    stages: dict[str, list[str]] = Field(
-        min_length=1, description="stage: names of its devices; two stages of a cycle have none in common"
+    stages: dict[str, Annotated[list[str], Field(max_length=MOST_DEVICES)]] = Field(
+        min_length=1,
+        max_length=FEW,
+        description="stage: names of its devices; two stages of a cycle have none in common",
     )
     streamed: bool = Field(
         default=True, description="sides with devices of their own hand over in chunks, not once a step"
@@ -257,7 +269,9 @@ class PlanRequest(Section):
         description="trajectories of one step"
     )
     profile: ProfileDocument
-    cluster: dict[str, DevicesSection] = Field(description="kind of device: how many, and their memory")
+    cluster: dict[str, DevicesSection] = Field(
+        max_length=FEW, description="kind of device: how many, and their memory"
+    )
     seats: SeatsSection | None = Field(
         default=None, description="devices by stage; default: the planner divides them"
     )

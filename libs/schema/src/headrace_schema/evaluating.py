@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveFloat, model_validator
 
 from headrace_schema.problems import Impossible, problem
+from headrace_schema.references import refuse_literals
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.base import (
     FEW,
@@ -125,6 +126,12 @@ class EvaluationSpec(Section):
         if self.samples == 1:
             return ["avg@1" if self.sampling.temperature else "greedy"]
         return [f"{mode}@{self.samples}" for mode in ("avg", "pass", "maj")]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_secrets(cls, given: Any) -> Any:
+        refuse_literals(given)
+        return given
 
     @model_validator(mode="after")
     def _combinations(self) -> EvaluationSpec:

@@ -36,6 +36,13 @@ WANTED = {
 }
 """What a value must be, by pydantic's name of the error."""
 
+MOST = 50
+"""Problems that are explained: each is compared with every key there is."""
+LONGEST_NAME = 200
+"""Characters of a name that is compared with others: the time grows with them, and of 60,000 is seconds."""
+LONGEST = 2000
+"""Characters of a text of a problem as the API shows it."""
+
 
 class Impossible(ValueError):
     """Input that no retry makes valid. A validator may raise it: pydantic keeps it in the error's context."""
@@ -50,6 +57,21 @@ def problem(key: str, reason: str, fix: str) -> KeyProblemView:
     return KeyProblemView(key=key, problem=reason, fix=fix)
 
 
+def first_of(problems: Sequence[KeyProblemView]) -> list[KeyProblemView]:
+    """The first `MOST`, none of whose texts is long, and how many more there are."""
+    found = [
+        problem(*(_clipped(text) for text in (each.key, each.problem, each.fix))) for each in problems[:MOST]
+    ]
+    if (more := len(problems) - MOST) > 0:
+        found.append(problem("", f"{more:,} more problems", "mend those that are named first"))
+    return found
+
+
+def _clipped(text: str) -> str:
+    """A user's own text may stand in it, of any length."""
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+
+
 def as_views(problems: Iterable[Any]) -> list[KeyProblemView]:
     """Problems with key, problem and fix of a library that does not know the schema: servicekit, the planner."""
     return [problem(each.key, each.problem, each.fix) for each in problems]
@@ -61,7 +83,9 @@ def sentence(item: KeyProblemView) -> str:
 
 
 def nearest(value: object, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The allowed value that looks most like `value`, if any does."""
+    """The allowed value that looks most like `value`, if any does; a long one, which takes long to compare, is none."""
+    if len(str(value)) > LONGEST_NAME:
+        return None
     names = {name.lower(): name for name in allowed}
     close = difflib.get_close_matches(str(value).lower(), list(names), n=1, cutoff=cutoff)
     return names[close[0]] if close else None
@@ -93,10 +117,6 @@ def path(parts: Sequence[str | int]) -> str:
         else:
             text += f".{part}" if text else part
     return text
-
-
-MOST = 50
-"""Problems that are explained: each is compared with every key there is."""
 
 
 def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> list[KeyProblemView]:
@@ -177,7 +197,7 @@ def _out_of_bounds(bound: str, limit: Any, value: Any) -> tuple[str, str]:
 
 
 def _number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def _not_a_number(kind: str, value: Any) -> tuple[str, str]:
@@ -207,6 +227,8 @@ def _fix_type(kind: str, ctx: dict[str, Any]) -> str:
         return "write text, in quotes if it looks like a number"
     if kind.startswith("bool"):
         return "write true or false"
+    if kind == "too_long":
+        return f"write at most {ctx['max_length']} entries"
     if kind.startswith(("list", "too_short")):
         return "write a list with at least one entry" if kind == "too_short" else "write a list: [a, b]"
     if kind.startswith(("model", "dict")):

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import model_validator
 
 from headrace_schema.problems import Impossible
+from headrace_schema.references import refuse_literals
 from headrace_schema.rules.agentic import with_conversation_defaults
 from headrace_schema.rules.combinations import impossible_combinations
 from headrace_schema.rules.embodied import with_defaults
@@ -23,7 +24,11 @@ class RunSpec(RunSections):
     @model_validator(mode="before")
     @classmethod
     def _left_out(cls, given: Any) -> Any:
-        """Start states and rewards of an embodied or agentic run follow from its environment."""
+        """Start states and rewards of an embodied or agentic run follow from its environment.
+
+        Secrets are looked for in what the user wrote, and before any other problem is told.
+        """
+        refuse_literals(given)
         return with_conversation_defaults(with_defaults(given))
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from headrace_schema.sections.base import Section
+from headrace_schema.sections.base import FEW, Section
 
 Service = Literal["rollout", "reward", "trainer", "simulator"]
 Granularity = Literal["turn", "trajectory", "group", "batch"]
@@ -47,8 +47,10 @@ class GraphEdge(Section):
 class GraphSection(Section):
     """Stages joined by edges: one rollout, any number of reward stages, one trainer."""
 
-    stages: dict[StageName, GraphStage] = Field(min_length=1, description="stage: what it does")
-    edges: list[GraphEdge] = Field(description="what flows between the stages")
+    stages: dict[StageName, GraphStage] = Field(
+        min_length=1, max_length=FEW, description="stage: what it does"
+    )
+    edges: list[GraphEdge] = Field(max_length=4 * FEW, description="what flows between the stages")
 
     def of(self, service: str) -> list[str]:
         """Names of a service's stages, in the order of declaration."""

@@ -14,6 +14,8 @@ import yaml
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64
+MAX_DIGITS = 256
+"""Of a number: those to the base 16 have no bound of Python's own, and no float has more than 17."""
 MAX_NODES = 20_000
 """Scalars, lists and mappings, counted as often as aliases repeat them."""
 
@@ -79,7 +81,9 @@ class _Loader(yaml.SafeLoader):
         anchor = event.anchor
         if isinstance(event, yaml.AliasEvent):
             if anchor in self._open_anchors:
-                raise YamlProblem(line, f"*{anchor} stands inside of what it names", "write the value itself")
+                raise YamlProblem(
+                    line, f"*{anchor[:80]} stands inside of what it names", "write the value itself"
+                )
         elif self._depth >= MAX_DEPTH:
             raise YamlProblem(line, f"is nested deeper than {MAX_DEPTH} levels", "nest less")
         self._depth += 1
@@ -112,11 +116,11 @@ class _Loader(yaml.SafeLoader):
                 continue
             if key.tag != "tag:yaml.org,2002:str":
                 shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
-                raise YamlProblem(line, f"the key {shown} is not a text", "put it in quotes")
+                raise YamlProblem(line, f"the key {shown[:80]} is not a text", "put it in quotes")
             if key.value in lines:
                 first = lines[key.value]
                 raise YamlProblem(
-                    line, f"the key {key.value} is there already, in line {first}", "remove one of them"
+                    line, f"the key {key.value[:80]} is there already, in line {first}", "remove one of them"
                 )
             lines[key.value] = line
         return super().construct_mapping(node, deep)
@@ -125,6 +129,10 @@ class _Loader(yaml.SafeLoader):
         """A finite number."""
         kind = self.construct_yaml_int if node.tag.endswith(":int") else self.construct_yaml_float
         line = node.start_mark.line + 1
+        if len(node.value) > MAX_DIGITS:
+            raise YamlProblem(
+                line, f"{node.value[:40]}… has {len(node.value):,} digits", "write a shorter number"
+            )
         _check_reading(node.value, line)
         try:
             value: int | float = kind(node)
@@ -132,8 +140,8 @@ class _Loader(yaml.SafeLoader):
             raise YamlProblem(
                 line, f"{node.value[:40]!r} is not a number", "write one, or put it in quotes"
             ) from error
-        if not math.isfinite(value):
-            raise YamlProblem(line, f"{node.value} is not a finite number", "write a finite one")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise YamlProblem(line, f"{node.value[:40]} is not a finite number", "write a finite one")
         return value
 
     def truth(self, node: Any) -> bool:
@@ -154,7 +162,9 @@ class _Loader(yaml.SafeLoader):
 
     def refuse(self, node: Any) -> Any:
         """Tags ask for objects; there are none."""
-        raise YamlProblem(node.start_mark.line + 1, f"the tag {node.tag} is not allowed", "remove the tag")
+        raise YamlProblem(
+            node.start_mark.line + 1, f"the tag {node.tag[:80]} is not allowed", "remove the tag"
+        )
 
 
 def _check_reading(text: str, line: int) -> None:

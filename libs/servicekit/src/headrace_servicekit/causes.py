@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace_schema.references import redacted
+
 
 def cause_first(cause: str, effect: str, key: str = "") -> str:
     """A failure: its `cause`, then what that did, then the `key` of the spec that bounds it.
@@ -55,4 +57,5 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
 def _told(error: BaseException, most: int) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:most]}".rstrip(": ") + where
+    said = redacted(str(error))[:most]  # before it is cut: a part of a secret would not be found
+    return f"{type(error).__name__}: {said}".rstrip(": ") + where

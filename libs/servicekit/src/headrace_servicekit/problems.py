@@ -26,8 +26,14 @@ class KeyProblem:
         return f"{self.key}: {self.problem}; {self.fix}" if self.fix else f"{self.key}: {self.problem}"
 
 
+LONGEST_NAME = 200
+"""Characters of a name that is compared with others."""
+
+
 def nearest(value: object, allowed: Iterable[str]) -> str | None:
-    """The allowed name that looks most like `value`, if any does."""
+    """The allowed name that looks most like `value`, if any does; a long one, which takes long to compare, is none."""
+    if len(str(value)) > LONGEST_NAME:
+        return None
     names = {name.lower(): name for name in allowed}
     close = difflib.get_close_matches(str(value).lower(), list(names), n=1, cutoff=0.5)
     return names[close[0]] if close else None

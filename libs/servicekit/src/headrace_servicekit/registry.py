@@ -15,6 +15,7 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, Generic, TypeVar
 
+from headrace_schema.references import Unread, literals, resolved
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace_servicekit.problems import KeyProblem, explain, nearest
@@ -82,11 +83,33 @@ class Chosen(Generic[Made]):
     name: str
     plugin: Plugin
     options: BaseModel
+    """As the spec has them, with references in place of secrets."""
+    options_key: str = "options"
 
     def build(self, *given: Any) -> Made:
-        """Builds it from its options and what the service gives; what its constructor raises goes through."""
-        made: Made = self.plugin.factory()(self.options, *given)
+        """Builds it from its options and what the service gives; what its constructor raises goes through.
+
+        Raises PluginError for a secret that is not there.
+        """
+        made: Made = self.plugin.factory()(self.read_options(), *given)
         return made
+
+    def read_options(self) -> BaseModel:
+        """The options with what their references stand for. Raises PluginError, which shows no secret."""
+        plain = self.options.model_dump(exclude_unset=True)
+        try:
+            found = resolved(plain)
+        except Unread as error:
+            problem = KeyProblem(f"{self.options_key}.{error.key}", error.reason, error.fix)
+            raise PluginError([problem]) from error
+        if found is plain:
+            return self.options
+        try:
+            return type(self.options).model_validate(found)
+        except ValidationError as error:
+            at = ".".join(map(str, error.errors()[0]["loc"]))
+            reason = "what its reference stands for is no valid value"
+            raise PluginError([KeyProblem(f"{self.options_key}.{at}", reason, "correct it there")]) from None
 
     def check(self, *given: Any) -> None:
         """Lets it look at what the service gives before anything is built; what it raises goes through."""
@@ -141,10 +164,15 @@ class Registry(Generic[Made]):
         return self._load(points[0])
 
     def choose(self, name: str, options: Mapping[str, Any]) -> Chosen[Made]:
-        """A plug-in with these options. Raises PluginError as `find` does, and for options that are wrong."""
+        """A plug-in with these options. Raises PluginError as `find` does, and for options that are wrong.
+
+        Secrets in them are looked for first: no other problem shows one.
+        """
         found = self.find(name)
+        if wrong := literals(options):
+            raise PluginError([self._below(KeyProblem(each.key, each.problem, each.fix)) for each in wrong])
         try:
-            return Chosen(name, found, found.options.model_validate(dict(options)))
+            return Chosen(name, found, found.options.model_validate(dict(options)), self.options_key)
         except ValidationError as error:
             raise PluginError([self._below(each) for each in explain(error, found.options)]) from error
 

@@ -169,7 +169,10 @@ def typed(call: Call, parameters: Mapping[str, Any]) -> Call:
 
 
 def _schemas(schema: Any, name: str, root: Mapping[str, Any], depth: int = 0) -> Iterator[Any]:
-    """The schemas of one argument in the schema of all; none where anything is allowed."""
+    """The schemas of one argument in the schema of all; none where anything is allowed.
+
+    Patterns of names are not tried: they are anybody's, the names are a model's, and some take for ever.
+    """
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return
     if "$ref" in schema:
@@ -177,7 +180,7 @@ def _schemas(schema: Any, name: str, root: Mapping[str, Any], depth: int = 0) ->
     for each in schema.get("allOf", ()):
         yield from _schemas(each, name, root, depth + 1)
     own = [schema["properties"][name]] if name in schema.get("properties", {}) else []
-    own += [each for key, each in schema.get("patternProperties", {}).items() if re.search(key, name)]
+    own = own or [*schema.get("patternProperties", {}).values()]
     yield from own or ([schema["additionalProperties"]] if "additionalProperties" in schema else [])
 
 

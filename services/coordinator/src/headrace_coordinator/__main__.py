@@ -8,6 +8,10 @@ import os
 import sys
 from pathlib import Path
 
+SWITCH_S = 0.0005
+"""How long a thread that computes, such as one that reads data, keeps the others waiting; Python's own 5 ms, by several
+threads and for each step of an answer, are seconds.
+"""
 TASK_ENDED = 70
 """Exit code when a lasting task ended: the software's own fault (EX_SOFTWARE)."""
 
@@ -84,6 +88,7 @@ def main() -> None:
     from headrace_coordinator.serving import Refusal, serve
     from headrace_coordinator.vitals import TaskEnded
 
+    sys.setswitchinterval(SWITCH_S)
     try:
         asyncio.run(serve(arguments))
     except Refusal as refusal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,6 +18,7 @@ from headrace_coordinator.api.reading.suites import SuiteEvaluations
 from headrace_coordinator.api.recordings import Recordings, Videos
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.api.submission.submissions import Submissions
+from headrace_coordinator.aside import READING
 from headrace_coordinator.autoscaler import Autoscaler, Bounds, ScaleRefused
 from headrace_coordinator.data.dataset import open_dataset
 from headrace_coordinator.fleet.fleet import Fleet
@@ -40,6 +42,7 @@ class Coordinator:
         data_dir: Path,
         make_projection: MakeProjection = RunProjection,
         open_dataset: OpenDataset = open_dataset,
+        check_dataset: OpenDataset = partial(open_dataset, aside=READING),  # noqa: B008 - it is called later
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:6],
         bounds: Mapping[str, Bounds] = MappingProxyType({}),
         cooldown_s: float = 300.0,
@@ -59,7 +62,7 @@ class Coordinator:
         self.videos = Videos(self.reads)
         keys = Keys(event_log)
         self.submissions = Submissions(
-            fleet, self.reconciler.trials, self.reads, self.past, keys, data_dir, open_dataset, new_id
+            fleet, self.reconciler.trials, self.reads, self.past, keys, data_dir, check_dataset, new_id
         )
         self.run_changes = RunChanges(event_log, self.reads, keys, labels)
         self.instance_changes = InstanceChanges(fleet, keys)

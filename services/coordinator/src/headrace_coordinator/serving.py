@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from headrace_schema.references import keep_closed
 from headrace_servicekit.descriptors import raise_limit
 from headrace_servicekit.http_server import listening_socket, make_server
 from headrace_servicekit.http_server import serve as serve_http
@@ -25,7 +26,7 @@ from headrace_servicekit.rpc.addresses import is_loopback, split_address
 from headrace_servicekit.rpc.doors import DOORS, peer_name
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.rpc.tls import CERTIFICATE, KEY, show_newest, tls_dir
+from headrace_servicekit.rpc.tls import CERTIFICATE, KEY, keys_folder, show_newest, tls_dir
 from headrace_servicekit.tracing import check_endpoint, is_tracing, start_tracing, stop_tracing
 
 from headrace_coordinator.api.http import make_app
@@ -89,12 +90,19 @@ def _http_token(arguments: argparse.Namespace) -> str | None:
         raise Refusal(f"cannot write {path} ({error.strerror}); set another --data-dir") from error
 
 
+def _keep_own_closed(arguments: argparse.Namespace) -> None:
+    """No reference of a spec reads the coordinator's own files."""
+    files = (arguments.token_file, arguments.http_token_file, arguments.redis_password_file)
+    keep_closed(path for path in (arguments.data_dir, *files, tls_dir(), keys_folder()) if path)
+
+
 async def serve(arguments: argparse.Namespace) -> None:
     """Serves until SIGTERM; raises `Refusal`."""
     configure_logging(level=arguments.log_level)
     raise_limit()
     reuse_freed_memory()
     http_token = _http_token(arguments)
+    _keep_own_closed(arguments)
     try:
         bounds = parse_bounds(arguments.autoscale)
     except ValueError as error:

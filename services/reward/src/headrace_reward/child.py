@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from headrace_schema.references import redacted
 from headrace_servicekit.process.worker_pipes import (
     become_worker,
     decode_json,
@@ -129,7 +130,8 @@ def at_once(scorer_set: list[judge.LoadedScorer]) -> bool:
 
 def _write(writer: BinaryIO, message: dict[str, Any]) -> None:
     # At once: the parent's clock for the next answer starts when it reads this one.
-    writer.write(frame(encode_json(message)))
+    # Texts of errors and of other people's code are shown to all: secrets of the spec are not in them.
+    writer.write(frame(encode_json(redacted(message))))
     writer.flush()
 
 

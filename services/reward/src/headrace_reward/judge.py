@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+from headrace_schema.references import Unread, resolved
 from headrace_servicekit.causes import cause_first, first_of, raised
 from headrace_servicekit.process.confine import explained
 
@@ -239,11 +240,19 @@ def _build(
     if is_user_scorer(name):
         path, function = locate(name, directory)
         code = path.read_bytes() + json.dumps(options, sort_keys=True).encode()
-        return load_user_scorer(path, function, give, options), _digest_of(code, ())
+        return load_user_scorer(path, function, give, _with_secrets(options)), _digest_of(code, ())
     chosen = scorers.choose(name, options)
     source = inspect.getsourcefile(inspect.unwrap(chosen.plugin.factory()))
     code = Path(source).read_bytes() if source else b""
-    return chosen.build(), _digest_of(code, chosen.plugin.packages)
+    return scorers.built(chosen), _digest_of(code, chosen.plugin.packages)
+
+
+def _with_secrets(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        found: Mapping[str, Any] = resolved(options)
+    except Unread as error:
+        raise ScorerError(f"options.{error.key}", str(error)) from error
+    return found
 
 
 def _digest_of(code: bytes, packages: tuple[str, ...]) -> str:

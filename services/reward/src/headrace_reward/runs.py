@@ -245,15 +245,9 @@ class Run:
             "directory": str(directory),
             "sets": sets,
             "give": list(self.section.give),
-            "env": [*self.section.env, *_keys_of(self.section)],
+            "env": list(self.section.env),
             "timeout_s": self.section.timeout_s,
         }
-
-
-def _keys_of(section: RewardSection) -> list[str]:
-    """Variables with keys of services that scorers ask, which their options name."""
-    options = [entry.options for entries in section.sets().values() for entry in entries]
-    return [str(each["api_key_env"]) for each in options if each.get("api_key_env")]
 
 
 def part_names(entries: list[ScorerSection], short: Mapping[str, str]) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
-from headrace_schema.sections.base import Count, CountOrZero, Section
+from headrace_schema.sections.base import FEW, Count, CountOrZero, Seconds, Section
 
 AGENTS = "agent"
 """The simulator's backend that starts agents."""
@@ -19,7 +19,7 @@ ONLINE = "online"
 class OnlineSection(Section):
     """Clients of one's own that speak with the policy while it learns, and reward what it says."""
 
-    reward_within_s: PositiveFloat = Field(
+    reward_within_s: Seconds = Field(
         default=600.0,
         description="seconds after a session's last answer until which its reward has to come; else it is dropped",
     )
@@ -40,6 +40,7 @@ class AgentSection(Section):
         description="path/to/file.py:function, called as function(seed, item); what it returns is the reward",
     )
     command: list[str] = Field(
+        max_length=FEW,
         default_factory=list,
         description="program and arguments; reads {seed, item} as JSON from its standard input, and posts its reward",
     )

@@ -15,6 +15,8 @@ Helpers = Annotated[int, Field(strict=True, ge=0, le=4096)]
 Thousands = Annotated[int, Field(strict=True, ge=1, le=2**16)]
 FEW, MANY = 64, 4096
 """Most entries of a list or mapping each of which costs an import, a process or a file; and of others."""
+Seconds = Annotated[float, Field(gt=0, le=366 * 86400)]
+"""Of a wait: clocks and wires take no longer ones than a year."""
 Tokens = Annotated[int, Field(strict=True, ge=1, le=2**20)]
 Rate = Annotated[float, Field(gt=0, le=10)]
 Bytes = Annotated[int, Field(strict=True, ge=1, le=2**48)]

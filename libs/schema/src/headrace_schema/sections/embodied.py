@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat
 
 from headrace_schema.sections.base import (
     FEW,
@@ -12,6 +12,7 @@ from headrace_schema.sections.base import (
     Count,
     CountOrZero,
     Helpers,
+    Seconds,
     Section,
     Thousands,
     Tokens,
@@ -43,6 +44,7 @@ class RoleSection(Section):
         default=None, description="of a role that is not learned from; default: sampling.max_new_tokens"
     )
     stop: list[str] | None = Field(
+        max_length=FEW,
         default=None,
         description="texts that end a turn of a role that is not learned from; default: sampling.stop",
     )
@@ -84,6 +86,7 @@ class EnvironmentSection(Section):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the environment")
     env: list[VariableName] = Field(
+        max_length=FEW,
         default_factory=list,
         description="variables of the simulator's environment that environments, tools and agents get; without it they "
         "get none that holds a secret",
@@ -114,7 +117,7 @@ class EnvironmentSection(Section):
     stop_on_success: bool = Field(
         default=False, description="an episode ends with its first success, as if by itself"
     )
-    step_timeout_s: PositiveFloat = Field(
+    step_timeout_s: Seconds = Field(
         default=30.0, description="limit of one action or turn; beyond it the environment is made anew"
     )
     processes: Helpers = Field(default=0, description="child processes of a pool; 0: the simulator's choice")
@@ -129,10 +132,12 @@ class EnvironmentSection(Section):
         description="observations that are the policy's state, one after the other; default: all that are no images",
     )
     cameras: dict[str, str] | None = Field(
+        max_length=FEW,
         default=None,
         description="observation by camera as the policy calls it; default: all images, by their own names",
     )
     instructions: dict[str, str] = Field(
+        max_length=MANY,
         default_factory=dict,
         description="what a task asks for, in words, by task; default: what the environment says",
     )

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from headrace_schema.sections.base import (
     FEW,
+    MANY,
     Count,
     CountOrZero,
     Helpers,
@@ -197,7 +198,9 @@ class DataSection(Section):
         default=1, description="seed of the choice of held-out items; independent of `seed`"
     )
     exclude: list[str] = Field(
-        default_factory=list, description="questions kept out of both parts (few-shot examples)"
+        max_length=MANY,
+        default_factory=list,
+        description="questions kept out of both parts (few-shot examples)",
     )
     curriculum: CurriculumSection | None = Field(
         default=None, description="prefer prompts by their observed pass rate; none: every item once an epoch"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, PositiveFloat, Tag
 
-from headrace_schema.sections.base import Count, CountOrZero, Helpers, Processes, Rate, Section
+from headrace_schema.sections.base import MANY, Count, CountOrZero, Helpers, Processes, Rate, Seconds, Section
 from headrace_schema.sections.generating import ModelSection
 
 
@@ -72,7 +72,7 @@ class WarmupSection(Section):
     )
 
 
-LayerNames = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+LayerNames = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MANY)]
 
 
 def _form(given: Any) -> str:
@@ -137,6 +137,7 @@ class TrainerSection(Section):
         "initial policy",
     )
     freeze: list[str] | None = Field(
+        max_length=MANY,
         default=None,
         description="parts of the model that do not learn and get no adapter: vision, the tower with its projection "
         "(vision-language models); vision, projector, language (openvla, openvla_oft); vision, language, expert "
@@ -164,6 +165,6 @@ class CheckpointSection(Section):
     time_budget: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.05, description="share of wall time for checkpoints"
     )
-    max_interval_s: PositiveFloat = Field(default=600.0, description="longest time between checkpoints")
+    max_interval_s: Seconds = Field(default=600.0, description="longest time between checkpoints")
     keep: Count = Field(default=2, description="checkpoints kept")
     enabled: bool = Field(default=True, description="false: no checkpoints; a lost trainer then begins anew")

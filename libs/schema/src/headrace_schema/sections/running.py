@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
 
-from headrace_schema.sections.base import Bytes, Count, CountOrZero, Section
+from headrace_schema.problems import Impossible, problem
+from headrace_schema.sections.base import Bytes, Count, CountOrZero, Seconds, Section
 
 MAX_DEVICES = 4096
 EVERY = "all"
@@ -37,10 +38,21 @@ def _devices(given: Any) -> Any:
     return found
 
 
+def _side(key: str, given: Any) -> Any:
+    """`_devices` of one side, whose key a refusal names."""
+    try:
+        return _devices(given)
+    except ValueError as error:
+        reason, _, fix = str(error).partition("; ")
+        raise Impossible([problem(f"placement.{key}", reason, fix)]) from error
+
+
 def _add(name: str, found: list[str]) -> None:
     """Appends what a name stands for, unless there are too many then: their number is known before they are made."""
     if len(name) > LONGEST_NAME:
-        raise ValueError(f"{name[:40]!r}… is no name of a device; it has at most {LONGEST_NAME} characters")
+        raise ValueError(
+            f"{name[:40]!r}… has more than the {LONGEST_NAME} characters of a device's name; shorten it"
+        )
     match = _RANGE.fullmatch(name)
     first, last = (int(match["first"]), int(match["last"])) if match else (0, 0)
     if len(found) + last - first + 1 > MAX_DEVICES and first <= last:
@@ -58,7 +70,7 @@ def overlap(names: list[str], others: list[str]) -> bool:
     return bool({*names} & {*others}) or EVERY in (*names, *others)
 
 
-Devices = Annotated[list[str], BeforeValidator(_devices)]
+Devices = Annotated[list[str], BeforeValidator(_devices), Field(max_length=MAX_DEVICES)]
 
 
 Part = Annotated[float, Field(strict=True, gt=0, lt=1)]
@@ -158,7 +170,7 @@ class PlacementSection(Section):
             made = {"flow": "sequential", "mode": "collocated", **made}
         if "mode" not in made and (made.get("rollout") or made.get("trainer")):
             both = ("rollout", "trainer")
-            sides = {key: _devices(made.get(key, None if key in both else [])) for key in SIDES}
+            sides = {key: _side(key, made.get(key, None if key in both else [])) for key in SIDES}
             named = all(isinstance(side, list) for side in sides.values())
             learns = sides.pop("trainer")
             apart = named and not overlap(learns, [device for side in sides.values() for device in side])
@@ -196,7 +208,7 @@ class SchedulingSection(Section):
         description="share among runs of equal priority: the run goes first whose used device-seconds "
         "divided by weight are least; equal ones go in the order of submission",
     )
-    quantum_s: PositiveFloat = Field(
+    quantum_s: Seconds = Field(
         default=60.0,
         description="seconds that the run keeps instances that another run waits for; "
         "then it yields them at the end of its step",
@@ -215,8 +227,8 @@ class LimitsSection(Section):
         "the engine drew: above it the step is not recorded and the run fails; null: any. A step with tokens of older "
         "versions, which differ by what was learned since, is not judged",
     )
-    step_timeout_s: PositiveFloat = Field(default=1800.0, description="longest time of one step")
-    instance_timeout_s: PositiveFloat = Field(
+    step_timeout_s: Seconds = Field(default=1800.0, description="longest time of one step")
+    instance_timeout_s: Seconds = Field(
         default=120.0, description="longest wait for a lease; a run that lacks an instance queues"
     )
     in_flight_bytes: Bytes = Field(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from headrace_schema.sections.base import FEW, Section, VariableName
+from headrace_schema.sections.base import FEW, Seconds, Section, VariableName
 
 
 class ScorerSection(Section):
@@ -35,18 +35,18 @@ class RewardSection(Section):
         description="scorers of further reward stages of the workflow, by the stage's name",
     )
     give: list[Literal["tokens", "group"]] = Field(
+        max_length=FEW,
         default_factory=list,
         description="what scorers get beside text. tokens: ids, and prompt and answer with special tokens; group: all "
         "answers to the prompt, in stages behind an edge of granularity group",
     )
     env: list[VariableName] = Field(
+        max_length=FEW,
         default_factory=list,
         description="variables of the reward service's environment that scorers get, such as HF_TOKEN; without it they "
         "get none that holds a secret",
     )
-    timeout_s: PositiveFloat = Field(
-        default=5.0, description="limit of one answer; beyond it the answer failed"
-    )
+    timeout_s: Seconds = Field(default=5.0, description="limit of one answer; beyond it the answer failed")
     load_timeout_s: PositiveFloat = Field(
         default=120.0, le=3600.0, description="limit of a scorer's import, such as that of a reward model"
     )

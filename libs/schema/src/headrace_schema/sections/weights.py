@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from headrace_schema.sections.base import Count, Section
+from headrace_schema.sections.base import FEW, Count, Section
 
 TransportName = Literal["cuda_ipc", "shm", "collective", "delta", "grpc"]
 
@@ -15,6 +15,7 @@ class WeightsSection(Section):
     """How a version of the weights reaches the rollouts. Whatever the way, each tensor's digest is checked."""
 
     transports: list[TransportName] = Field(
+        max_length=FEW,
         default=["shm", "delta", "grpc"],
         description="ways that are used, best first. shm: on the trainer's host, its memory is mapped. cuda_ipc: as "
         "shm, and a copy on the trainer's GPU is mapped beside it for the swap. collective: a broadcast to all hosts "

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from headrace_schema.references import keep_closed
+
 from headrace_servicekit.process.mounts import Mounts, checked
 
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
@@ -74,6 +76,7 @@ def confine(given: Confinement) -> None:
 
     Where neither the kernel nor a container allows mounts of its own, another user id is all. Raises NotConfined.
     """
+    keep_closed(given.hidden)
     if sys.platform != "linux":
         return
     try:

@@ -7,11 +7,14 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from headrace_schema.references import secret_file
+
 
 def named_paths(given: object, closed: Iterable[Path], base: Path) -> list[str]:
     """Folders of the files, and the folders, that the strings of a JSON value name below `base`.
 
-    PATH:NAME counts as PATH. Of a file in the home directory, in a `closed` folder or at the top, itself alone.
+    PATH:NAME counts as PATH. Of a file in the home directory, in a `closed` folder or at the top, and of one with a
+    secret, itself alone; of a `closed` folder no secret.
     """
     if isinstance(given, dict):
         return [path for each in given.values() for path in named_paths(each, closed, base)]
@@ -19,6 +22,9 @@ def named_paths(given: object, closed: Iterable[Path], base: Path) -> list[str]:
         return [path for each in given for path in named_paths(each, closed, base)]
     if not isinstance(given, str) or not given or len(given) > 4096 or "\0" in given:
         return []
+    if secret := secret_file(given):
+        own = any(os.path.realpath(secret).startswith(f"{os.path.realpath(each)}/") for each in closed)
+        return [] if own or not os.path.isfile(secret) else [secret]
     text = given if ".py:" not in given else given.rpartition(":")[0]
     # Path's own ways raise where a user has neither HOME nor a name.
     path = (base / os.path.expanduser(text)).absolute()

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Generic
 
+from headrace_schema import references
+
 from headrace_servicekit.process.confine import Confinement, other_user
 from headrace_servicekit.process.named_paths import named_paths
 from headrace_servicekit.process.spawn import TREE_VARIABLE, descendants, kill_tree
@@ -41,8 +43,12 @@ _hidden: list[Path] = []
 
 
 def hide_from_workers(*own: Path) -> None:
-    """Workers with users' code that are started from now on do not see these files and folders; see `confine`."""
+    """Workers with users' code that are started from now on do not see these files and folders; see `confine`.
+
+    No reference of a spec reads them.
+    """
     _hidden[:] = [path.absolute() for path in own]
+    references.keep_closed(_hidden)
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,11 @@ class UsersCode:
     """What a worker's code was given, beside the installation."""
 
     names: object = None
-    """A JSON value whose strings name files and folders that it may read; see `named_paths`."""
+    """A JSON value whose strings name files and folders that it may read (see `named_paths`), or refer to secrets."""
     base: Path = Path()
     """Where relative ones begin."""
     variables: Collection[str] = ()
-    """Of this service's environment, what a spec names for it."""
+    """Of this service's environment, what a spec names for it; beside what `names` refers to."""
     writes: Sequence[Path] = ()
     """Folders of this service in which it may write."""
 
@@ -99,7 +105,9 @@ class Worker(Generic[Message]):
             confinement = _confinement(code, scratch)
             user = confinement.user
             models = await asyncio.to_thread(own_caches, os.environ, scratch, user) if user else None
-            environment = environment_of(os.environ, code.variables, scratch, models)
+            environment = environment_of(
+                os.environ, [*code.variables, *references.variables(code.names)], scratch, models
+            )
             environment[CONFINED_VARIABLE] = json.dumps(asdict(confinement))
         tree = f"{os.environ.get('HEADRACE_INCARNATION') or os.getpid()}/{uuid.uuid4().hex}"
         environment |= {**(variables or {}), TREE_VARIABLE: tree}

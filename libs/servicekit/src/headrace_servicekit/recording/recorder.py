@@ -25,8 +25,8 @@ OPENINGS = frozenset({"OpenRun", "JoinTrainerGroup"})
 """Calls that a recording begins with, however long ago they were made: they are kept while nothing else is."""
 UNKEPT = frozenset({"FetchLedger", "FetchTrajectories", "ListCheckpoints", "ListInventory", "SaveCheckpoint"})
 """Calls that change nothing of a step's result, or repeat what other calls have said."""
-SECRETS = frozenset({"api_key", "endpoint_key", "password", "secret", "token"})
-"""Keys of a configuration whose values are left out."""
+ENDPOINT_KEY = "endpoint_key"
+"""The one secret of a configuration, which is left out: where a spec has one, a reference stands for it."""
 WANTED = "wanted.json"
 Description = tuple[str, Sequence[recording_pb2.RecordedInstance]]
 NO_BASE = "the trainer's calls begin at a version that no checkpoint here has"
@@ -344,21 +344,14 @@ def _authority(first: Any, *, alone: bool = False) -> Any:
 
 
 def _encoded(message: Any) -> bytes:
-    """A message on the wire; of a configuration, without its secrets."""
+    """A message on the wire; of a configuration, without the key of the run's endpoint."""
     if "config_json" in type(message).DESCRIPTOR.fields_by_name:
         with suppress(ValueError):
             config = json.loads(message.config_json)
+            if ENDPOINT_KEY in config:
+                config[ENDPOINT_KEY] = ""
             found = type(message)()
             found.CopyFrom(message)
-            found.config_json = json.dumps(without_secrets(config))
+            found.config_json = json.dumps(config)
             return bytes(found.SerializeToString())
     return bytes(message.SerializeToString())
-
-
-def without_secrets(value: Any) -> Any:
-    """A JSON value in which the values of SECRETS are empty."""
-    if isinstance(value, dict):
-        return {
-            key: "" if key in SECRETS and inner else without_secrets(inner) for key, inner in value.items()
-        }
-    return [without_secrets(each) for each in value] if isinstance(value, list) else value

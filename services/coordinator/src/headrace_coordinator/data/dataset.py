@@ -15,11 +15,11 @@ from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.generating import DataSection
 from headrace_schema.spec import RunSpec
 
-from headrace_coordinator.aside import READING, TooSlow
+from headrace_coordinator.aside import OPENING, Aside, TooSlow
 from headrace_coordinator.data.items import DataItem, squeezed
 from headrace_coordinator.data.packed import HASH_BYTES, WORDS, PackedItems, hash_of, in_order
 from headrace_coordinator.data.prompts import PromptContent, Prompter
-from headrace_coordinator.data.sources import DataSource, open_source
+from headrace_coordinator.data.sources import MOST_ITEMS, DataSource, bounded, open_source
 
 ORDERS_KEPT = 2
 LARGE = 20_000
@@ -83,14 +83,14 @@ class Dataset:
         """The data of evaluation.data and the items that are asked of it, by name."""
 
     @classmethod
-    def open(cls, section: DataSection, seed: int) -> Dataset:
-        """Reads the source, which may be slow, and splits it. `seed`, the run's, orders the training part.
+    def open(cls, section: DataSection, seed: int, most: int = MOST_ITEMS) -> Dataset:
+        """Reads the source, at most so many items, and splits it. `seed`, the run's, orders the training part.
 
         Raises:
             Impossible: a source, option, template or number does not fit; its problems name the keys.
         """
         source = open_source(section.source, section.options)
-        read = _read(type(source), source.model_dump_json(), source.fingerprint())
+        read = _read(type(source), source.model_dump_json(), source.fingerprint(), most)
         if isinstance(read, Impossible):
             raise Impossible(read.problems)
         items, left_out = read
@@ -135,7 +135,7 @@ class Dataset:
         return place
 
     def _draw(self, purpose: str) -> int:
-        return int.from_bytes(_hash(f"{purpose} {self._seed}"), "big")
+        return int.from_bytes(hash_of(f"{purpose} {self._seed}".encode()), "big")
 
     def heldout_items(self) -> list[DataItem]:
         """The held-out items, always in the same order."""
@@ -152,14 +152,15 @@ class Dataset:
 
     def open_sets(self, spec: RunSpec) -> None:
         """Opens evaluation.data, which may be slow. Raises `Impossible` as `open`."""
+        left = MOST_ITEMS - len(self._items)
         for name, asked in spec.evaluation.data.items():
             prompt = asked.prompt or spec.data.prompt
             try:
-                opened = Dataset.open(
-                    DataSection(source=asked.source, options=asked.options, prompt=prompt), spec.seed
-                )
+                section = DataSection(source=asked.source, options=asked.options, prompt=prompt)
+                opened = Dataset.open(section, spec.seed, left)
             except Impossible as error:
                 raise Impossible([_of_set(name, each, spec) for each in error.problems]) from error
+            left -= len(opened._items)
             self.sets[name] = opened, opened.asked(asked.limit)
         if self.sets:
             digests = [self.digest, *(f"{name} {each.digest}" for name, (each, _) in self.sets.items())]
@@ -282,7 +283,7 @@ class Dataset:
         return state.hexdigest()
 
 
-async def open_dataset(spec: RunSpec) -> Dataset:
+async def open_dataset(spec: RunSpec, aside: Aside = OPENING) -> Dataset:
     """The data of a run, opened in a thread; raises `Impossible` as `Dataset.open`."""
 
     def read() -> Dataset:
@@ -294,7 +295,7 @@ async def open_dataset(spec: RunSpec) -> Dataset:
         return dataset
 
     try:
-        return await READING.run(read)
+        return await aside.run(read)
     except TooSlow as error:
         raise Impossible([problem("data.source", str(error), "name data that is read sooner")]) from error
 
@@ -343,7 +344,7 @@ def _distinct(items: PackedItems, shown: Sequence[str]) -> tuple[np.ndarray, dic
 
 @lru_cache(maxsize=2)
 def _read(
-    source_class: type[DataSource], options: str, fingerprint: str
+    source_class: type[DataSource], options: str, fingerprint: str, most: int
 ) -> tuple[PackedItems, dict[str, int]] | Impossible:
     """Items of a source and what it left out, or why there are none.
 
@@ -351,7 +352,7 @@ def _read(
     """
     source = source_class.model_validate_json(options)
     try:
-        return PackedItems(source.items()), source.left_out()
+        return PackedItems(bounded(source.items(), most)), source.left_out()
     except Impossible as error:
         return error
 
@@ -394,9 +395,5 @@ def _parts(train: np.ndarray, part_of: np.ndarray, weights: Sequence[int]) -> li
 def _turns(seed: int, number: int, weights: tuple[int, ...]) -> tuple[int, ...]:
     """The part of each ordinal of a block."""
     parts = [part for part, weight in enumerate(weights) for _ in range(weight)]
-    places = sorted(range(len(parts)), key=lambda place: _hash(f"block {seed} {number} {place}"))
+    places = sorted(range(len(parts)), key=lambda place: hash_of(f"block {seed} {number} {place}".encode()))
     return tuple(parts[place] for place in places)
-
-
-def _hash(purpose: str) -> bytes:
-    return hash_of(purpose.encode())

@@ -7,14 +7,19 @@ publish a subclass in the entry point group `headrace.data_sources`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from headrace_schema.problems import Impossible, problem
+from headrace_schema.references import Unread, resolved
 from headrace_servicekit.registry import Registry
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.registered import opened, subclasses_of
+
+MOST_ITEMS = 2**21
+"""Of all the data of a run, as they are read: memory has about a hundred bytes of each."""
 
 
 class DataSource(BaseModel, ABC):
@@ -57,6 +62,23 @@ SOURCES: Registry[DataSource] = Registry(
 )
 
 
+def bounded(items: Iterable[DataItem], most: int) -> Iterator[DataItem]:
+    """The items; raises `Impossible` where there are more than `most`."""
+    for number, item in enumerate(items):
+        if number == most:
+            reason = f"holds more items than the {MOST_ITEMS:,} that all the data of a run may have"
+            raise Impossible([problem("data.source", reason, "name fewer, such as a slice of them")])
+        yield item
+
+
 def open_source(name: str, options: dict[str, Any]) -> DataSource:
-    """The source of a name with these options; `Impossible` names the keys that are wrong."""
-    return opened(SOURCES, name, options)
+    """The source of a name with these options, its secrets read; `Impossible` names the keys that are wrong."""
+    source = opened(SOURCES, name, options)
+    try:
+        found = resolved(options)
+        return source if found is options else type(source).model_validate(found)
+    except Unread as error:
+        raise Impossible([problem(f"data.options.{error.key}", error.reason, error.fix)]) from error
+    except ValidationError:
+        reason = "what one of its references stands for is no valid value"
+        raise Impossible([problem("data.options", reason, "correct it there")]) from None

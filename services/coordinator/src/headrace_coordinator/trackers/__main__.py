@@ -11,10 +11,12 @@ import math
 import select
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from headrace_schema.references import keep_closed, redacted
 from headrace_schema.resources.evaluations import EvaluationView
 from headrace_schema.resources.views import StepView
 from headrace_schema.spec import RunSpec
@@ -91,12 +93,21 @@ def final_state(stream: TextIO) -> Iterator[str | None]:
 def main(arguments: list[str]) -> int:
     """Follows the run to its end. An error of the tracker ends the process; the coordinator reports it."""
     name, directory = arguments[0], Path(arguments[1])
+    keep_closed([directory.parent.parent])
+    try:
+        _follow(name, directory)
+    except Exception:  # noqa: BLE001 - its log lies in the run's directory, without secrets
+        sys.stderr.write(redacted(traceback.format_exc()))
+        return 1
+    return 0
+
+
+def _follow(name: str, directory: Path) -> None:
     tracker, follower = open_tracker(name, directory), Follower(directory, name)
     for state in final_state(sys.stdin):
         follower.send(tracker)
         if state is not None:
             tracker.finish(state)
-    return 0
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ class MlflowOptions(Options):
     experiment: str = Field(default="headrace", min_length=1, description="experiment; made if there is none")
     tracking_uri: str = Field(
         default="",
-        description="http(s) address or file: folder; default: MLFLOW_TRACKING_URI of the coordinator's environment, "
+        description="http(s) address or file:///FOLDER, or a reference to one; default: MLFLOW_TRACKING_URI of the "
+        "coordinator's environment, "
         "or else the folder `mlruns` of the data directory",
     )
 

@@ -70,7 +70,7 @@ TRACKERS: Registry[Tracker] = Registry(
 
 
 def tracker_problems(tracking: TrackingSection) -> Iterator[KeyProblemView]:
-    """Trackers that do not exist or are not installed here, and options that they do not take."""
+    """Trackers that do not exist or are not installed here, options and secrets that are wrong."""
     seen: set[str] = set()
     for index, section in enumerate(tracking.trackers):
         key = f"tracking.trackers[{index}]"
@@ -82,12 +82,14 @@ def tracker_problems(tracking: TrackingSection) -> Iterator[KeyProblemView]:
 
 
 def _problems(section: TrackerSection, key: str) -> Iterator[KeyProblemView]:
+    factory = None
     try:
-        factory = TRACKERS.choose(section.name, section.options).plugin.factory()
+        chosen = TRACKERS.choose(section.name, section.options)
+        factory = chosen.plugin.factory()
+        chosen.read_options()
     except PluginError as error:
         for each in error.problems:
             yield problem(f"{key}.{each.key}", each.problem, each.fix)
-        return
     if isinstance(factory, type) and issubclass(factory, Tracker):
         missing = [name for name in factory.modules if find_spec(name) is None]
         if missing:

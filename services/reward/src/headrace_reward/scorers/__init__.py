@@ -42,7 +42,19 @@ def choose(name: str, options: Mapping[str, Any]) -> Chosen[Scorer]:
     try:
         return SCORERS.choose(name, options)
     except PluginError as error:
-        first = error.problems[0]
-        own = "; your own is written path/to/file.py:function" if first.key == "name" else ""
-        message = f"{first.problem}; {first.fix}" if first.fix else first.problem
-        raise ScorerError(first.key, message + own) from error
+        raise _refusal(error) from error
+
+
+def built(chosen: Chosen[Scorer]) -> Scorer:
+    """A scorer of its options. Raises ScorerError for a secret that is not there."""
+    try:
+        return chosen.build()
+    except PluginError as error:
+        raise _refusal(error) from error
+
+
+def _refusal(error: PluginError) -> ScorerError:
+    first = error.problems[0]
+    own = "; your own is written path/to/file.py:function" if first.key == "name" else ""
+    message = f"{first.problem}; {first.fix}" if first.fix else first.problem
+    return ScorerError(first.key, message + own)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.simulator.v1 import simulator_pb2
+from headrace_schema.references import Unread, redacted, resolved
 from headrace_servicekit.process.worker_pipes import become_worker, frame, read_frame
 from headrace_servicekit.rpc.blobs import BlobWriter
 from headrace_servicekit.rpc.tensors import encode_tensor
@@ -53,7 +54,7 @@ class Host:
 
     def open(self, opening: dict[str, Any]) -> simulator_pb2.OpenPoolResponse:
         """Makes the environments; BackendError or Raised where they cannot be made."""
-        self._opening = opening
+        self._opening = opening = {**opening, "options": _with_secrets(opening["options"])}
         if opening["shelf"] is not None:
             folder, prefix, least_bytes = opening["shelf"]
             self._shelf = Shelf(BlobWriter(Path(folder), prefix), least_bytes)
@@ -155,6 +156,14 @@ class Host:
         return Rules(limit, sparse, opening["auto_reset"], opening["without_info"], self._shelf)
 
 
+def _with_secrets(options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = resolved(options)
+    except Unread as error:
+        raise BackendError(f"options_json.{error.key}", str(error)) from error
+    return found
+
+
 def main() -> None:
     """Serves until the parent closes the pipe."""
     reader, writer = become_worker()
@@ -237,7 +246,7 @@ def catalogue() -> list[tuple[str, str]]:
 
 
 def _fault(field: str, message: str) -> Message:
-    return Kind.FAULT, json.dumps({"field": field, "message": message}).encode()
+    return Kind.FAULT, json.dumps({"field": field, "message": redacted(message)}).encode()
 
 
 def bound_output(most_bytes: int = MOST_BYTES) -> None:

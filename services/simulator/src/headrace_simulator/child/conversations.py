@@ -22,6 +22,7 @@ import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace_schema.images import IMAGE_MARK, MOST_IMAGE_BYTES, MOST_IMAGES
+from headrace_schema.references import redacted
 from headrace_servicekit.causes import cause_first
 from headrace_servicekit.image_files import BadImage, image_file
 from headrace_servicekit.process.spawn import descendants
@@ -153,7 +154,7 @@ def _keys(message: Mapping[str, Any], own: set[str], where: str) -> str:
     if strange := [key for key in others if not isinstance(key, str)]:
         raise Raised(f"{where} has the key {_shown(strange[0])}; keys are texts")
     try:
-        keys = keys_of(others)
+        keys = keys_of(redacted(others))
         keys.encode()
     except ValueError as error:
         raise Raised(f"{where} has keys that are not JSON: {error}") from error
@@ -234,7 +235,7 @@ def _text(content: Any, where: str) -> str:
         raise Raised(
             f"{where} is no text that can be sent ({error}); decode bytes with errors='replace'"
         ) from error
-    return content
+    return str(redacted(content))  # what a tool prints of its secrets is no part of a trajectory
 
 
 def _tools(given: Any) -> str:
@@ -244,7 +245,7 @@ def _tools(given: Any) -> str:
         if not isinstance(each, Mapping):
             raise Raised(f"tool {index} of what reset returned is {_shown(each)}; give a JSON object")
     try:
-        text = json.dumps(list(given), allow_nan=False)
+        text = json.dumps(redacted(list(given)), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise Raised(f"the tools that reset returned are not JSON: {error}") from error
     if len(text) > MOST_CHARACTERS:
@@ -270,7 +271,11 @@ def _flag(done: Any, name: str) -> bool:
 
 def _shown(value: Any) -> str:
     kind = type(value).__name__
-    return f"{str(value)[:80]!r} ({kind})" if isinstance(value, str | int | float) else f"an object of {kind}"
+    return (
+        f"{redacted(str(value))[:80]!r} ({kind})"
+        if isinstance(value, str | int | float)
+        else f"an object of {kind}"
+    )
 
 
 _END_S = 5.0

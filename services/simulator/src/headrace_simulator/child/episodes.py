@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
+from headrace_schema.references import redacted
 from headrace_servicekit.causes import first_of, raised
 from headrace_servicekit.process.confine import explained
 from headrace_servicekit.process.worker_pipes import MAX_FRAME_BYTES
@@ -317,7 +318,7 @@ def written(
         outcome.Clear()
         outcome.environment, outcome.step_index = index, operation.step_index
         outcome.status = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
-        outcome.detail = f"the environment raised {error}"
+        outcome.detail = redacted(f"the environment raised {error}")
 
 
 def decoded(operation: simulator_pb2.EnvironmentOperation) -> np.ndarray:
@@ -343,7 +344,7 @@ def _figure(value: Any) -> bool | int | float | str | None:
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1):
         value = value.item()
     if isinstance(value, str):
-        return value[:_MAX_INFO_TEXT]
+        return str(redacted(value))[:_MAX_INFO_TEXT]
     if isinstance(value, float) and not np.isfinite(value):
         return None
     return value if isinstance(value, bool | int | float) else None

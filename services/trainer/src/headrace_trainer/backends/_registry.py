@@ -52,4 +52,8 @@ def choose_backend(section: TrainerSection) -> Chosen[Backend]:
 
 def build_backend(config: TrainerConfig, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
     """The backend that `config.trainer` names, without weights yet."""
-    return choose_backend(config.trainer).build(config, algorithm, ranks)
+    chosen = choose_backend(config.trainer)
+    try:
+        return chosen.build(config, algorithm, ranks)
+    except PluginError as error:
+        raise refused(error) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from headrace_schema.problems import explain_details, nearest, problem
+from headrace_schema.problems import explain_details, first_of, nearest, problem
 from headrace_schema.resources.views import ErrorView, KeyProblemView
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -61,7 +61,7 @@ def error_response(
 ) -> Response:
     """An ErrorView with the status of its reason."""
     status = status or STATUS.get(reason, CONFLICT)
-    body = ErrorView(reason=reason, message=message, problems=list(problems)).model_dump_json()
+    body = ErrorView(reason=reason, message=message, problems=first_of(problems)).model_dump_json()
     return Response(body, status, HEADERS.get(status), "application/json")
 
 
@@ -117,7 +117,7 @@ def _no_route(app: FastAPI, request: Request) -> str:
     asked = f"{request.method} {request.url.path}"
     routes = [f"{method} {path}" for path, methods in app.openapi()["paths"].items() for method in methods]
     close = nearest(asked, [f"{route.split()[0].upper()} {route.split()[1]}" for route in routes])
-    return f"there is no {asked}; " + (
+    return f"there is no {asked[:200]}; " + (
         f"did you mean {close}?" if close else "GET /openapi.json lists what there is"
     )
 

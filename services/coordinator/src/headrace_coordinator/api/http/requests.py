@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Header, Query, Request, Response
-from headrace_schema.problems import choose, explain, problem
+from headrace_schema.problems import MOST, choose, explain, problem
 from headrace_schema.yaml_text import YamlProblem, read_yaml
 from headrace_servicekit.http_server import Bodies, BodyRefused
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
@@ -84,9 +84,9 @@ def known_states(given: list[str] | None, known: Collection[str] = STATES) -> fr
 async def known_parameters(request: Request) -> None:
     """Refuses query parameters that the route does not have: a mistyped dry_run must not start a run."""
     known = [field.alias for field in request.scope["route"].dependant.query_params]
-    wrong = [unknown_parameter(name, known) for name in request.query_params if name not in known]
+    wrong = [name for name in request.query_params if name not in known]
     if wrong:
-        raise invalid(wrong)
+        raise invalid([unknown_parameter(name, known) for name in wrong[:MOST]])
 
 
 async def read_model(request: Request, model: type[Model], what: str) -> Model:

@@ -6,6 +6,7 @@ The `datasets` package is an extra and slow to import, so it is imported when a 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from headrace_coordinator.data.builtin.rows import RowSource
 from headrace_coordinator.data.items import DataItem
 
 DATASET_KEY = "data.options.dataset"
+MOST_FILES = 100_000
+"""Of a local directory."""
 
 
 class HuggingFace(RowSource):
@@ -31,7 +34,11 @@ class HuggingFace(RowSource):
     def fingerprint(self) -> str:
         """Names, times and sizes of a local directory's files; nothing for the hub, where the revision decides."""
         folder = Path(self.dataset).expanduser()
-        files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+        inside = islice(folder.rglob("*"), MOST_FILES + 1) if folder.is_dir() else ()
+        if len(found := [*inside]) > MOST_FILES:
+            reason = f"the folder {folder} holds more than {MOST_FILES:,} files and folders"
+            raise Impossible([problem(DATASET_KEY, reason, "name the folder of the data set itself")])
+        files = sorted(file for file in found if file.is_file())
         states = [(file.relative_to(folder), file.stat()) for file in files]
         return " ".join(f"{name}-{state.st_mtime_ns}-{state.st_size}" for name, state in states)
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from headrace_coordinator.data.builtin.rows import RowSource
-from headrace_coordinator.data.builtin.values import Row
+from headrace_coordinator.data.builtin.values import Row, file_of
 from headrace_coordinator.data.items import DataItem
 
 READ_BYTES = 1 << 20
@@ -48,7 +48,7 @@ class Jsonl(RowSource):
 
     def _rows(self) -> Iterator[tuple[int, Row]]:
         try:
-            with Path(self.path).expanduser().open("rb", buffering=READ_BYTES) as file:
+            with file_of(self.path).open("rb", buffering=READ_BYTES) as file:
                 number, most = 0, IMAGE_LINE_BYTES if self.images else LINE_BYTES
                 while line := file.readline(most + 1):
                     number += 1

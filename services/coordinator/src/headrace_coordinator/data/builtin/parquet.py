@@ -12,6 +12,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from headrace_coordinator.data.builtin.rows import RowSource
+from headrace_coordinator.data.builtin.values import file_of
 from headrace_coordinator.data.items import DataItem
 
 PATH_KEY = "data.options.path"
@@ -44,7 +45,7 @@ class Parquet(RowSource):
         from pyarrow import ArrowException
 
         try:
-            with pq.ParquetFile(file) as table:
+            with pq.ParquetFile(file_of(file)) as table:
                 first = 1
                 for batch in table.iter_batches(batch_size=IMAGE_ROWS if self.images else ROWS):
                     yield from self._values(batch, file, first)

@@ -13,7 +13,7 @@ from headrace_schema.images import MOST_IMAGE_BYTES, MOST_IMAGES, MOST_PROMPT_IM
 from headrace_schema.problems import Impossible, problem, show
 from headrace_servicekit.image_files import BadImage, check_image, from_base64, png
 
-from headrace_coordinator.data.builtin.values import BadRow
+from headrace_coordinator.data.builtin.values import BadRow, file_of
 
 IMAGE_KEYS = ("images", "image")
 """Columns that are images in data sets of others; the forms verl and trl read them without being told."""
@@ -87,7 +87,7 @@ def _bytes_of(value: Any, key: str, folder: Path | None) -> bytes:
     path = Path(value.removeprefix("file://")).expanduser()
     path = path if path.is_absolute() or folder is None else folder / path
     try:
-        with path.open("rb") as file:
+        with file_of(path).open("rb") as file:
             return file.read(MOST_IMAGE_BYTES + 1)
     except (OSError, ValueError) as error:
         if len(value) > 256 or "." not in value:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from headrace_schema.problems import choose, nearest, show
@@ -21,6 +23,14 @@ class BadRow(ValueError):
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason)
         self.reason, self.fix = reason, fix
+
+
+def file_of(path: str | Path) -> Path:
+    """The path, `~` replaced. Raises OSError for a pipe, socket or device, the opening of which may wait for ever."""
+    found = Path(path).expanduser()
+    if found.exists() and not (found.is_file() or found.is_dir()):
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, and no file")
+    return found
 
 
 def value_of(row: Row, key: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import random
 import time
 from collections import OrderedDict
@@ -16,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from headrace_schema.references import SecretOption, Unread, read, redacted
 from headrace_servicekit.causes import cause_first
 from headrace_servicekit.problems import nearest
 from headrace_servicekit.registry import Options
@@ -47,8 +46,9 @@ class EndpointOptions(Options):
 
     base_url: str = Field(description="of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1")
     model: str = Field(min_length=1, description="the model's name there")
-    api_key_env: str = Field("", description="variable of the reward service's environment with the key")
-    api_key_file: str = Field("", description="file with the key; read anew for each request")
+    api_key: SecretOption = Field(
+        "", description="env:NAME or file:PATH with the key; read anew for each request"
+    )
     temperature: NonNegativeFloat | None = Field(0.0, description="of the judge; null: the server's own")
     max_tokens: PositiveInt | None = Field(512, description="of a reply; null: the server's own")
     keys: dict[str, str | None] = Field(
@@ -72,7 +72,7 @@ class EndpointOptions(Options):
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError("it is no http or https address; write such as http://127.0.0.1:8000/v1")
         if url.username is not None:
-            raise ValueError("it holds a password; use api_key_env or api_key_file")
+            raise ValueError("it holds a password; leave it out; a key is api_key: env:NAME or file:PATH")
         if url.path.rstrip("/").endswith("/completions"):
             raise ValueError("it names a request; leave out /chat/completions")
         return given.rstrip("/")
@@ -212,11 +212,9 @@ class Endpoint:
     async def _reply(self, status: int, found: bytes) -> Reply:
         """A whole reply; raises what another status means."""
         if status in (401, 403):
-            options = self._options
-            field = "api_key_file" if options.api_key_file else "api_key_env"
-            given = options.api_key_file or options.api_key_env
+            given = self._options.api_key
             why = f"the key of {given}" if given else "requests without a key"
-            raise Unavailable(f"options.{field}", f"the judge refuses {why}: {self._told(status, found)}")
+            raise Unavailable("options.api_key", f"the judge refuses {why}: {self._told(status, found)}")
         if status == 404:
             raise Unavailable("options.model", f"{self._told(status, found)}{await self._models()}")
         if status >= 300:
@@ -258,21 +256,10 @@ class Endpoint:
         return {"Authorization": f"Bearer {key}"} if key else {}
 
     def _key(self) -> str:
-        options = self._options
-        if options.api_key_file:
-            try:
-                return Path(options.api_key_file).expanduser().read_text().strip()
-            except (OSError, ValueError) as error:
-                reason = f"it cannot be read ({error}); write the key there, readable by the reward service"
-                raise ScorerError("options.api_key_file", reason) from error
-        if options.api_key_env and not os.environ.get(options.api_key_env):
-            reason = (
-                f"the reward service has no variable {options.api_key_env}; start it with the key in there"
-            )
-            if options.api_key_env.startswith("HEADRACE_"):
-                reason = "variables that begin with HEADRACE_ do not reach scorers; use another name"
-            raise ScorerError("options.api_key_env", reason)
-        return os.environ.get(options.api_key_env, "").strip() if options.api_key_env else ""
+        try:
+            return read(self._options.api_key)
+        except Unread as error:
+            raise ScorerError("options.api_key", str(error)) from error
 
     def _told(self, status: int, found: bytes) -> str:
         """What a server says of a request that failed, without the key."""
@@ -283,8 +270,7 @@ class Endpoint:
                 words += f" ({error['code']})"
         except (ValueError, LookupError, TypeError):
             words = found.decode(errors="replace")
-        key = self._key()
-        words = " ".join(words.replace(key, "***").split() if key else words.split())[:300]
+        words = " ".join(redacted(words).split())[:300]
         return f"status {status}" + (f", {words}" if words else "")
 
 

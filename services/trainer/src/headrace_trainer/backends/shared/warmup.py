@@ -26,7 +26,10 @@ class SupervisedBatches:
         self._world_size = world_size
         if config.trainer.warmup.steps:
             codec = load_tokenizer(config.model)
-            self._sequences = [_sequence(codec, example) for example in config.warmup_examples]
+            try:
+                self._sequences = [_sequence(codec, example) for example in config.warmup_examples]
+            except ValueError as error:  # of the model's chat template, which no second try mends
+                raise invalid(str(error), key="model.path") from error
             self._check_lengths()
 
     def _check_lengths(self) -> None:
