@@ -5,6 +5,7 @@ PRESET ?= smollm2
 ENGINE ?= vllm
 SEED ?=
 SIM ?= metaworld
+PART ?=
 # Where torch comes from when not from pip's own index: a folder or page of wheels, or an index.
 TORCH_FIND_LINKS ?=
 TORCH_INDEX_URL ?=
@@ -23,7 +24,7 @@ DISTS := proto libs/servicekit libs/schema libs/planner libs/modelkit services/c
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint nightly engines test-engines megatron test-megatron browser e2e-browser screenshots recording simulators test-simulators gpu-check docs spec-docs reference-docs wheels freeze clean
+.PHONY: help setup run check lint test nightly test-all engines test-engines megatron test-megatron browser e2e-browser screenshots recording simulators test-simulators gpu-check docs spec-docs reference-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -50,14 +51,20 @@ setup: .venv/.complete ## Make .venv with all packages, editable (what run, test
 run: setup ## Train a model from nothing and show it live (PRESET=smollm2 or tiny).
 	.venv/bin/headrace demo --preset $(PRESET) $(if $(SEED),--seed $(SEED))
 
-test: setup ## All tests of .ci/run: units, seeded simulation, flows, faults, packaging.
-	.venv/bin/python -m ci.parts test
+check: setup ## Two minutes: lint, types and tests of what changed, ten seeds of the simulation, ceilings.
+	.venv/bin/python -m ci.check
 
-lint: setup ## ruff, mypy, import rules, contracts, generated files, paths of one machine, replaced words.
+lint: setup ## ruff, mypy, import rules, contracts, generated files, paths of one machine, replaced words, ceilings.
 	.venv/bin/python -m ci.parts lint
 
-nightly: setup ## What takes too long for every change: many seeds of the simulation, tests marked nightly.
-	.venv/bin/python -m ci.parts nightly
+test: setup ## The tests of .ci/run, about 35 minutes: units, simulation, flows, kills, security, packaging.
+	.venv/bin/python -m ci.parts test
+
+nightly: setup ## What takes too long for every change, for hours: many seeds, tests marked nightly (PART=…: some parts).
+	.venv/bin/python -m ci.parts nightly $(PART)
+
+test-all: setup ## Everything: lint, test and nightly, whatever changed.
+	.venv/bin/python -m ci.parts lint test nightly
 
 engines: ## Make .envs/ENGINE, in which the real engine runs on the CPU (ENGINE=vllm or sglang).
 	@TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" sh ci/engines_$(ENGINE).sh "$(PYTHON)"

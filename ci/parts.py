@@ -1,9 +1,10 @@
 """Runs the parts of the checks or of the tests, each with a deadline, and adds them up.
 
-`python -m ci.parts lint|test|nightly… [PART…]`. At most two parts that share the machine run side by side, each
-with one compute thread and its output in one piece at its end; the others run alone. A part that fails does not
-stop the later ones. Under CI=true a part that could not run is a failure; elsewhere the end says what was not
-covered. Knows no test's content.
+`python -m ci.parts lint|test|nightly… [PART…]`. Where neither `nightly` nor the part is named, a part whose inputs
+are as they were when it passed is left out. Two parts that share the machine run side by side, or three of which two
+mostly wait, each with one compute thread and its output in one piece at its end; the others run alone. A part that
+fails does not stop the later ones. Under CI=true a part that could not run is a failure; elsewhere the end says what
+was not covered. Knows no test's content.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import os
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ci.changes import reason_to_leave_out, record_pass
 from ci.plan import PLANS, Part
 from ci.reports import Report, read_report
 from ci.running import LATE, ROOT, Running
 
 REPORTS = ROOT / ".cache" / "ci"
 LANES = 2
+MOST = 3
+"""Parts at a time: their memory adds up."""
 POLL_S = 0.1
 NO_TESTS = 5  # pytest's exit status
 
@@ -38,13 +41,14 @@ class Tally:
 
 
 def run_parts(parts: Sequence[Part], tally: Tally) -> None:
-    """Runs parts and adds their outcomes; the order of their starts is that of `parts`."""
+    """Runs parts and adds their outcomes; of those for which there is room, the first in `parts` starts."""
     REPORTS.mkdir(parents=True, exist_ok=True)
-    waiting, running = deque(parts), dict[Part, Running]()
+    waiting, running = [*parts], dict[Part, Running]()
     try:
         while waiting or running:
-            while waiting and _has_room(waiting[0], running):
-                _begin(waiting.popleft(), running, tally)
+            while part := next((each for each in waiting if _has_room(each, running)), None):
+                waiting.remove(part)
+                _begin(part, running, tally)
             for part, process in [*running.items()]:
                 status = process.poll()
                 if status is not None:
@@ -57,9 +61,27 @@ def run_parts(parts: Sequence[Part], tally: Tally) -> None:
             print(f"\n=== {part.name}: interrupted\n{process.output()}", flush=True)
 
 
+def _needed(parts: Sequence[Part], tally: Tally) -> list[Part]:
+    """The parts without those whose inputs did not change, which are told of."""
+    found = []
+    for part in parts:
+        reason = reason_to_leave_out(_subject(part), part.inputs) if part.inputs else ""
+        if reason:
+            tally.uncovered.append(f"{part.name}: left out, as {reason}; `make nightly` runs it")
+        else:
+            found.append(part)
+    return found
+
+
+def _subject(part: Part) -> str:
+    """The part whose pass counts: an environment is needed where its tests are."""
+    return part.name.removesuffix("-environment")
+
+
 def _has_room(part: Part, running: dict[Part, Running]) -> bool:
-    beside = all(each.shares for each in (part, *running))
-    return not running or (beside and len(running) < LANES)
+    together = (part, *running)
+    busy = sum(0.5 if each.waits else 1.0 for each in together)
+    return not running or (all(each.shares for each in together) and busy <= LANES and len(together) <= MOST)
 
 
 def _begin(part: Part, running: dict[Part, Running], tally: Tally) -> None:
@@ -86,6 +108,8 @@ def _finish(part: Part, process: Running, status: int, tally: Tally) -> None:
     tally.failed += failed
     tally.uncovered += [f"{part.name}: {text}" for text in report.skipped]
     tally.lines.append(f"{part.name:<22} {seconds:7.1f} s  {_outcome(part, status, report)}")
+    if part.inputs and not failed and _subject(part) == part.name:
+        record_pass(part.name, part.inputs)
     return None
 
 
@@ -121,12 +145,14 @@ def main(arguments: list[str]) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or children would stay
     tally, started = Tally(), time.monotonic()
-    run_parts([plan[name] for name in wanted or plan], tally)
-    _print_tally(" ".join(names), tally, time.monotonic() - started)
+    chosen, everything = [plan[name] for name in wanted or plan], bool(wanted) or "nightly" in names
+    run_parts(chosen if everything else _needed(chosen, tally), tally)
+    print_tally(" ".join(names), tally, time.monotonic() - started)
     return int(tally.failed > 0)
 
 
-def _print_tally(name: str, tally: Tally, seconds: float) -> None:
+def print_tally(name: str, tally: Tally, seconds: float) -> None:
+    """Prints what the parts came to, and what was not covered."""
     print(f"\n=== {name}: {seconds:.0f} s")
     for line in tally.lines:
         print(line)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
@@ -43,7 +44,9 @@ class Part:
     """One command; `needs` is the folder whose tests it runs, empty for anything but pytest.
 
     A part that `shares` the machine may run beside another one: it mostly keeps one core busy or waits, and it
-    asserts no time that a busy core would spoil.
+    asserts no time that a busy core would spoil. One that `waits` for most of its time counts half. One with `inputs`,
+    git's path specifications of what it tries and of the contract that this keeps, is left out of `make test` while
+    they are as they were when it passed.
     """
 
     name: str
@@ -51,60 +54,126 @@ class Part:
     timeout_s: int
     needs: str = ""
     shares: bool = False
+    waits: bool = False
+    inputs: tuple[str, ...] = ()
 
     def with_report(self, file: Path) -> list[str]:
         """The command, which also writes what it found to a JUnit file when it is pytest."""
         return [*self.command, f"--junitxml={file}"] if self.needs else [*self.command]
 
 
-def _tool(name: str, program: str, *arguments: str, timeout_s: int = 300) -> Part:
+_ENGINES, _BACKENDS = (
+    "services/rollout/src/headrace_rollout/engines",
+    "services/trainer/src/headrace_trainer/backends",
+)
+_WORLDS, _COORDINATOR = (
+    "services/simulator/src/headrace_simulator",
+    "services/coordinator/src/headrace_coordinator",
+)
+_VLLM = (
+    *(f":(glob){_ENGINES}/*.py", f"{_ENGINES}/hosted", f"{_ENGINES}/vllm", "services/rollout/tests/engines"),
+    *(
+        "integration_tests/engines/test_engine_run.py",
+        "constraints/vllm.txt",
+        "ci/engines.py",
+        "ci/engines_vllm.sh",
+    ),
+)
+_MEGATRON = (
+    *(f":(glob){_BACKENDS}/*.py", f"{_BACKENDS}/shared", f"{_BACKENDS}/megatron", "constraints/megatron.txt"),
+    *(":(glob)services/trainer/tests/test_trainer_megatron*.py", ":(glob)ci/*megatron.sh"),
+)
+_SIMULATORS = (
+    *(f":(glob){_WORLDS}/*.py", f":(glob){_WORLDS}/backends/*.py", f"{_WORLDS}/backends/metaworld"),
+    *(
+        f"{_WORLDS}/backends/maniskill",
+        "services/simulator/tests/contract_cases.py",
+        ":(glob)ci/*simulators.sh",
+    ),
+    *(f"services/simulator/tests/test_simulator_{name}.py" for name in ("contract", "knobs", "metaworld")),
+    *(f"constraints/{name}.txt" for name in ("metaworld", "maniskill", "libero")),
+)
+_BROWSER = (
+    *("integration_tests/browser", f"{_COORDINATOR}/dashboard", "docs/http-api.md"),
+    *("constraints/browser.txt", "ci/browser.sh"),
+)
+"""What each environment's tests try, and the contract: of a dashboard it is the page of the HTTP API."""
+
+
+def tool(name: str, program: str, *arguments: str, timeout_s: int = 300) -> Part:
+    """A part that is a program of .venv."""
     return Part(name, (str(BIN / program), *arguments), timeout_s, shares=True)
 
 
-def _script(name: str, *arguments: str, timeout_s: int = 300) -> Part:
+def script(name: str, *arguments: str, timeout_s: int = 300) -> Part:
+    """A part that is Python of .venv with arguments."""
     return Part(name, (sys.executable, *arguments), timeout_s, shares=True)
 
 
-def _tests(name: str, folder: str, *options: str, timeout_s: int = 600, shares: bool = False) -> Part:
+def _tests(
+    name: str, folder: str, *options: str, timeout_s: int = 600, shares: bool = False, waits: bool = False
+) -> Part:
     slowest = ("--durations=10", "--durations-min=5")
-    return Part(name, (sys.executable, "-m", "pytest", folder, *slowest, *options), timeout_s, folder, shares)
+    return Part(
+        name, (sys.executable, "-m", "pytest", folder, *slowest, *options), timeout_s, folder, shares, waits
+    )
+
+
+def _nightly(name: str, folder: str, *options: str, timeout_s: int) -> Part:
+    """The tests of a folder that take too long for every change."""
+    return _tests(f"nightly-{name}", folder, *options, "-m", "nightly", timeout_s=timeout_s)
 
 
 def _simulator(name: str, *options: str, timeout_s: int) -> Part:
     """The contract suite against a real simulator, whose environment it makes first."""
     command = ("sh", "ci/test_simulators.sh", name, "--durations=10", "--durations-min=5", *options)
-    return Part(f"simulator-{name}", command, timeout_s, "services/simulator/tests", shares=True)
+    return Part(f"simulator-{name}", command, timeout_s, "services/simulator/tests", True, inputs=_SIMULATORS)
 
 
-def _megatron(timeout_s: int) -> Part:
+def _megatron(*options: str, timeout_s: int) -> Part:
     """The megatron backend against the fsdp one, in groups of up to four processes; makes its environment first."""
-    command = ("sh", "ci/test_megatron.sh", "--durations=10", "--durations-min=5")
-    return Part("megatron", command, timeout_s, "services/trainer/tests", shares=True)
+    command = ("sh", "ci/test_megatron.sh", "--durations=10", "--durations-min=5", *options)
+    return Part("megatron", command, timeout_s, "services/trainer/tests", True, inputs=_MEGATRON)
 
 
+_MYPY = shlex.quote(str(BIN / "mypy"))
 LINT = [
-    _tool("ruff", "ruff", "check", "--output-format=concise", "."),
-    _tool("format", "ruff", "format", "--check", "."),
-    _tool("mypy", "mypy", *(part for package in PACKAGES for part in ("-p", package))),
-    # Each has a cache of its own: another one may be written just then.
-    _tool("mypy-ci", "mypy", "--cache-dir", ".cache/mypy-ci", "-p", "ci"),
-    _tool("mypy-benchmarks", "mypy", "--cache-dir", ".cache/mypy-benchmarks", "benchmarks"),
-    _tool("imports", "lint-imports", "--no-logo"),
+    tool("ruff", "ruff", "check", "--output-format=concise", "."),
+    tool("format", "ruff", "format", "--check", "."),
+    # One after the other, on one cache: each alone would read the types of all packages again.
+    Part(
+        "mypy",
+        ("sh", "-c", f"{_MYPY} {' '.join(f'-p {each}' for each in (*PACKAGES, 'ci'))} && {_MYPY} benchmarks"),
+        600,
+        shares=True,
+    ),
+    tool("imports", "lint-imports", "--no-logo"),
     _tests("proto", "proto/tests", shares=True),
-    _script("run-spec-page", "-m", "ci.spec_docs", "--check", "docs/run-spec.md"),
-    _script("reference-pages", "-m", "ci.reference_docs", "--check", "docs"),
-    _script("private-paths", "-m", "ci.private_paths"),
-    _script("words", "-m", "ci.words"),
+    script("run-spec-page", "-m", "ci.spec_docs", "--check", "docs/run-spec.md"),
+    script("reference-pages", "-m", "ci.reference_docs", "--check", "docs"),
+    script("private-paths", "-m", "ci.private_paths"),
+    script("words", "-m", "ci.words"),
+    script("ceilings", "-m", "ci.ceilings"),
 ]
 
 _UNITS = [_tests(name, f"{folder}/tests", timeout_s=1200, shares=True) for name, folder in UNITS.items()]
 
 _IMAGES = "integration_tests/compose/test_compose_images.py"
 
-# Parts that share the machine come first, long ones before short ones, so that both lanes end together. Flows keep
-# less than one core busy: services of a tiny run mostly wait for each other; containers decode with a delay; and what
-# kills and stops fleets waits for silences of many heartbeats. An engine starts on one core, and a megatron group meets
-# on it. Environments and images are made before the parts that use them.
+_BROWSER_ENVIRONMENT = Part(
+    "browser-environment", ("sh", "ci/browser.sh", sys.executable), 600, "", True, True, _BROWSER
+)
+_BROWSER_TESTS = replace(
+    _tests("browser", "integration_tests/browser", timeout_s=900, shares=True), inputs=_BROWSER
+)
+_VLLM_ENVIRONMENT = Part(
+    "vllm-environment", ("sh", "ci/engines_vllm.sh", sys.executable), 900, "", True, True, _VLLM
+)
+
+# Long parts come before short ones, so that both cores end together. Parts that mostly wait count half: services of a
+# tiny run wait for each other; containers decode with a delay; what kills and stops fleets waits for silences of many
+# heartbeats; installations wait for the registry. An engine starts on one core, and a megatron group meets on it.
+# Environments and images are made before the parts that use them.
 TEST = [
     Part(
         "images",
@@ -112,88 +181,74 @@ TEST = [
         timeout_s=1500,
         needs="integration_tests/compose",
         shares=True,
+        waits=True,
     ),
-    _script("simulation", "-m", "headrace_simulation", "--seeds", "40", timeout_s=900),
-    _script("simulation-stale", "-m", "headrace_simulation", "--stale", "--seeds", "30", timeout_s=900),
-    Part("deploy-tools", ("sh", "ci/deploy_tools.sh", sys.executable), timeout_s=600, shares=True),
-    Part("browser-environment", ("sh", "ci/browser.sh", sys.executable), timeout_s=600, shares=True),
+    script("simulation", "-m", "headrace_simulation", "--seeds", "40", timeout_s=900),
+    script("simulation-stale", "-m", "headrace_simulation", "--stale", "--seeds", "30", timeout_s=900),
+    script("recorded", "-m", "ci.recorded", "--check", "--seeds", "20", "--runs", "tiny", timeout_s=600),
+    Part(
+        "deploy-tools", ("sh", "ci/deploy_tools.sh", sys.executable), timeout_s=600, shares=True, waits=True
+    ),
+    _BROWSER_ENVIRONMENT,
     *_UNITS[:2],
-    _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True),
+    _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True, waits=True),
     *_UNITS[2:],
     _simulator("metaworld", timeout_s=900),
-    _tests("flows", "integration_tests/flows", timeout_s=1800, shares=True),
+    _tests("flows", "integration_tests/flows", timeout_s=1800, shares=True, waits=True),
     _tests("contracts", "integration_tests/contracts", timeout_s=900, shares=True),
     _tests("deploy", "integration_tests/deploy", shares=True),
-    _tests("browser", "integration_tests/browser", timeout_s=900, shares=True),
-    _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True),
-    _tests("security", "integration_tests/security", timeout_s=600, shares=True),
-    Part("vllm-environment", ("sh", "ci/engines_vllm.sh", sys.executable), timeout_s=900, shares=True),
+    _BROWSER_TESTS,
+    _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True, waits=True),
+    _tests("security", "integration_tests/security", timeout_s=600, shares=True, waits=True),
+    _VLLM_ENVIRONMENT,
     _tests("benchmarks", "benchmarks/tests", shares=True),
     # In an environment of its own (3.3 GB), which the part vllm-environment has made by then.
-    Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run"), timeout_s=1200, shares=True),
-    _tests("faults", "integration_tests/faults", timeout_s=1500, shares=True),
-    _tests("compose", "integration_tests/compose", f"--ignore={_IMAGES}", timeout_s=1200, shares=True),
+    Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run"), 1200, shares=True, inputs=_VLLM),
+    _tests("faults", "integration_tests/faults", timeout_s=1500, shares=True, waits=True),
+    _tests(
+        "compose", "integration_tests/compose", f"--ignore={_IMAGES}", timeout_s=1200, shares=True, waits=True
+    ),
     _megatron(timeout_s=900),
 ]
 
+_ENGINE = (sys.executable, "-m", "ci.engines")
+_IGNORED = ("--ignore=integration_tests/flows", "--ignore=integration_tests/faults")
 TWO_RANKS = '{"tensor_parallel_size": 2}'
 NIGHTLY = [
-    _script(
-        "simulation",
-        "-m",
-        "headrace_simulation",
-        "--first",
-        "40",
-        "--seeds",
-        "4000",
-        timeout_s=14400,
+    script("simulation", "-m", "headrace_simulation", "--seeds", "4000", timeout_s=14400),
+    script("simulation-stale", "-m", "headrace_simulation", "--stale", "--seeds", "1000", timeout_s=7200),
+    script(
+        "simulation-meetings", "-m", "headrace_simulation", "--leaders-die", "--seeds", "1000", timeout_s=7200
     ),
-    _script(
-        "simulation-stale",
-        *("-m", "headrace_simulation", "--stale", "--first", "30", "--seeds", "1000"),
-        timeout_s=7200,
-    ),
-    _script(
-        "simulation-meetings",
-        *("-m", "headrace_simulation", "--leaders-die", "--seeds", "1000"),
-        timeout_s=7200,
-    ),
-    _tests("nightly", "integration_tests", "cli/tests", "benchmarks/tests", "-m", "nightly", timeout_s=14400),
-    _tests("nightly-trainer", "services/trainer/tests", "-m", "nightly", timeout_s=3600),
-    _tests("nightly-rollout", "services/rollout/tests", "-m", "nightly", timeout_s=1800),
-    _tests("nightly-reward", "services/reward/tests", "-m", "nightly", timeout_s=600),
-    _tests("nightly-simulator", "services/simulator/tests", "-m", "nightly", timeout_s=600),
-    _script("load", "benchmarks/load.py", "--check", timeout_s=1800),
-    _tests("nightly-fake-world", "tools/fake_world/tests", "-m", "nightly", timeout_s=1800),
-    _script("memory-at-size", "benchmarks/memory_at_size.py", "--check", timeout_s=3600),
-    _script("vla-at-size", "benchmarks/vla_at_size.py", "--check", timeout_s=3600),
-    Part("sglang", (sys.executable, "-m", "ci.engines", "sglang", "--run", "--nightly"), timeout_s=7200),
-    Part(
-        "vllm-two-ranks",
-        (sys.executable, "-m", "ci.engines", "vllm", "--nightly", "--options", TWO_RANKS),
-        timeout_s=3600,
-    ),
-    Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run", "--nightly"), timeout_s=7200),
-    # In the environment that the part megatron of `test` makes; made here where it is not there.
-    Part("megatron-environment", ("sh", "ci/megatron.sh", sys.executable), timeout_s=900),
-    Part("megatron-experts", ("sh", "ci/test_megatron.sh", "-m", "nightly"), timeout_s=1800),
+    script("recorded", "-m", "ci.recorded", "--check", timeout_s=3600),
+    script("walks", "-m", "ci.ceilings", "--walks", timeout_s=1200),
+    _nightly("flows", "integration_tests/flows", timeout_s=7200),
+    _nightly("faults", "integration_tests/faults", timeout_s=14400),
+    _nightly("others", "integration_tests", *_IGNORED, "cli/tests", "benchmarks/tests", timeout_s=14400),
+    _nightly("trainer", "services/trainer/tests", timeout_s=3600),
+    _nightly("rollout", "services/rollout/tests", timeout_s=1800),
+    _nightly("reward", "services/reward/tests", timeout_s=600),
+    _nightly("simulator", "services/simulator/tests", timeout_s=600),
+    _nightly("fake-world", "tools/fake_world/tests", timeout_s=1800),
+    script("load", "benchmarks/load.py", "--check", timeout_s=1800),
+    script("memory-at-size", "benchmarks/memory_at_size.py", "--check", timeout_s=3600),
+    script("vla-at-size", "benchmarks/vla_at_size.py", "--check", timeout_s=3600),
+    Part("sglang", (*_ENGINE, "sglang", "--run", "--nightly"), timeout_s=7200),
+    Part("vllm-two-ranks", (*_ENGINE, "vllm", "--nightly", "--options", TWO_RANKS), timeout_s=3600),
+    Part("vllm", (*_ENGINE, "vllm", "--run", "--nightly"), timeout_s=7200, inputs=_VLLM),
+    _megatron("-m", "", timeout_s=3600),
     Part(
         "megatron-run",
         (
-            "env",
-            "MEGATRON=1",
-            sys.executable,
-            "-m",
-            "pytest",
-            "integration_tests/engines/test_megatron_run.py",
-            "integration_tests/engines/test_experts_run.py",
-            "-m",
-            "nightly or not nightly",
+            *("env", "MEGATRON=1", sys.executable, "-m", "pytest", "-m", ""),
+            *(f"integration_tests/engines/test_{name}_run.py" for name in ("megatron", "experts")),
         ),
         timeout_s=2400,
         needs="integration_tests/engines",
     ),
     *(_simulator(name, "-m", "", timeout_s=3600) for name in ("metaworld", "maniskill", "libero")),
+    _BROWSER_ENVIRONMENT,
+    _BROWSER_TESTS,
 ]
 
 PLANS = {"lint": LINT, "test": TEST, "nightly": NIGHTLY}

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -112,6 +113,40 @@ def test_yaml_tags_run_nothing(headrace, tmp_path):
     (tmp_path / "bad.yaml").write_text(f"!!python/object/apply:os.mkdir ['{tmp_path}/made']")
     assert headrace("run", "submit", "bad.yaml").returncode == 2
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (
+            "steps: 200",
+            "steps\u00a0: 200",
+            r"line 9, column 6: the key 'steps\xa0' holds '\xa0', which cannot be seen",
+        ),
+        ("steps: 200", "\u200bsteps: 200", r"line 9, column 1: the key '\u200bsteps'"),
+        ("steps: 200", "steps:\u00a0200", r"line 9, column 7:"),
+        ("steps: 200", "steps:\t200", "write spaces in place of the tab"),
+        (
+            "steps: 200",
+            "steps: 200\nsteps: 100",
+            "line 10, column 1: the key steps is there already, in line 9",
+        ),
+        ("name: tiny", "name: NO", "name: String should match pattern"),
+        ("steps: 200", "steps: 12:30:45", "steps: must be an integer, got '12:30:45' (text)"),
+        ("lr: 5.0e-4 ", "lr: 5e-4 ", ""),
+        ("name: tiny", "name: 2026-01-01", ""),
+        ("steps: 200", "steps: 010", ""),
+        ("# A tiny", "\ufeff# A tiny", ""),
+    ],
+)
+def test_a_dry_run_reads_yaml_1_2(headrace, tmp_path, before, after, words):
+    """(S3 B17)"""
+    text = (EXAMPLES / "tiny.yaml").read_text()
+    assert before in text
+    (tmp_path / "spec.yaml").write_text(text.replace(before, after, 1), encoding="utf-8")
+    result = headrace("run", "submit", "spec.yaml", "--dry-run", HEADRACE_URL="")
+    assert result.returncode == (2 if words else 0), result
+    assert words in result.stderr and (not words.startswith("line") or "spec.yaml" in result.stderr)
 
 
 def test_dry_run_without_a_fleet_names_every_problem(headrace, spec_file):
@@ -276,6 +311,74 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(coordinator, scripted_
     mistaken = "nothing" in line
     assert (ended.returncode, ended.stderr) in [(0, ""), (1, "")][: 1 + mistaken], ended
     assert "Traceback" not in ended.stdout
+
+
+def _bash(coordinator, line):
+    script = line.replace("headrace ", f"{sys.executable} -m headrace_cli ")
+    environment = {**os.environ, "HEADRACE_URL": coordinator.url}
+    return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["--help", "--version", "spec-schema", "run list", "run list --json", "run watch r-1", "run logs r-1"],
+)
+@pytest.mark.parametrize(
+    ("where", "reason"), [("> /dev/full", "No space left on device"), (">&-", "it is closed")]
+)
+def test_output_that_cannot_be_written_is_told_in_one_line(coordinator, scripted_run, command, where, reason):
+    """(S3 B17)"""
+    run = scripted_run(steps=1, step_s=0.01)
+    run.submitted_at = time.time() - 10
+    coordinator.routes |= {
+        "GET /v1/spec-schema": (200, {"type": "object"}),
+        "GET /v1/runs": (200, {"runs": [run.view()]}),
+    }
+    ended = _bash(coordinator, f"headrace {command} {where}")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == f"error: standard output cannot be written: {reason}\n"
+
+
+@pytest.mark.parametrize("where", ["2> /dev/full", "2>&-", "<&- 2>&-"])
+def test_errors_that_cannot_be_written_change_no_status(coordinator, where):
+    """(S3 B17)"""
+    ended = _bash(coordinator, f"headrace --version {where}")
+    assert ended.returncode == 0 and ended.stdout.startswith("headrace ")
+    assert _bash(coordinator, f"headrace nothing {where}").returncode == 2
+    for lost in ("> /dev/full 2> /dev/full", ">&- 2>&- <&-"):
+        ended = _bash(coordinator, f"headrace --version {lost}")
+        assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
+
+
+def test_no_file_of_a_command_gets_the_number_of_a_closed_stream(coordinator):
+    """(S3 B17)"""
+    code = (
+        "import sys; from headrace_cli.output import standard_streams\n"
+        "with standard_streams(): file = open('/dev/null'); sys.exit(file.fileno())"
+    )
+    assert _bash(coordinator, f"{sys.executable} -c {shlex.quote(code)} <&- >&- 2>&-").returncode > 2
+
+
+def test_a_full_disk_under_a_file_is_told_by_its_name(headrace, coordinator, scripted_run, tmp_path):
+    """(S3 B17)"""
+    scripted_run(steps=1, step_s=0.01)
+    kept = {"name": "step-1.recording", "step": 1, "size_bytes": 3}
+    coordinator.routes["GET /v1/runs/r-1/recordings"] = (200, {"recordings": [kept], "wanted": []})
+    coordinator.routes["GET /v1/runs/r-1/recordings/step-1.recording"] = (200, "abc")
+    (tmp_path / ".mine.partial").symlink_to("/dev/full")
+    ended = headrace("record", "r-1", "--step", "1", "--to", str(tmp_path / "mine"))
+    assert ended.returncode == 1, ended
+    assert ended.stderr == f"error: {tmp_path / 'mine'} cannot be written: No space left on device\n"
+
+
+def test_an_event_keeps_the_line_ends_of_other_alphabets(headrace, coordinator, scripted_run):
+    """(S3 B17)"""
+    scripted_run(steps=1, step_s=0.01).submitted_at = time.time() - 10
+    data = {"id": 1, "type": "warning", "time": 0.0, "run": "runs/r-1", "data": {"text": "a\u2028b\x85c"}}
+    line = json.dumps(data, ensure_ascii=False)
+    coordinator.routes["GET /v1/runs/r-1/events"] = (200, f"id: 1\ndata: {line}\n\n")
+    result = headrace("run", "logs", "r-1", "--json")
+    assert json.loads(result.stdout.split("\n")[0])["data"]["text"] == "a\u2028b\x85c", result
 
 
 def test_interrupted_watch_leaves_the_run(headrace, coordinator, scripted_run, tmp_path, spec_file):

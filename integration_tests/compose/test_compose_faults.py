@@ -33,7 +33,13 @@ def goes_on(fleet, run):
     return found
 
 
-@pytest.mark.parametrize("service", ["rollout", "trainer", "reward", "coordinator"])
+@pytest.mark.parametrize(
+    "service",
+    [
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("rollout", "reward")),
+        *("trainer", "coordinator"),
+    ],
+)
 def test_a_killed_process_is_started_again_by_its_supervisor(fleet, running, service):
     before = fleet.inspect(service)["RestartCount"]
     fleet.kill_process(service)
@@ -55,6 +61,7 @@ def test_a_killed_supervisors_container_is_started_again_by_its_policy(fleet, ru
     goes_on(fleet, running)
 
 
+@pytest.mark.nightly  # quick: test_fault_kills kills the store of a fleet of processes
 def test_a_killed_store_loses_nothing_acknowledged(fleet, running, spec_of):
     queued = fleet.submit(spec_of(steps=1), idempotency_key="acknowledged")
     step = fleet.client.get(running.id).step
@@ -65,6 +72,7 @@ def test_a_killed_store_loses_nothing_acknowledged(fleet, running, spec_of):
     fleet.succeed(queued)
 
 
+@pytest.mark.nightly  # quick: test_fault_no_store.py
 def test_a_store_that_is_restarted_while_nobody_writes(fleet, spec_of):
     run = fleet.succeed(fleet.submit(spec_of(steps=1)))
     fleet.compose("restart", "redis", "coordinator")
@@ -92,9 +100,8 @@ def _at_work(fleet):
     return len({lease.instance for lease in fleet.client.leases().leases if lease.stage == "generate"})
 
 
-@pytest.mark.parametrize(
-    "seconds", [CUT_OFF_S, pytest.param(LONGER_THAN_A_LEASE_S, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # quick: the seeded simulation cuts instances off
+@pytest.mark.parametrize("seconds", [CUT_OFF_S, LONGER_THAN_A_LEASE_S])
 def test_a_trainer_that_is_cut_off(fleet, running, seconds):
     fleet.disconnect("trainer")
     try:

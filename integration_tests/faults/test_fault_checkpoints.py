@@ -43,12 +43,8 @@ def saved_in(checkpoints):
     )
 
 
-def nightly(*files):
-    """test_trainer_damage does each harm to each file of a checkpoint, without a fleet."""
-    return [pytest.param(file, marks=pytest.mark.nightly) for file in files]
-
-
-@pytest.mark.parametrize("file", ["weights.safetensors", *nightly("ledger.json", "state.json")])
+@pytest.mark.nightly  # quick: test_trainer_damage does each harm to each file of a checkpoint, without a fleet
+@pytest.mark.parametrize("file", ["weights.safetensors", "ledger.json", "state.json"])
 def test_one_flipped_byte_in_the_newest_falls_back_to_the_one_before(fleet, held, gate, file):
     run, checkpoints = held
     newest, before, *_ = saved_in(checkpoints)
@@ -68,6 +64,7 @@ def test_one_flipped_byte_in_the_newest_falls_back_to_the_one_before(fleet, held
     assert restored == ["", f"lineage-1/{before}"]
 
 
+@pytest.mark.nightly  # quick: test_trainer_damage.py
 def test_a_directory_moved_away_pauses_the_run_until_it_is_back(fleet, held, gate):
     run, checkpoints = held
     moved = checkpoints.rename(checkpoints.with_name("elsewhere"))

@@ -29,6 +29,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(runs)], check=True, timeout=30)
 
 
+@pytest.mark.nightly  # quick: test_full_disk.py, and the seeds with a full disk
 def test_a_full_disk_costs_checkpoints_and_nothing_else(small_disk, own_fleet, spec_of):
     with own_fleet() as fleet:
         run = fleet.succeed(fleet.submit(spec_of(steps=3)))

@@ -71,6 +71,7 @@ def test_a_dead_trainers_versions_are_abandoned_and_made_again(fleet, gate, spec
     assert slots[0] == slots[1], "the slots go back to the front, in order"
 
 
+@pytest.mark.nightly  # quick: test_many_runs has it in virtual time
 def test_a_submission_waits_for_an_instance_that_is_being_restarted(fleet, spec_of):
     fleet.kill("trainer-0")
     fleet.succeed(fleet.submit(spec_of(steps=1)))
@@ -107,6 +108,7 @@ def kill_at_a_random_moment(fleet, spec_of, instance, seed):
 EVERYBODY = ["rollout-0", "reward-0", "trainer-0", "coordinator", "store"]
 
 
+@pytest.mark.nightly  # quick: the seeded simulation kills at moments of virtual time
 @pytest.mark.parametrize(("seed", "instance"), [(0, "rollout-0"), (1, "trainer-0")])
 def test_a_kill_at_a_random_moment(fleet, spec_of, instance, seed):
     """In each placement once; the seeded simulation kills everybody at moments of virtual time."""

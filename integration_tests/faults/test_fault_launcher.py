@@ -66,6 +66,7 @@ def rollouts(fleet):
     return sorted(words[words.index("--name") + 1] for words in found if "headrace_rollout" in words)
 
 
+@pytest.mark.nightly  # quick: test_many_runs stops a trainer in order
 def test_a_fleet_that_is_stopped_in_a_step_says_what_it_stops_and_goes_on(fleet, held, spec_of, gate):
     queued = fleet.submit(spec_of(name="queued", steps=1))
     before = {run.id for run in fleet.client.list()}
@@ -135,14 +136,11 @@ def demo(tmp_path, tiny_model):
     fleet.headrace("down")
 
 
+# test_launcher ends fleets that are ready by Ctrl-C and by SIGTERM, on stand-ins for the services.
+@pytest.mark.nightly  # quick: Ctrl-C while the fleet starts, below
 @pytest.mark.parametrize(
     ("when", "signal_number"),
-    [
-        ("is RUNNING", signal.SIGINT),
-        # test_launcher ends fleets that are ready by Ctrl-C and by SIGTERM, on stand-ins for the services.
-        pytest.param("fleet ready", signal.SIGINT, marks=pytest.mark.nightly),
-        pytest.param("fleet ready", signal.SIGTERM, marks=pytest.mark.nightly),
-    ],
+    [("is RUNNING", signal.SIGINT), ("fleet ready", signal.SIGINT), ("fleet ready", signal.SIGTERM)],
 )
 def test_an_interrupted_demo_stops_cleanly(demo, when, signal_number):
     fleet, process, messages = demo

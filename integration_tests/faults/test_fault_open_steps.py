@@ -33,6 +33,7 @@ def stale_tokens(found):
     return sum(item.tokens for item in found.live) - fresh, max(item.max_staleness for item in found.live)
 
 
+@pytest.mark.nightly  # quick: the seeds with --stale, test_open_steps.py
 def test_processes_killed_in_turn_cost_no_slot_of_the_open_steps(fleet: Fleet, stale, gate):
     """Each dies while its step waits for scores and answers of the next ones are there, or are being made."""
     steps, more = 10, 2 * BATCH + 3
@@ -76,6 +77,7 @@ def test_a_death_at_a_named_place_of_the_pipeline(own_fleet, stale, place):
         assert max(item.max_staleness for item in found.live) <= 2
 
 
+@pytest.mark.nightly  # quick: the seeds with --stale, test_engine_leases.py
 def test_an_install_that_fails_half_way_is_made_between_answers(own_fleet, stale):
     """The answers in hand have begun to go on with a version whose weights then do not come."""
     with own_fleet(HEADRACE_FAILPOINTS="rollout.install.in_flight=error@2") as fleet:

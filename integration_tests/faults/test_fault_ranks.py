@@ -53,6 +53,7 @@ def check(fleet, run, steps: int) -> None:
     assert len(recoveries) == 1, recoveries
 
 
+@pytest.mark.nightly  # quick: test_trainer_liveness ends ranks of Gloo groups
 @pytest.mark.parametrize(("instance", "number"), MIDDLE)
 def test_a_rank_that_ends_in_the_middle_of_a_step(own_fleet, spec_of, gate, instance, number):
     with own_fleet("--trainer", "2") as fleet:

@@ -27,6 +27,7 @@ def run_with(script, own_fleet, spec_of, mode, steps=3):
         return found
 
 
+@pytest.mark.nightly  # quick: test_trainer_service has a commit fail at each of its places
 @pytest.mark.parametrize("script", FAST)
 def test_a_death_at_a_named_place(own_fleet, spec_of, script):
     run_with(script, own_fleet, spec_of, "disaggregated", steps=2)

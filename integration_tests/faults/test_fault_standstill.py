@@ -71,6 +71,7 @@ def test_a_coordinator_that_stood_still_kills_nobody_and_rewinds_nothing(quick, 
     assert len(found.trained) == STEPS * BATCH and found.rewinds == 0 and not found.abandoned
 
 
+@pytest.mark.nightly  # quick: test_standstill.py, and the seeds in which clocks stand still
 def test_a_coordinator_that_stands_still_in_the_middle_of_work_kills_nobody_and_rewinds_nothing(
     quick, spec_of
 ):

@@ -43,6 +43,7 @@ def goes_on(fleet: Fleet, run: str) -> None:
     assert len(found.trained) == STEPS * BATCH and not found.dropped
 
 
+@pytest.mark.nightly  # quick: cli/tests/test_repair.py
 def test_garbage_is_named_and_repaired(own_fleet, spec_of):
     with own_fleet() as fleet:
         run = stopped_in_the_middle(fleet, spec_of)

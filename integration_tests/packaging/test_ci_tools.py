@@ -94,6 +94,20 @@ def test_two_parts_share_the_machine_at_most_and_the_others_have_it_alone(tmp_pa
     assert run_parts(*({"name": f"third-{n}", **part} for n, part in enumerate(third))).failed == 0
 
 
+def test_parts_that_mostly_wait_count_half_and_three_are_the_most(tmp_path):
+    from ci.parts import _has_room
+    from ci.plan import Part
+
+    busy, other, *waiting = (
+        Part(name, (), 1, shares=True, waits=name > "b") for name in ("a", "b", "c", "d", "e")
+    )
+    alone = Part("alone", (), 1)
+    assert _has_room(alone, {}) and not _has_room(alone, {busy: None}) and not _has_room(busy, {alone: None})
+    assert _has_room(waiting[1], dict.fromkeys((busy, waiting[0])))
+    assert not _has_room(other, dict.fromkeys((busy, waiting[0]))), "two and a half cores"
+    assert not _has_room(busy, dict.fromkeys(waiting)), "the fourth"
+
+
 def test_what_runs_is_ended_when_the_runner_is(tmp_path, repository):
     runner = subprocess.Popen(
         (*python(INTERRUPTED), str(tmp_path)), cwd=repository, stdout=subprocess.PIPE, text=True

@@ -120,8 +120,8 @@ def files_of(fleet: Fleet) -> Iterator[tuple[str, bytes]]:
 
 def store_of(fleet: Fleet) -> Iterator[tuple[str, bytes]]:
     """All that Redis holds."""
-    words = words_of(fleet.process("store"))
-    client = redis.Redis(unix_socket_path=words[words.index("--unixsocket") + 1])
+    told = " ".join(words_of(fleet.process("store")))  # its title has the socket, once it serves
+    client = redis.Redis(unix_socket_path=told.partition("unixsocket:")[2].split()[0])
     ask = {b"string": client.get, b"hash": client.hgetall, b"set": client.smembers, b"stream": client.xrange}
     ask |= {b"list": lambda key: client.lrange(key, 0, -1), b"zset": lambda key: client.zrange(key, 0, -1)}
     for key in client.scan_iter():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from headrace_servicekit.process.confine import other_user
 from headrace_servicekit.process.worker import UsersCode, Worker, hide_from_workers
 from headrace_servicekit.process.worker_pipes import JSON_CODEC
+from headrace_servicekit.sandbox.isolation import not_held
 
 CODE = """
 import json, os, resource, site, subprocess, sys
@@ -51,6 +55,7 @@ tried("environ of the service", lambda: open(f"/proc/{{SERVICE}}/environ").read(
 tried("memory of the service", lambda: open(f"/proc/{{SERVICE}}/mem", "rb").read(1))
 tried("root of the service", lambda: os.listdir(f"/proc/{{SERVICE}}/root"))
 tried("descriptors of the service", lambda: os.listdir(f"/proc/{{SERVICE}}/fd"))
+tried("file of a descriptor", lambda: [os.readlink(f"/proc/{{SERVICE}}/fd/{{each}}") for each in range(3)])
 tried("limits of the service", lambda: resource.prlimit(SERVICE, resource.RLIMIT_CORE, (0, 0)))
 tried("niceness of the service", lambda: os.setpriority(os.PRIO_PROCESS, SERVICE, 19))
 tried("cores of the service", lambda: os.sched_setaffinity(SERVICE, os.sched_getaffinity(0)))
@@ -61,7 +66,8 @@ FOUND["descriptors"] = sorted(os.readlink(f"/proc/self/fd/{{n}}").partition(":")
                               if os.path.lexists(f"/proc/self/fd/{{n}}"))
 FOUND["user"] = os.getuid()
 FOUND["environment"] = dict(os.environ)
-FOUND["capabilities"] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("CapEff")][0]
+SETS = ("CapInh", "CapPrm", "CapEff", "CapAmb")
+FOUND["capabilities"] = "".join(line.split()[1] for line in open("/proc/self/status") if line.startswith(SETS))
 writer.write(frame(encode_json(FOUND)))
 writer.flush()
 """
@@ -112,6 +118,19 @@ def test_as_root_it_is_another_user_that_changes_nothing_of_the_service(found):
     if not (user := other_user()):
         pytest.skip("this process may not change user ids: SECURITY.md says what is left")
     assert found["user"] == user != os.getuid()
+    check_another_user(found)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a user capabilities")
+def test_a_service_that_is_no_root_and_may_change_ids_gives_its_code_another_one():
+    """As in the containers of compose."""
+    found = found_of_a_normal_user("+chown,+dac_override,+fowner,+kill,+setgid,+setuid,+sys_ptrace")
+    assert found["user"] not in (0, NORMAL) and found["capabilities"].strip("0") == ""
+    check_another_user(found)
+
+
+def check_another_user(found: dict) -> None:
+    """It reads nothing of the service's own, and changes nothing."""
     assert found["model"] in ("weights", "refused")
     refused = {name for name, value in found.items() if value == "refused"}
     assert refused >= {
@@ -121,11 +140,61 @@ def test_as_root_it_is_another_user_that_changes_nothing_of_the_service(found):
             "memory of the service",
             "root of the service",
             "descriptors of the service",
+            "file of a descriptor",
             "limits of the service",
         ),
         *("niceness of the service", "cores of the service", "scheduler of the service"),
     }
     assert found["data"] in ("['models']", "refused")
+
+
+NORMAL = 12345
+ASKED = """
+import asyncio, json, os, sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+os.environ["PYTHONPATH"] = str(Path.home())
+from test_security_users_code import asked
+print(json.dumps(asyncio.run(asked(Path.home()))))
+"""
+
+
+def found_of_a_normal_user(capabilities: str = "") -> dict:
+    """As `found`, of a service that is no root, with a home and a data directory of its own."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        command = [sys.executable, "-c", ASKED.format(here=os.path.dirname(__file__))]
+        if os.getuid() == 0:
+            os.chown(folder, NORMAL, NORMAL)
+            script = Path(__file__).with_name("as_normal_user.sh")
+            command = ["sh", str(script), str(NORMAL), os.path.realpath(sys.base_prefix), folder, *command]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "HOME": folder, "CAPABILITIES": capabilities},
+        )
+        if "unshare failed" in done.stderr:
+            pytest.skip("no mounts can be made here: SECURITY.md says what is left")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mounts are Linux'")
+def test_a_normal_users_code_is_the_same_user_behind_mounts():
+    found = found_of_a_normal_user()
+    if any("no mounts of its own" in text for text in asyncio.run(not_held())):
+        pytest.skip("this machine allows no namespaces: SECURITY.md says what is left")
+    assert found["user"] == (NORMAL if os.getuid() == 0 else os.getuid())
+    refused = {name for name, value in found.items() if value == "refused"}
+    assert refused >= {
+        *("token", "data is written", "key of the authority", "hard link", "pth", "sitecustomize"),
+        *("standard library", "bytecode", "mode of the library", "environ of the service"),
+        *("memory of the service", "root of the service", "file of a descriptor"),
+    }
+    assert (found["data"], found["model"], found["capabilities"].strip("0")) == ("['models']", "weights", "")
+    # What SECURITY.md says does not hold; a row there changes with this.
+    assert refused.isdisjoint({"limits of the service", "niceness of the service", "cores of the service"})
 
 
 def test_what_it_cannot_read_and_no_mount_opens_is_hidden_or_an_error(tmp_path):

@@ -222,7 +222,7 @@ def answers(run: Run) -> list[tuple[str, str, str, str]]:
 
 def _question(example: dict[str, Any]) -> str:
     """The last line of a prompt that is not the chat template's own."""
-    lines = [line.strip() for line in _plain(str(example.get("prompt", ""))).splitlines()]
+    lines = [line.strip() for line in _plain(str(example.get("prompt", ""))).split("\n")]
     return next((line for line in reversed(lines) if line and line not in CHAT_ROLES), "")
 
 

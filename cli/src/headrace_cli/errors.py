@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +43,15 @@ def user_error(key: str, problem: str, fix: str) -> CommandError:
         exit_code=EXIT_USER_ERROR,
         problems=[Problem(key, problem, fix)],
     )
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Ends the command with one sentence where the system refuses what is written to `place`."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"{place} cannot be written: {error.strerror or error}") from error
 
 
 def refused(error: HeadraceError) -> CommandError:

@@ -20,8 +20,8 @@ from headrace_cli.commands import (
     replay,
     run,
 )
-from headrace_cli.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandError
-from headrace_cli.output import print_error, quiet_pipes
+from headrace_cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandError
+from headrace_cli.output import print_error, standard_streams
 
 USAGE_ERROR: Any = (
     typer.BadParameter.__base__
@@ -72,7 +72,7 @@ def main() -> None:
         from typer import rich_utils
 
         rich_utils.COLOR_SYSTEM = None  # NO_COLOR alone would leave bold and dim
-    with quiet_pipes():
+    with standard_streams():
         try:
             if as_json:
                 _run_for_programs()
@@ -81,8 +81,18 @@ def main() -> None:
         except CommandError as error:
             print_error(error, as_json=as_json)
             sys.exit(error.exit_code)
+        except OSError as error:
+            print_error(_of_the_system(error), as_json=as_json)
+            sys.exit(EXIT_FAILED)
         except KeyboardInterrupt:
             sys.exit(EXIT_INTERRUPTED)
+
+
+def _of_the_system(error: OSError) -> CommandError:
+    """What the system refused: no room, no permission, a folder that is gone."""
+    names = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    reason = error.strerror or str(error)
+    return CommandError(f"{names}: {reason}" if names else reason)
 
 
 def _run_for_programs() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from headrace_servicekit.logs import printable
 
-from headrace_cli.errors import CommandError
+from headrace_cli.errors import EXIT_FAILED, CommandError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -143,29 +144,39 @@ def state_text(text: str, state: str = "") -> Any:
     return Text(text, style=STATE_STYLES.get(state or text, ""))
 
 
-class _Pipe:
-    """A text stream whose broken pipe is the end of the command."""
+class _Stream:
+    """A text stream of the command, which ends the command where nobody can read what is written to it."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, name: str, stream: TextIO) -> None:
+        self._name, self._stream = name, stream
 
     def write(self, text: str) -> int:
         """Writes, or ends the command."""
         try:
             return self._stream.write(text)
-        except BrokenPipeError:
-            self._leave()
+        except OSError as error:
+            self.lost(error)
+            return len(text)
 
     def flush(self) -> None:
         """Flushes, or ends the command."""
         try:
             self._stream.flush()
-        except BrokenPipeError:
-            self._leave()
+        except OSError as error:
+            self.lost(error)
 
-    def _leave(self) -> NoReturn:
+    def lost(self, error: OSError) -> None:
+        """Ends the command: quietly where its reader has gone, else with one line on standard error.
+
+        What cannot be written to standard error is left out.
+        """
         discard(self._stream)
-        raise SystemExit(0)
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(0) from error
+        if self._name == "stdout":
+            reason = "it is closed" if error.errno == errno.EBADF else error.strerror
+            print(f"error: standard output cannot be written: {reason}", file=sys.stderr, flush=True)
+            raise SystemExit(EXIT_FAILED) from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -178,22 +189,48 @@ def discard(stream: TextIO) -> None:
     os.close(nowhere)
 
 
-@contextmanager
-def quiet_pipes() -> Iterator[None]:
-    """Ends the command with status 0 when the reader of its output has gone (`headrace run logs RUN | head`).
-
-    Either stream may be closed from the start. SIGPIPE would also end a command whose coordinator closes a connection,
-    and typer and rich turn a BrokenPipeError that reaches `main` into status 1.
+def _open_streams() -> dict[str, TextIO]:
+    """The standard streams. What is closed from the start reads as empty and cannot be written; its number is
+    taken, so that no file or connection of the command gets it.
     """
-    streams = {name: stream for name in ("stdout", "stderr") if (stream := getattr(sys, name)) is not None}
+    for number, (name, mode) in enumerate([("stdin", "r"), ("stdout", "w"), ("stderr", "w")]):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDONLY)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    return {"stdout": sys.stdout, "stderr": sys.stderr}
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """Ends the command with status 0 when the reader of its output has gone (`headrace run logs RUN | head`), and with
+    one line and status 1 when its output cannot be written (a full disk, `>&-`).
+
+    SIGPIPE would also end a command whose coordinator closes a connection, and typer and rich turn a BrokenPipeError
+    that reaches `main` into status 1.
+    """
+    streams = _open_streams()
     for name, stream in streams.items():
-        setattr(sys, name, _Pipe(stream))
+        setattr(sys, name, _Stream(name, stream))
     try:
         yield
+    except SystemExit as ended:
+        _flush(failed=ended.code not in (None, 0))
+        raise
+    else:
+        _flush(failed=False)
     finally:
         for name, stream in streams.items():
             setattr(sys, name, stream)
-            try:
-                stream.flush()
-            except BrokenPipeError:
-                discard(stream)
+
+
+def _flush(failed: bool) -> None:
+    """Writes what is left; the command keeps the status of what failed before."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except SystemExit:
+            if not failed:
+                raise

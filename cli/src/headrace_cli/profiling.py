@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from headrace_schema.spec import RunSpec
+from headrace_schema.yaml_text import write_yaml
 from pydantic import ValidationError
 
 from headrace_cli.errors import CommandError, user_error
@@ -162,15 +162,9 @@ def stored_profile(folder: Path, document: dict[str, Any]) -> Path | None:
     return found[-1] if found else None
 
 
-def text_of(document: dict[str, Any]) -> str:
-    """A profile as YAML that a person can edit."""
-    text: str = yaml.safe_dump(document, sort_keys=False, width=110)
-    return text
-
-
 def store(file: Path, document: dict[str, Any]) -> None:
     """Writes a profile in one piece."""
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}")
-    aside.write_text(text_of(document), encoding="utf-8")
+    aside.write_text(write_yaml(document), encoding="utf-8")
     aside.replace(file)

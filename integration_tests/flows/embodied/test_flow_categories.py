@@ -75,6 +75,7 @@ def test_cartpole_is_trained_and_judged_by_its_return(fleet: Fleet):
     assert "never says success" in fleet.headrace("eval", "get", again.id).stdout
 
 
+@pytest.mark.nightly  # quick: cartpole above; test_simulator_spaces.py
 def test_mixed_actions_from_stacked_frames_keep_success_once_and_at_the_end(fleet: Fleet):
     task = f"{levers.__file__}:make_env"
     at_end = [{"name": "episode", "options": {"of": "success_at_end"}}]
@@ -103,6 +104,7 @@ def test_environments_that_one_call_steps_train_a_policy_and_lose_no_episode(fle
     assert all(view.episodes["steps"] == 20 for view in run.evaluations)
 
 
+@pytest.mark.nightly  # quick: the environments above, which one call steps too
 def test_poles_that_one_call_steps_fall_at_different_times_and_none_is_lost(fleet: Fleet):
     own = {
         "tasks": ["CartPole-v1"],

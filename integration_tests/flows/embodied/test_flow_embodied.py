@@ -238,6 +238,7 @@ def test_a_killed_simulator_costs_no_version_and_a_new_one_takes_part(fleet: Fle
     fleet.replaced("simulator-1", killed)
 
 
+@pytest.mark.nightly  # quick: the kill above, at another moment
 def test_a_simulator_killed_while_a_version_is_installed_costs_no_episode(fleet: Fleet, tmp_path: Path):
     """Held while the next step's episodes stand still, and the step before them has been learned."""
     fleet.ready("simulator-0", "simulator-1")
@@ -276,6 +277,7 @@ def test_episodes_whose_pictures_are_lost_with_their_rollout_are_made_again(flee
     assert len(found.trained) == 2 * BATCH and found.rewinds == 0
 
 
+@pytest.mark.nightly  # quick: test_cli_plan.py
 def test_an_embodied_spec_is_measured_and_planned_from(fleet: Fleet, tmp_path: Path):
     """Policy and environments are measured apart: the policy on the run's devices, the environments on the host."""
     file = tmp_path / "corridor.yaml"

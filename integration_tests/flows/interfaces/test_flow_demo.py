@@ -23,20 +23,26 @@ def last_line(done):
 
 
 @pytest.mark.slow
-def test_the_tiny_model_learns(own_fleet):
-    """The preset's own claim, as README makes it."""
+@pytest.mark.parametrize(
+    ("steps", "after"),
+    [("8", 0.0), pytest.param("200", 0.9, marks=pytest.mark.nightly)],
+    ids=["begins", "learns"],
+)
+def test_the_tiny_model_learns(own_fleet, steps, after):
+    """The preset's own claim, as README makes it; in a few steps, all that it says but how well it has learned."""
     fleet = own_fleet()
-    figures = last_line(fleet.headrace("demo", "--preset", "tiny", "--json", timeout_s=550))
+    demo = ("demo", "--preset", "tiny", "--steps", steps)
+    figures = last_line(fleet.headrace(*demo, "--json", timeout_s=550))
     assert figures.keys() >= FIGURES and figures["wall_s"] > 0
     assert (figures["state"], figures["warmup_steps"]) == ("SUCCEEDED", 25)
-    assert figures["eval_before"] < 0.2 and figures["eval_after"] >= 0.9, figures
+    assert figures["eval_before"] < 0.2 and figures["eval_after"] >= after, figures
     assert (figures["trained"], figures["duplicates"], figures["max_staleness"]) == (
         figures["steps"] * SLOTS - figures["dropped"],
         0,
         0,
     )
     loaded = run_python("-c", GREEDY, figures["export_path"])
-    assert float(loaded) >= 0.9, "the exported model answers as the run says"
+    assert float(loaded) >= after, "the exported model answers as the run says"
     fleet.look()
     fleet.assert_nothing_left()
 

@@ -9,7 +9,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-@pytest.mark.parametrize("peer", ["verl", "trl"])
+@pytest.mark.parametrize("peer", ["verl", pytest.param("trl", marks=pytest.mark.nightly)])
 def test_an_example_of_another_trainer_runs(fleet, tiny_model, peer):
     changes = {"model.path": str(tiny_model), "steps": 2, "trainer.warmup.steps": 4, "data.heldout": 16}
     run = fleet.succeed(fleet.client.submit(EXAMPLES / f"from_{peer}" / "run.yaml", changes))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import yaml
 from harness.specs import BATCH
 
 
+@pytest.mark.nightly  # quick: test_cli_plan.py, test_planner_measured.py
 def test_a_measured_profile_is_stored_and_planned_from(fleet, spec_of, tmp_path):
     spec = tmp_path / "profiled.yaml"
     spec.write_text(yaml.safe_dump(spec_of(steps=2, sampling__max_new_tokens=5)))

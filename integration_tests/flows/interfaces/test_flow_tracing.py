@@ -10,6 +10,7 @@ from harness.waiting import wait_for
 STEPS = 3
 
 
+@pytest.mark.nightly  # quick: test_kit_tracing.py
 def test_each_step_is_a_trace_across_all_services(own_fleet, spec_of):
     steps = [f"step {number}" for number in range(1, STEPS + 1)]
     with Collector() as collector:

@@ -39,6 +39,7 @@ def test_hybrid_lends_the_rollouts_devices_once_their_credit_is_used_up(fleet, s
     assert fleet.client.get(run.id).recoveries == 0
 
 
+@pytest.mark.nightly  # quick: test_autoplan.py, test_planner_asynchronous.py
 def test_auto_predicts_the_steps_of_a_run_that_works_ahead(fleet, spec_of):
     run = fleet.submit(
         spec_of(

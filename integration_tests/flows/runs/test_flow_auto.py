@@ -9,6 +9,7 @@ from harness.specs import BATCH
 STEPS = 10
 
 
+@pytest.mark.nightly  # quick: test_autoplan.py
 def test_a_run_measures_both_placements_and_says_what_it_chose(fleet, spec_of):
     spec = spec_of(
         steps=STEPS, placement={"mode": "auto", "measure_steps": 1}, checkpoint={"interval_steps": 4}

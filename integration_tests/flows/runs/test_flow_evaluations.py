@@ -82,6 +82,7 @@ def test_the_example_runs_from_the_command_line(fleet, tiny_model):
     assert all((each["difference"], each["wins"], each["losses"]) == (0.0, 0, 0) for each in same)
 
 
+@pytest.mark.nightly  # quick: the seeded simulation kills both while suites are evaluated
 def test_it_survives_a_killed_rollout_and_coordinator_with_the_same_answers(fleet, tiny_model, gate):
     sampled = evaluation(
         model={"path": str(tiny_model), "dtype": "float32"},

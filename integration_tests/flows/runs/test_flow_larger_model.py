@@ -21,6 +21,7 @@ def check_whole(found: dict[str, float], size: Size) -> None:
     assert found["worst_mismatch_kl"] < 1e-3
 
 
+@pytest.mark.nightly  # quick: test_flow_runs.py, with a tiny one
 def test_three_steps_of_a_small_one_are_whole(fleet, tmp_path):
     size = Size(SMALL)
     ended = fleet.succeed(fleet.submit(size.spec(write_model(SMALL, tmp_path / "model"))))

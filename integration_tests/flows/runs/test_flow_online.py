@@ -118,6 +118,7 @@ def test_a_coordinator_and_a_rollout_that_die_lose_no_session_that_was_taken(fle
     assert len(audit(fleet, run).trained) == 2 * SESSIONS
 
 
+@pytest.mark.nightly  # quick: the test above kills the only rollout
 def test_sessions_keep_to_their_rollout_and_one_that_dies_loses_its_own_alone(own_fleet, tiny_model):
     """Two rollouts behind one address, which stays as it is while one of them is killed and comes back."""
     with own_fleet("--rollout", "2") as fleet:

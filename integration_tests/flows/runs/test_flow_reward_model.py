@@ -39,6 +39,7 @@ def scored(spec_of: Any, classifier: Path, **placement: Any) -> dict[str, Any]:
     return spec | {"placement": placement}
 
 
+@pytest.mark.nightly  # quick: test_scorer_leases.py, test_reward_model.py
 def test_a_reward_model_holds_its_device_and_gives_it_to_the_trainer(fleet, spec_of, classifier):
     run = fleet.submit(scored(spec_of, classifier, rollout="0", reward="1", trainer="0-1"))
     held = wait_for(

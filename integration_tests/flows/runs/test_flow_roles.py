@@ -106,6 +106,7 @@ def test_two_policies_learn_in_one_conversation_each_from_its_own_role(fleet, ti
     assert audit(fleet, again).live[-1].step == STEPS + 1
 
 
+@pytest.mark.nightly  # quick: the two policies above, and test_flow_lora
 def test_two_lora_policies_on_one_base_are_in_one_engine_and_their_adapters_travel_alone(fleet, tiny_model):
     spec = example("lora_policies", "Hint", tiny_model)
     spec["environment"]["tasks"] = [f"{EXAMPLES / 'hint.py'}:Hint"]
@@ -141,6 +142,7 @@ def backwards(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.nightly  # quick: the two policies above; test_trainer_policies has the rest
 def test_policies_with_tokenizers_of_their_own_are_made_ahead_exported_evaluated_and_gone_on_from(
     fleet, tiny_model, backwards, tmp_path
 ):
@@ -241,6 +243,7 @@ def test_credit_by_turn_is_learned_from_the_environments_rewards(fleet, tiny_mod
     assert all(certificate.log_prob_mismatch_mean < 1e-3 for certificate in found.live)
 
 
+@pytest.mark.nightly  # quick: the two policies above take turns on one
 def test_two_policies_answer_each_other_each_on_a_device_of_its_own(fleet, tiny_model):
     spec: dict[str, Any] = yaml.safe_load((EXAMPLES.parent / "two_policies.yaml").read_text(encoding="utf-8"))
     spec |= {"steps": 2, "export": False, "placement": {"rollout,trainer": "0"}}

@@ -38,6 +38,7 @@ def test_both_placements_sample_the_same_first_step(fleet, spec_of):
     assert len(in_turns) == BATCH and len({completion for *_, completion, _ in in_turns}) > 4
 
 
+@pytest.mark.nightly  # quick: `ci.recorded` has the weights that a seed ends with
 def test_the_seed_decides(fleet, spec_of):
     def answers(seed: int) -> list[str]:
         run = fleet.succeed(fleet.submit(spec_of(seed=seed, steps=1)))

@@ -58,6 +58,7 @@ def test_cancel_ends_the_run_and_the_next_one_starts(fleet, held, gate, spec_of)
     assert refused.value.reason == "CONFLICT" and "CANCELLED" in refused.value.message
 
 
+@pytest.mark.nightly  # quick: the seeds have up to four runs that compete
 def test_two_runs_wait_for_each_other_in_order(fleet, spec_of):
     first, second = (fleet.submit(spec_of(name=name, steps=2)) for name in ("first", "second"))
     later = fleet.succeed(second)
@@ -67,6 +68,7 @@ def test_two_runs_wait_for_each_other_in_order(fleet, spec_of):
         assert len(audit(fleet, run).trained) == 2 * BATCH
 
 
+@pytest.mark.nightly  # quick: test_many_runs has a queued run show its place
 def test_queued_runs_have_a_place_and_name_who_holds_the_instance(fleet, held, gate, spec_of):
     first = fleet.submit(spec_of(name="first"))
     second = fleet.submit(spec_of(name="second"))
@@ -95,6 +97,7 @@ def test_queued_runs_have_a_place_and_name_who_holds_the_instance(fleet, held, g
     fleet.succeed(held)
 
 
+@pytest.mark.nightly  # quick: test_scaling.py; the seeds add and lose instances in a step
 def test_scaling_a_service_serves_the_next_run(fleet, held, gate, spec_of):
     wanted = spec_of(steps=2, rollout__instances=2, reward=gate.reward)
     with pytest.raises(HeadraceError) as refused:
@@ -138,6 +141,7 @@ def test_data_that_has_changed_stops_a_resume_until_it_is_put_back(fleet, spec_o
     assert len(audit(fleet, fleet.succeed(run)).trained) == 3 * BATCH
 
 
+@pytest.mark.nightly  # quick: test_scaling.py has keys of writes, test_flow_http a repeated submission
 def test_a_repeated_request_steers_once(fleet, held, gate):
     """A client that never saw the answer asks again, with the same key, when the run has long gone on."""
     assert steer(fleet, held, "pause?now=true", "p1")["state"] in ("PAUSING", "PAUSED")

@@ -114,6 +114,7 @@ def test_a_model_that_reads_no_images_is_refused(
     assert "qwen2_5_vl" in refused.value.problems[0].fix
 
 
+@pytest.mark.nightly  # quick: the flow above reads images; test_flow_lora kills the trainer
 def test_a_vision_model_reads_digits_over_a_killed_trainer(
     fleet: Fleet, pictured: Callable[..., dict[str, Any]]
 ) -> None:

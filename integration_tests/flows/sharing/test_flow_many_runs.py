@@ -6,6 +6,7 @@ import hashlib
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from harness.ledger import audit
 from harness.specs import BATCH
 from harness.waiting import wait_for
@@ -18,6 +19,7 @@ def weights_hash(run) -> str:
     return hashlib.sha256((Path(run.export_path) / "model.safetensors").read_bytes()).hexdigest()
 
 
+@pytest.mark.nightly  # quick: test_fault_deterministic.py; `ci.recorded` has the weights of three examples
 def test_a_deterministic_run_that_takes_turns_ends_with_the_weights_that_it_has_alone(fleet, spec_of):
     def spec(name, **more):
         return spec_of(name=name, steps=STEPS, deterministic=True, export=True, **more)
@@ -40,6 +42,7 @@ def test_a_deterministic_run_that_takes_turns_ends_with_the_weights_that_it_has_
     assert weights_hash(both[0]) == weights_hash(alone)
 
 
+@pytest.mark.nightly  # quick: test_many_runs serves a low priority beside urgent runs
 def test_a_higher_priority_comes_first(fleet, spec_of, gate):
     gate.hold_after(3)
     holder = fleet.submit(spec_of(name="holder", steps=1, reward=gate.reward))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 from harness.fleet import Fleet
 from harness.gate import Gate
 from harness.specs import BATCH
@@ -58,6 +59,7 @@ def watching(fleet: Fleet, run: Run) -> Iterator[Watcher]:
         watcher.process.wait()
 
 
+@pytest.mark.nightly  # quick: test_flow_many_runs has one that yields
 def test_watching_goes_on_while_a_run_yields_to_another(fleet, spec_of, gate, tmp_path):
     """A watcher looks now and then: each state stays until it was shown."""
     gate.hold_after(BATCH + 3)

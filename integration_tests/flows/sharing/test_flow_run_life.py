@@ -49,7 +49,12 @@ def test_another_run_uses_the_instances_of_a_paused_one(fleet, held, gate, spec_
 
 
 @pytest.mark.parametrize(
-    "instance", ["rollout-0", "trainer-0", pytest.param("reward-0", marks=pytest.mark.nightly)]
+    "instance",
+    [
+        pytest.param("rollout-0", marks=pytest.mark.nightly),
+        "trainer-0",
+        pytest.param("reward-0", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_drained_instance_is_replaced_and_the_run_loses_nothing(fleet, held, gate, instance):
     before = fleet.pid_of(instance)

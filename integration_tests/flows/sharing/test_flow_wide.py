@@ -27,6 +27,7 @@ def wide(tmp_path_factory):
         yield made
 
 
+@pytest.mark.nightly  # quick: the reward instance below serves two runs; test_places has their devices
 def test_two_runs_work_side_by_side_on_one_core_each(wide, spec_of, tmp_path):
     wide.ready("rollout-0", "rollout-1", "trainer-0", "trainer-1")
     gates = [Gate(tmp_path / name) for name in ("one", "two")]
@@ -55,6 +56,7 @@ def test_two_runs_work_side_by_side_on_one_core_each(wide, spec_of, tmp_path):
         assert len(audit(wide, run).trained) == 8 * BATCH and run.recoveries == 0
 
 
+@pytest.mark.nightly  # quick: test_many_runs has two runs beside each other
 def test_the_reward_instance_serves_both_runs_at_once(wide, spec_of, tmp_path):
     gates = [Gate(tmp_path / name) for name in ("a", "b")]
     for gate in gates:
@@ -68,6 +70,7 @@ def test_the_reward_instance_serves_both_runs_at_once(wide, spec_of, tmp_path):
         assert wide.succeed(run).step == 1
 
 
+@pytest.mark.nightly  # quick: test_regroup.py, test_trainer_regroup.py
 def test_a_run_takes_a_second_rank_and_gives_it_back_between_steps(wide, spec_of, gate):
     """Without a checkpoint: what a group has lost, the run would have to make again."""
     wide.ready("trainer-0", "trainer-1")
@@ -164,6 +167,7 @@ def run_elastic(
     return [item.helped for item in found.live], notes
 
 
+@pytest.mark.nightly  # quick: test_helpers has it in virtual time, with kills
 def test_a_helper_contributes_the_gradient_of_whole_groups(wide, spec_of):
     helped, notes = run_elastic(wide, spec_of)
     assert helped[:2] == [{}, {}] and any(helped[2:]), notes

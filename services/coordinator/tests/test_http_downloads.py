@@ -63,8 +63,8 @@ async def test_a_file_that_shrinks_ends_the_answer_before_its_size(api, stored, 
 
     whole = downloads._entries
 
-    def entries(folder, name):
-        found = whole(folder, name)
+    def entries(root, folder, name):
+        found = whole(root, folder, name)
         (folder / "deep/weights.bin").write_bytes(b"short")
         return found
 

@@ -37,6 +37,14 @@ def test_lines_have_levels_and_what_is_no_record_that_of_the_line_before(tmp_pat
     assert [each.level for each in read_log(tmp_path, "rollout-0", "warning", 1)] == ["warning"]
 
 
+def test_a_line_ends_at_a_line_feed_alone(tmp_path):
+    """(S3 B17)"""
+    (tmp_path / "rollout-0.log").write_text(f"plain\u2028still\n{record('info', 'x')}\n")
+    assert [each.text for each in read_log(tmp_path, "rollout-0", "debug", 9)] == ["plain\u2028still", "x"]
+    (tmp_path / "rollout-1.log").write_text("")
+    assert read_log(tmp_path, "rollout-1", "debug", 9) == []
+
+
 def test_only_the_end_of_a_large_file_is_read(tmp_path):
     lines = [record("info", f"line {n} {'x' * 200}") for n in range(8000)]
     (tmp_path / "trainer-0.log").write_text("\n".join(lines))

@@ -132,6 +132,10 @@ def test_the_last_block_is_the_code():
 
 
 def test_outputs_are_compared_by_line_and_number():
+    for kept in "\x0b\x0c\x85\u00a0\u2028":  # parts of a text (S3 B17)
+        assert same_text(f"a{kept}b", f"a{kept}b", 0) and not same_text(f"a{kept}b", "a b", 0)
+        assert not same_text(f"a{kept}b", "a\nb", 0)
+    assert same_text("1 2\r\n", "1\t2", 0)
     assert same_text("1 2 \n3\n\n", "1 2\n3", 0) and not same_text("1\n2", "1 2", 0)
     assert same_text("0.3333333", "0.33333333", 1e-6) and not same_text("0.33", "0.3333", 1e-6)
     assert not same_text("3.0", "3", 1e-6) and not same_text("nan", "1.0", 1e-6)

@@ -9,6 +9,7 @@ import zlib
 import pytest
 from headrace_reward.judge import judge, load
 from headrace_reward.scorers.base import Answer
+from headrace_reward.scorers.code_cases import read_cases
 
 
 def verdict(tmp_path, code, reference="", metadata=None, prompt="", **options):
@@ -240,3 +241,15 @@ def test_code_may_use_exit_and_names_its_imports(tmp_path):
     row = {**HUMANEVAL, "test": "def check(f):\n    assert f([1.0, 2.0]) == 1.0"}
     future = "from __future__ import annotations\ndef spread(a: Undefined): return math.fabs(a[0] - a[1])"
     assert verdict(tmp_path, future, metadata=row) == (1.0, "", "")
+
+
+@pytest.mark.parametrize("kept", ["\x0b", "\x0c", "\x85", "\u2028", "\u2029"])
+def test_arguments_keep_the_line_ends_of_other_alphabets(kept):
+    """(S3 B17)"""
+    text = json.dumps(f"a{kept}b", ensure_ascii=False) if kept > "\x1f" else json.dumps(f"a{kept}b")
+    cases = read_cases(
+        Answer("", "", "", {"fn_name": "f", "input_output": {"inputs": [f"{text}\n1"], "outputs": ["1"]}}),
+        "",
+        9,
+    )
+    assert cases.given == [[f"a{kept}b", 1]]

@@ -107,6 +107,7 @@ def test_reasoning_gym_asks_the_dataset_of_the_item():
     assert score("reasoning_gym", "4 - 1 = 3", "3", metadata=item) < 1
     assert score("reasoning_gym", "4 - 1 = 3", "3", metadata=item, extract="last_number") == 1
     assert score("reasoning_gym", "4 - 1 =\n3\n", "3", metadata=item, extract="last_line") == 1
+    assert score("reasoning_gym", "4 - 1 =\u20283", "3", metadata=item, extract="last_line") < 1  # (S3 B17)
     assert score("reasoning_gym", "", "3", metadata=item, extract="last_number") == 0
 
 

@@ -101,3 +101,41 @@ async def test_a_streamed_response_is_read_by_the_client(desk, openai_client):
     assert text.strip() == "Sum:" and kinds.count("response.output_text.delta") > 1
     assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
     assert found.output_text == "Sum:" and found.output[1].name == "add"
+
+
+@pytest.mark.parametrize("shown", ["", "wrong", "other"], ids=["no key", "a wrong key", "another's key"])
+@pytest.mark.parametrize(
+    ("method", "route"),
+    [
+        ("POST", "/sessions/{}/reward"),
+        ("DELETE", "/sessions/{}"),
+        ("POST", "/feedback"),
+        ("POST", "/responses"),
+        ("GET", "/models"),
+        ("GET", "/sessions"),
+    ],
+)
+async def test_who_may_not_see_a_session_does_not_learn_that_there_is_one(desk, method, route, shown):
+    """Without the run's key or its own, what there is is refused word for word as what there never was."""
+    there, _ = desk.open("yes")
+    others, _ = desk.open("yes")
+    keys = {"wrong": there.api_key[:-1] + "!", "other": others.api_key}
+    headers = {"Authorization": f"Bearer {keys[shown]}"} if shown else {}
+    said = []
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(desk.endpoint))) as client:
+        for id in (there.id, f"{there.id[:-4]}zzzz"):
+            body = {
+                "completion": f"{id}-1",
+                "reward": 1,
+                "previous_response_id": f"resp_{id}_1",
+                "input": "x",
+            }
+            url = f"http://endpoint/v1{route.format(id)}"
+            answer = await client.request(method, url, json=body, headers=headers)
+            said.append((answer.status_code, answer.text.replace(id, "ID")))
+    assert said[0] == said[1]
+    assert there.id not in said[0][1] and there.api_key not in said[0][1]
+    if not (shown == "other" and route == "/models"):
+        assert said[0][0] in (400, 401, 404)
+    if shown != "other":
+        assert said[0][0] == 401

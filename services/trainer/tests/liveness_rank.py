@@ -75,7 +75,7 @@ class Rank:
                     self.say("left")
                     return False
         except (RuntimeError, ValueError) as error:
-            self.say("failed", word=word, error=str(error)[:200], lost=group.lost)
+            self.say("failed", word=word, error=str(error)[:200], lost=group.why_lost())
             group.leave()
             return False
         self.say("done", word=word)

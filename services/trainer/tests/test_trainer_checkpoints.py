@@ -311,3 +311,23 @@ def test_a_listing_during_a_pruning_sees_all_of_a_checkpoint_or_nothing(director
     directory.prune(1, 1)
     assert seen == [(["lineage-1/step-2"], [])]
     assert [path.name for path in (directory.root / "lineage-1").iterdir()] == ["step-2"]
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints", "checkpoints/lineage-1"])
+def test_a_checkpoint_is_neither_written_nor_read_through_a_link(tmp_path, part):
+    run = tmp_path / "runs" / "r"
+    directory = CheckpointDirectory(run)
+    assert directory.new_lineage(Origin(), 1, "s") == 1
+    directory.write(1, snapshot(1))
+    outside = tmp_path / "outside"
+    (run / part).rename(outside)
+    (run / part).symlink_to(outside)
+    kept = sorted(outside.rglob("*"))
+    with pytest.raises(OSError, match="symbolic link"):
+        directory.write(1, snapshot(2))
+    if part != "checkpoints/lineage-1":  # The next one is another folder.
+        with pytest.raises(OSError, match="symbolic link"):
+            directory.new_lineage(Origin(), 1, "s")
+    assert sorted(outside.rglob("*")) == kept
+    if part:
+        assert names(directory) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from headrace_trainer.errors import Refusal
 from headrace_trainer.export import export_checkpoint, main
+from trainer_calls import refusal
 
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 
@@ -69,3 +70,14 @@ async def test_what_cannot_be_exported_is_named_and_leaves_nothing(client, tmp_p
     (client.directory / "checkpoints" / "model.json").unlink()
     assert "has no model.json" in problem(tmp_path / "out")
     assert not (tmp_path / "out").exists() and weights.exists(), "the run's own look sets it aside"
+
+
+async def test_no_model_is_exported_through_a_link(client, make_config, tmp_path):
+    await client.open(make_config())
+    outside = tmp_path / "outside"
+    client.directory.rename(outside)
+    client.directory.symlink_to(outside)
+    kept = sorted(outside.rglob("*"))
+    reason, message = await refusal(client.export("model"))
+    assert reason == "EXPORT_FAILED" and "symbolic link" in message
+    assert sorted(outside.rglob("*")) == kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import math
 import random
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from headrace_modelkit import logprobs
 from headrace_trainer.backends.shared.figures import TokenFigures
-from headrace_trainer.learning.packing import pack
+from headrace_trainer.learning.packing import Attends, pack
 from headrace_trainer.learning.planning import (
     Costs,
     PrefixTree,
@@ -21,6 +22,17 @@ from headrace_trainer.learning.planning import (
     plan_rows,
 )
 from headrace_trainer.learning.samples import Sequence
+
+ANSWERS = [
+    [4, 8, 2, 11],
+    [4, 8, 3, 11],
+    [4, 8, 2, 11],
+    [4, 7, 2, 11],
+    [1, 8, 2, 11],
+    [4, 8, 2, 11],
+    [4, 2, 2, 11],
+    [4, 8, 0, 11],
+]
 
 
 def test_tree_attends_to_ancestors_only():
@@ -243,3 +255,35 @@ def test_an_engine_log_prob_that_is_missing_counts_in_no_figure():
     figures._compare(missing)
     figures._compare(torch.empty(0))
     assert figures.sums() == plain.sums()
+
+
+def test_a_tree_tells_the_path_before_each_piece_in_as_few_runs_as_there_are():
+    tree = PrefixTree()
+    for tokens in ([1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 5, 6], [1, 2, 3], [1, 2, 4, 7]):
+        tree.add(tokens)
+    assert tree.pieces == [
+        ((0, 3), ()),
+        ((3, 5), ((0, 2),)),
+        ((5, 6), ((0, 2), (3, 5))),
+        ((6, 7), ((0, 2), (3, 4))),
+    ]
+
+
+def test_a_tree_without_room_stays_as_it_is():
+    tree = PrefixTree()
+    assert tree.add([1, 2, 3], 3).tolist() == [0, 1, 2]
+    assert tree.add([1, 2, 4], 3) is None and tree.size == 3
+    assert tree.add([1, 2, 4], 4).tolist() == [0, 1, 3]
+
+
+def test_a_small_micro_batch_is_packed_in_few_calls_of_numpy_and_torch():
+    """128 answers of 4 tokens, as examples/tiny.yaml has them: calls of functions, so that no clock is asked."""
+    rows = [
+        [Sequence([*prompt, *answer], [4, 5, 6, 7], [-0.5] * 4, [0.3] * 4, 1.0) for answer in ANSWERS]
+        for prompt in ([first, 8, 2, 10] for first in range(16))
+    ]
+    pack(rows, shared=True, attends=Attends.CHEAPEST)
+    profile = cProfile.Profile()
+    profile.runcall(pack, rows, shared=True, attends=Attends.CHEAPEST)
+    calls = sum(entry.callcount for entry in profile.getstats())
+    assert calls < 60 * len(rows) * len(ANSWERS)

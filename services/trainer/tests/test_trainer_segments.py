@@ -12,7 +12,7 @@ from headrace_trainer.backends.shared import attention
 from headrace_trainer.backends.shared.attention import attend_segments, block_mask, by_flash, by_flex, by_mask
 from headrace_trainer.learning.packing import Attends, pack
 from headrace_trainer.learning.samples import Sequence
-from headrace_trainer.learning.segments import Segment, Segments, runs_of
+from headrace_trainer.learning.segments import Segment, Segments
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -129,7 +129,6 @@ def test_rows_without_a_tree_need_no_copy_of_their_keys():
     segments = pack(rows, shared=True, attends=Attends.SEGMENTS).segments
     assert segments.keys_T is None
     assert segments.query_ends.tolist() == segments.key_ends.tolist() == [0, 8, 11, 17]
-    assert runs_of([0, 1, 2, 5, 7, 8]) == ((0, 3), (5, 6), (7, 9))
 
 
 def test_bf16_is_as_near_to_fp32_as_torch_s_own_kernel():

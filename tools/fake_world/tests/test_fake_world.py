@@ -20,7 +20,7 @@ from headrace_trainer.backends.fsdp.layouts.layout import Layout
 from headrace_trainer.memory import LEADERS
 
 pytestmark = pytest.mark.timeout(600)
-LAYERS = 3
+LAYERS = 2
 SMALL = Case("qwen2.5-0.5b", 8, tokens=2048, row_tokens=2048, layers=LAYERS)
 EXPERTS = Case("qwen3-30b-a3b", 8, tokens=2048, row_tokens=2048, layers=LAYERS)
 DIVIDED = Layout("weights", 8, checkpointing=True)
@@ -74,11 +74,12 @@ def test_parameters_that_are_away_lie_on_the_host():
 @pytest.mark.parametrize(
     ("ranks", "trainer", "most"),
     [
-        (2, {}, "asleep"),
-        (8, {"lora": {"rank": 16}}, "weights in transit"),
-        (1, {"lora": {"rank": 16}}, "asleep"),
+        pytest.param(2, {}, "asleep", id="all weights", marks=pytest.mark.nightly),
+        pytest.param(8, {"lora": {"rank": 16}}, "weights in transit", id="adapters"),
+        pytest.param(
+            1, {"lora": {"rank": 16}}, "asleep", id="adapters of one rank", marks=pytest.mark.nightly
+        ),
     ],
-    ids=["all weights", "adapters", "adapters of one rank"],
 )
 def test_a_rank_has_of_the_host_what_is_planned(ranks, trainer, most):
     layout = Layout("weights", ranks)

@@ -21,7 +21,7 @@ Overrides = Mapping[str, Any] | Iterable[str]
 
 
 def _mistake(key: str, problem: str, fix: str) -> HeadraceError:
-    return HeadraceError("INVALID", f"{key}: {problem}", [Problem(key, problem, fix)], status=422)
+    return HeadraceError("INVALID", f"{key}: {problem}; {fix}", [Problem(key, problem, fix)], status=422)
 
 
 def load_spec(spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:

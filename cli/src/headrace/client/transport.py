@@ -113,7 +113,7 @@ class Transport:
             if response.is_error:
                 response.read()
                 raise error_of(response)
-            yield from messages(response.iter_lines())
+            yield from messages(_lines(response.iter_bytes()))
 
     def _send(self, method: str, path: str, **request: Any) -> Any:
         response = self._answer(method, path, **request)
@@ -159,6 +159,17 @@ class Transport:
             return HeadraceError("TLS", f"the coordinator at {self.base_url} is not trusted: {refusal}")
         detail = str(error) or type(error).__name__
         return HeadraceError("UNREACHABLE", f"no coordinator answers at {self.base_url} ({detail})")
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
+    """Lines that end with a line feed; httpx's own also end at U+2028 and others, which texts have in them."""
+    left = b""
+    for piece in pieces:
+        *whole, left = (left + piece).split(b"\n")
+        for line in whole:
+            yield line.removesuffix(b"\r").decode("utf-8", "replace")
+    if left:
+        yield left.decode("utf-8", "replace")
 
 
 def _verification(base_url: str, ca_file: Path | None) -> ssl.SSLContext | bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace_cli.commands.options import JsonFlag
-from headrace_cli.errors import CommandError, refused, user_error
+from headrace_cli.errors import CommandError, refused, user_error, writing
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
@@ -78,8 +78,9 @@ def collect(
     wanted = Collection(spec.environment, episodes, first_seed, noise, _cameras(spec))
     words = error_console()
     found = asyncio.run(collect(wanted, python, lambda line: words.print(line, markup=False)))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_data_set(target, found.episodes, found.image_shapes, videos=videos)
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_data_set(target, found.episodes, found.image_shapes, videos=videos)
     document = {
         "directory": str(target.absolute()),
         "episodes": len(found.episodes),

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
 from headrace_cli.connection import CHECKING, connect, find_target, saying
-from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused
+from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused, writing
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def _check_rerun(rrd: bool) -> None:
 def _save_videos(client: Client, evaluation: str, directory: Path, rrd: bool) -> None:
     """Writes the files, and says on standard error what they show."""
     found = client.videos(evaluation)
-    try:
+    with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for video in found:
             file, content = directory / Path(video.name).name, client.video(evaluation, video.name)
@@ -234,8 +234,6 @@ def _save_videos(client: Client, evaluation: str, directory: Path, rrd: bool) ->
 
                 episode = client.episode(evaluation, video.name)
                 write_rrd(file.with_suffix(".rrd"), episode, content, name=f"{evaluation}-{file.stem}")
-    except OSError as error:
-        raise CommandError(f"{directory} cannot be written: {error.strerror}") from error
     won = sum(video.success for video in found)
     error_console().print(
         f"{len(found)} videos in {directory}: {won} of successes, {len(found) - won} of failures"

@@ -9,7 +9,7 @@ import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
 from headrace_cli.connection import connect, find_target
-from headrace_cli.errors import refused
+from headrace_cli.errors import refused, writing
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.output import console, error_console, print_json
 
@@ -107,6 +107,7 @@ def profile(
     """Measure what the stages of a run cost, with three short runs, and store it for `headrace plan`."""
     from headrace.client import HeadraceError, load_spec
     from headrace_schema.spec import RunSpec
+    from headrace_schema.yaml_text import write_yaml
 
     from headrace_cli.dry_run import check_schema
     from headrace_cli.planning import check_profile, kind_of
@@ -116,7 +117,6 @@ def profile(
         runs_alike,
         short_runs,
         store,
-        text_of,
     )
 
     try:
@@ -131,11 +131,12 @@ def profile(
         found = measured_document(client, spec, runs_alike(client, spec))
     errors = check_profile(found)
     place = out or profile_file(DataDir.at(data_dir).profiles, spec, kind_of(found))
-    store(place, found)
+    with writing(place):
+        store(place, found)
     if as_json:
         print_json({"file": str(place), "profile": found, "fit_errors": errors})
         return
-    console().print(text_of(found), markup=False)
+    console().print(write_yaml(found), markup=False)
     fits = ", ".join(f"{stage} {error:.1%}" for stage, error in errors.items() if error)
     console().print(f"worst error of the fits: {fits or 'none'}; stored in {place}", markup=False)
 

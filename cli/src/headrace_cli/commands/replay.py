@@ -11,7 +11,7 @@ import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
 from headrace_cli.connection import connect, find_target, saying
-from headrace_cli.errors import EXIT_USER_ERROR, CommandError, user_error
+from headrace_cli.errors import EXIT_USER_ERROR, CommandError, user_error, writing
 from headrace_cli.output import console, error_console, print_json, table
 
 if TYPE_CHECKING:
@@ -183,13 +183,15 @@ def record(
             with saying(f"step {step} of {run} to be made"):
                 kept = _made(client, run, step)
         path = to or Path(f"{run}-{kept.name}")
-        client.download_recording(run, kept.name, path)
+        with writing(path):
+            client.download_recording(run, kept.name, path)
         text = f"step {step} is in {path} ({kept.size_bytes / 1e6:.1f} MB): headrace replay {path} --service trainer"
         document = {"run": run, "step": step, "state": "RECORDED", "file": str(path), **kept.raw}
         if kept.checkpoint and with_checkpoint:
             from headrace_cli.replaying.calls import checkpoint_beside
 
-            client.download_recorded_checkpoint(run, kept.name, checkpoint_beside(path))
+            with writing(checkpoint_beside(path)):
+                client.download_recorded_checkpoint(run, kept.name, checkpoint_beside(path))
             document["checkpoint_file"] = str(checkpoint_beside(path))
         elif kept.checkpoint:
             text += f"\nits trainer begins with checkpoint {kept.checkpoint}: --with-checkpoint downloads that too"

@@ -9,6 +9,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace_servicekit.folders import own_folder
+
 from headrace_cli.errors import user_error
 
 AUTHORITY = "ca.pem"
@@ -122,13 +124,19 @@ class DataDir:
         roomy = os.access(tmpfs, os.W_OK) and shutil.disk_usage(tmpfs).free >= NEEDED_SHM_BYTES
         folder = tmpfs / self.fleet_id if roomy else self.root / "shm"
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
-        return folder
+        return own(folder)
 
     def socket_path(self, shared_memory: Path) -> Path:
         """Where the store listens; the kernel allows a unix socket's path 107 bytes."""
         inside = shared_memory / "store.sock"
         if len(os.fsencode(inside)) <= UNIX_SOCKET_PATH_BYTES:
             return inside
-        self.short_folder.mkdir(mode=0o700, exist_ok=True)
-        return self.short_folder / "store.sock"
+        return own(self.short_folder) / "store.sock"
+
+
+def own(folder: Path) -> Path:
+    """A folder of this user outside the data directory. Raises CommandError where it is not."""
+    try:
+        return own_folder(folder, "name another directory")
+    except PermissionError as error:
+        raise user_error("--data-dir", f"{folder} cannot be used", str(error.strerror)) from error

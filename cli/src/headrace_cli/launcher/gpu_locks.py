@@ -11,6 +11,7 @@ from headrace_servicekit.lease.devices import detect_devices, full_names, gpu_uu
 from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_cli.errors import user_error
+from headrace_cli.launcher.data_dir import own
 from headrace_cli.launcher.state import FleetLock
 
 
@@ -29,7 +30,7 @@ class GpuLocks:
         except ServiceError as error:
             raise user_error("--devices", error.message, "name others, or leave it out") from error
         if uuids:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
+            own(self._folder)
         for uuid in uuids:
             lock, owner = FleetLock(self._folder / uuid), self._folder / f"{uuid}.fleet"
             if not lock.acquire():

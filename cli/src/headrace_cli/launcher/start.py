@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 from headrace.client import Client, HeadraceError, Instance
+from headrace_servicekit.folders import open_below, read_below
 from headrace_servicekit.process.capacity import Capacity
 from headrace_servicekit.process.ports import LOOPBACK
 
@@ -140,7 +141,10 @@ def require_room(counts: Mapping[str, int], capacity: Capacity | None = None) ->
 
 def _spawn(plan: FleetPlan, data_dir: DataDir) -> subprocess.Popen[bytes]:
     data_dir.set_big_log_aside("launcher")
-    with data_dir.log_file("launcher").open("ab") as log:
+    handle = open_below(
+        data_dir.root, data_dir.log_file("launcher"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+    )
+    with os.fdopen(handle, "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "headrace_cli.launcher", plan.to_json()],
             stdin=subprocess.DEVNULL,
@@ -245,7 +249,7 @@ def _failure(data_dir: DataDir, name: str, sentence: str) -> CommandError:
 def last_lines(path: Path, count: int) -> list[str]:
     """The end of a log file."""
     try:
-        with path.open("rb") as file:
+        with read_below(path.parents[1], path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 16384))
             return list(deque(file.read().decode(errors="replace").splitlines(), maxlen=count))
     except OSError:

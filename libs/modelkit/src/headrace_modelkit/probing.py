@@ -41,7 +41,7 @@ def probe_tokens(architecture: PreTrainedConfig, count: int) -> list[int]:
     marks = [value for key, value in named.items() if key.endswith(("token_id", "token_ids", "token_index"))]
     flat = {each for value in marks for each in (value if isinstance(value, list) else [value])}
     order = torch.randperm(int(text.vocab_size), generator=torch.Generator().manual_seed(0), device="cpu")
-    plain = [each for each in order.tolist() if each not in flat]
+    plain = [each for each in order[: count + len(flat)].tolist() if each not in flat]
     return (plain * (count // len(plain) + 1))[:count]
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.yaml_text import invisible
 
 SHOWN_CHARACTERS = 80
 SHOWN_VALUES = 12
@@ -163,7 +164,10 @@ def _join(prefix: str, key: str) -> str:
 def _reason_and_fix(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     kind, loc, value, ctx = detail["type"], detail["loc"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return "unknown key", _fix_unknown(str(loc[-1]), model, loc[:-1])
+        key = str(loc[-1])
+        hidden = invisible(key)
+        seen = f": {key!r} holds {key[hidden]!r}, which cannot be seen" if hidden >= 0 else ""
+        return f"unknown key{seen}", _fix_unknown(key, model, loc[:-1])
     if kind == "missing":
         return "required key is missing", _fix_missing(model, loc)
     if kind == "literal_error":

@@ -245,8 +245,8 @@ class ScorerPool(Pool):
         """Judges jobs from the left, taking off what is settled; False when the child is no longer of use."""
         asked = deque([jobs[0]] if jobs[0].alone else jobs)
         child.send({"operation": "score", "answers": [job.answer for job in asked]})
+        at_once = sum(job.answer["set"] in self._at_once for job in asked)
         while asked:
-            at_once = sum(job.answer["set"] in self._at_once for job in asked)
             limit = self._timeout_s * max(1, at_once)
             begin = time.monotonic()
             try:
@@ -265,7 +265,7 @@ class ScorerPool(Pool):
                 else:
                     await self._blame(child, jobs, wall_s)
                 return False
-            asked.popleft()
+            at_once -= asked.popleft().answer["set"] in self._at_once
             self._deaths = 0
             _settle(jobs.popleft(), Finding(**reply))
         return True

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace_schema.sections.scoring import RewardSection, ScorerSection, set_of, short_names
 from headrace_servicekit.rpc.digests import digest_bytes
@@ -31,8 +31,7 @@ class Status(Enum):
     UNAVAILABLE = "scorer unavailable"
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """Which judgement is meant."""
 
     prompt_ordinal: int

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from headrace_servicekit.folders import open_below
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.process.spawn import kill_tree, signal_group
 from headrace_servicekit.process.starting import Start, StartGate
@@ -228,4 +229,5 @@ class Child:
     def _open_log(self) -> BinaryIO:
         if self._log_file.exists() and self._log_file.stat().st_size > MAX_LOG_BYTES:
             self._log_file.replace(self._log_file.with_suffix(".log.1"))
-        return self._log_file.open("ab")
+        folder = self._log_file.parent
+        return os.fdopen(open_below(folder, self._log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")

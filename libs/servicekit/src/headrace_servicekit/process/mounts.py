@@ -27,10 +27,13 @@ class Mounts:
         self._memory: list[str] = []
 
     @classmethod
-    def enter(cls) -> Mounts | None:
-        """New mounts for this process, in a namespace of users where it is not root; None where it may have none."""
+    def enter(cls, *, other_user: bool = False) -> Mounts | None:
+        """New mounts for this process; None where it may have none.
+
+        They are in a namespace of users where it is not root, unless it becomes an `other_user`, who is none there.
+        """
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(_NEWNS) != 0 and not _enter_user_namespace(libc):
+        if libc.unshare(_NEWNS) != 0 and (other_user or not _enter_user_namespace(libc)):
             return None
         # What the host mounts later is seen here too; what is mounted here is not seen there.
         flags = ctypes.c_ulong(_MS_REC | _MS_SLAVE)

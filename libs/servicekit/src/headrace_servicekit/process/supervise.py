@@ -60,7 +60,11 @@ async def _supervise(arguments: argparse.Namespace, token: str | None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     supervisor.set_count(arguments.kind, arguments.count)
-    await supervisor.start()
+    try:
+        await supervisor.start()
+    except OSError as error:
+        print(f"headrace-supervise: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     await asked_to_stop.wait()
     return 1 if await supervisor.stop(arguments.grace) else 0
 
@@ -83,6 +87,10 @@ def _ports(index: int) -> list[str]:
     return flags
 
 
+def _log_dir() -> Path:
+    return Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}-logs"
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     environment = os.environ.get
     token_file = environment("HEADRACE_TOKEN_FILE")
@@ -99,7 +107,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--coordinator", default=environment("HEADRACE_COORDINATOR", ""), help="host:port")
     parser.add_argument("--token-file", type=Path, default=Path(token_file) if token_file else None)
-    parser.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()) / "headrace-logs")
+    parser.add_argument("--log-dir", type=Path, default=_log_dir())
     parser.add_argument(
         "--grace",
         type=float,

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from headrace_servicekit.folders import own_folder
 from headrace_servicekit.instance_config import default_drain_grace_s
 from headrace_servicekit.kinds import KINDS
 from headrace_servicekit.logs import get_logger
@@ -147,8 +148,11 @@ class Supervisor:
         return False
 
     async def start(self) -> None:
-        """Starts the wanted processes and reports to the coordinator in the background."""
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+        """Starts the wanted processes and reports to the coordinator in the background.
+
+        Raises OSError where there is no folder for their logs that is this user's.
+        """
+        own_folder(self._log_dir, "set --log-dir")
         self._started = True
         for children in self._children.values():
             self._start(children)

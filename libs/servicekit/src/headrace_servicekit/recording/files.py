@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ from typing import IO, Any
 from google.protobuf import proto
 from google.protobuf.message import DecodeError
 from headrace.common.v1 import recording_pb2
+
+from headrace_servicekit.folders import new_below, read_below, replace_below
 
 FORMAT = 2
 SUFFIX = ".recording"
@@ -83,10 +84,10 @@ class Recording:
 
 
 class Member:
-    """A gzip member of a recording, in a file of its own, written part by part. One thread calls its methods."""
+    """A gzip member of a recording, in a file of its own below `root`. One thread calls its methods."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, root: Path, path: Path) -> None:
+        self.root, self.path = root, path
         self.parts = 0
         self.size = 0
         self._file: IO[bytes] | None = None
@@ -111,7 +112,7 @@ class Member:
 
     def _write(self, data: bytes) -> None:
         if self._file is None:
-            self._file = self.path.open("wb")
+            self._file = new_below(self.root, self.path)
         self._file.write(data)
         self.size += len(data)
 
@@ -131,37 +132,31 @@ def new_header(**fields: Any) -> recording_pb2.RecordingHeader:
 
 
 def write_recording(
+    root: Path,
     path: Path,
     header: recording_pb2.RecordingHeader,
     opening: Iterable[recording_pb2.RecordedPart],
     members: Iterable[Member],
 ) -> int:
-    """Puts closed members behind the header and the parts of `opening`; its bytes. Whole or not at all.
+    """Puts closed members behind the header and the parts of `opening`, below `root`; its bytes. Whole or not at all.
 
     Raises OSError.
     """
-    aside = path.with_name(f".{path.name}.partial")
     parts = 1
-    try:
-        with aside.open("wb") as file:
-            head = [framed(Part(header=header))]
-            for part in opening:
-                head.append(framed(part))
-                parts += 1
-            file.write(gzip.compress(b"".join(head), LEVEL, mtime=0))
-            for member in members:
-                with member.path.open("rb") as source:
-                    while piece := source.read(1 << 20):
-                        file.write(piece)
-                parts += member.parts
-            end = Part(end=recording_pb2.RecordingEnd(parts=parts))
-            file.write(gzip.compress(framed(end), LEVEL, mtime=0))
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-        aside.rename(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with replace_below(root, path, synced=True) as file:
+        head = [framed(Part(header=header))]
+        for part in opening:
+            head.append(framed(part))
+            parts += 1
+        file.write(gzip.compress(b"".join(head), LEVEL, mtime=0))
+        for member in members:
+            with read_below(root, member.path) as source:
+                while piece := source.read(1 << 20):
+                    file.write(piece)
+            parts += member.parts
+        end = Part(end=recording_pb2.RecordingEnd(parts=parts))
+        file.write(gzip.compress(framed(end), LEVEL, mtime=0))
+        size = file.tell()
     return size
 
 

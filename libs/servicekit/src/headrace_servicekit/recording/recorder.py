@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any
 
 from headrace.common.v1 import recording_pb2
 
+from headrace_servicekit.folders import read_below, replace_below
 from headrace_servicekit.recording.files import SUFFIX, Part, new_header
 from headrace_servicekit.recording.segments import Segments
 
@@ -137,7 +137,7 @@ class Kept:
 
 
 class RunRecorder:
-    """What is kept of one run, below `directory`.
+    """What is kept of one run, in `directory`, a folder of the run's directory.
 
     `keep`: recordings of no steps but those asked for ("none"), of those that fail ("failed"), or of "all". At most
     `max_count` recordings of `max_bytes` together stay, and what is kept to make one takes at most `max_bytes` too.
@@ -151,7 +151,7 @@ class RunRecorder:
         self.base: recording_pb2.RecordedBase | None = None
         """The checkpoint that what is kept goes on from."""
         self._keep, self._max_bytes, self._max_count = keep, max_bytes, max_count
-        self._segments = Segments(directory / ".segments", max_bytes)
+        self._segments = Segments(directory.parents[1], directory / ".segments", max_bytes)
         self._wanted = read_wanted(directory)
         self._restored = False  # What is kept begins with a Restore.
         self._missing = ""
@@ -320,19 +320,15 @@ class RunRecorder:
 def read_wanted(directory: Path) -> set[int]:
     """Steps whose recordings were asked for and are not made yet."""
     with suppress(OSError, ValueError):
-        return {int(step) for step in json.loads((directory / WANTED).read_bytes())}
+        with read_below(directory.parents[1], directory / WANTED) as file:
+            return {int(step) for step in json.load(file)}
     return set()
 
 
 def write_wanted(directory: Path, steps: Iterable[int]) -> None:
     """Writes the steps whose recordings are asked for, durably. Raises OSError."""
-    directory.mkdir(parents=True, exist_ok=True)
-    aside = directory / f".{WANTED}.partial"
-    with aside.open("w") as file:
-        json.dump(sorted(steps), file)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(directory / WANTED)
+    with replace_below(directory.parents[1], directory / WANTED, synced=True) as file:
+        file.write(json.dumps(sorted(steps)).encode())
 
 
 def _authority(first: Any, *, alone: bool = False) -> Any:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.common.v1 import recording_pb2
 
+from headrace_servicekit.folders import remove_below
 from headrace_servicekit.recording.files import Member, write_recording
 
 PENDING_BYTES = 256 << 20
@@ -27,12 +26,14 @@ class _Segment:
 
 
 class Segments:
-    """The segments below `directory`, of at most `max_bytes` together. What is there of another process is removed.
+    """The segments in `directory`, a folder below `root`, of at most `max_bytes` together.
 
+    What is there of another process is removed.
     `trouble` is what the disk said when it refused one: nothing is written any more.
     """
 
-    def __init__(self, directory: Path, max_bytes: int) -> None:
+    def __init__(self, root: Path, directory: Path, max_bytes: int) -> None:
+        self._root = root
         self._directory, self._max_bytes = directory, max_bytes
         self.number = 1
         """Number of the segment that is being written."""
@@ -48,7 +49,7 @@ class Segments:
             return False
         if not self._kept or self._kept[-1].number != self.number:
             path = self._directory / f"{self.number:08d}.gz"
-            self._kept.append(_Segment(step, self.number, Member(path)))
+            self._kept.append(_Segment(step, self.number, Member(self._root, path)))
         segment = self._kept[-1]
         if segment.member.size > self._max_bytes:
             return False
@@ -95,7 +96,7 @@ class Segments:
         members = [segment.member for segment in self._kept if segment.number != self.number]
 
         def work() -> int:
-            size = write_recording(path, header, opening, members)
+            size = write_recording(self._root, path, header, opening, members)
             then()
             return size
 
@@ -105,7 +106,7 @@ class Segments:
         """Drops everything."""
         self._kept.clear()
         if self._thread is not None:
-            self._on_thread(shutil.rmtree, self._directory, True)
+            self._on_thread(remove_below, self._root, self._directory)
             self._thread.shutdown(wait=False)
             self._thread = None
 
@@ -133,6 +134,4 @@ class Segments:
         return self._thread.submit(guarded)
 
     def _empty_directory(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
-        with suppress(OSError):  # The first segment says so.
-            self._directory.mkdir(parents=True)
+        remove_below(self._root, self._directory)

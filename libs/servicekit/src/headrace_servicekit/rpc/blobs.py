@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 from headrace.common.v1 import blobs_pb2, blobs_pb2_grpc, common_pb2
 
+from headrace_servicekit.folders import open_below, read_below
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError, message_of
@@ -134,7 +135,10 @@ class BlobStore:
             raise _gone(reference, "it is not kept here (any more)")
         if (data := self._in_memory.get(kept.blob_id)) is not None:
             return io.BytesIO(data)
-        return (self._folder / kept.blob_id).open("rb")
+        try:  # Users' code writes in this folder too.
+            return read_below(self._folder, self._folder / kept.blob_id)
+        except OSError as error:
+            raise _gone(reference, f"its file cannot be read: {error.strerror}") from error
 
     def size(self, reference: common_pb2.BlobRef) -> int:
         """Bytes of a kept blob; 0 for none."""
@@ -251,7 +255,7 @@ class BlobReader:
                 )
         path = self._root / reference.incarnation / _FOLDER / reference.blob_id
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            handle = open_below(self._root, path)
         except OSError:
             return None
         try:

@@ -113,7 +113,7 @@ def check_number(field: str, value: int, least: int = 0, most: int = MAX_NUMBER)
 
 def check_enum(field: str, enum: Any, value: int) -> None:
     """Raises INVALID for a number that the contract's `enum` (its Python wrapper) does not have."""
-    if value not in enum.values():
+    if value not in enum.DESCRIPTOR.values_by_number:
         raise invalid(field, f"{value} is no value of {enum.DESCRIPTOR.name}")
 
 

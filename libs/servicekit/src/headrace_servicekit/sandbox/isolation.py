@@ -40,10 +40,11 @@ def _found() -> list[str]:
         require_walls("required")
     except NotHeld:
         found.append("a model's code is refused unless its spec says sandbox: best_effort")
-    if not other_user():
+    if not (user := other_user()):
         found.append("users' code has its service's user id")
-    if sys.platform != "linux" or Mounts.enter() is None:
-        found.append("users' code reads the files of its service's user: no mounts of its own")
+    if sys.platform != "linux" or Mounts.enter(other_user=bool(user)) is None:
+        files = "what is open to all" if user else "the files of its service's user"
+        found.append(f"users' code reads {files}: no mounts of its own")
     return found
 
 

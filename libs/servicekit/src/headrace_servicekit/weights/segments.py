@@ -20,6 +20,7 @@ from typing import NoReturn
 import grpc
 import numpy as np
 
+from headrace_servicekit.folders import own_folder
 from headrace_servicekit.rpc.errors import ServiceError
 
 MAPPED_FILES = 4
@@ -159,9 +160,12 @@ def reap_dead_stores(root: Path) -> list[str]:
 
 
 def make_private(root: Path) -> None:
-    """The directory that a host's instances share. Raises ServiceError NO_SPACE."""
+    """The directory that a host's instances share. Raises ServiceError NO_SPACE, and NOT_OWN_FOLDER."""
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own_folder(root, "set --shm-dir (HEADRACE_SHM_DIR)")
+    except PermissionError as error:
+        message = f"{root}: {error.strerror}"
+        raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "NOT_OWN_FOLDER", message) from error
     except OSError as error:
         raise_no_space(error, root)
 

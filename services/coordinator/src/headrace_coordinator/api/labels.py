@@ -37,7 +37,7 @@ class Labels:
         if "tags" in given:
             given["tags"] = list(dict.fromkeys(given["tags"]))
         found = self._found.get(run, {}) | given
-        write_synced(self._runs / run / NAME, json.dumps(found).encode())
+        write_synced(self._runs, self._runs / run / NAME, json.dumps(found).encode())
         self._found[run] = found
 
     def forget(self, run: str) -> None:

@@ -10,9 +10,9 @@ const isPlain = (value) => value === null || typeof value !== "object" || !Objec
 
 export function yamlOf(value, indent = "") {
   return Object.entries(value).map(([name, each]) => {
-    if (isPlain(each) || (Array.isArray(each) && JSON.stringify(each).length < 90)) return `${indent}${name}: ${isPlain(each) ? scalar(each) : JSON.stringify(each)}\n`;
-    if (Array.isArray(each)) return `${indent}${name}:\n${each.map((item) => `${indent}  - ${JSON.stringify(item)}\n`).join("")}`;
-    return `${indent}${name}:\n${yamlOf(each, `${indent}  `)}`;
+    if (isPlain(each) || (Array.isArray(each) && JSON.stringify(each).length < 90)) return `${indent}${scalar(name)}: ${isPlain(each) ? scalar(each) : JSON.stringify(each)}\n`;
+    if (Array.isArray(each)) return `${indent}${scalar(name)}:\n${each.map((item) => `${indent}  - ${JSON.stringify(item)}\n`).join("")}`;
+    return `${indent}${scalar(name)}:\n${yamlOf(each, `${indent}  `)}`;
   }).join("");
 }
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
+from typing import BinaryIO, Literal
+
+from headrace_servicekit.folders import open_below, replace_below
 
 
 class LineFile:
@@ -18,7 +22,7 @@ class LineFile:
         """Writes the lines with one system call where the disk allows it; OSError when it does not."""
         data = (b"\n" if self._torn else b"") + b"".join(line + b"\n" for line in lines)
         self._torn = True
-        with self.path.open("ab", buffering=0) as file:
+        with _opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab") as file:
             while data:
                 data = data[file.write(data) :]
         self._torn = False
@@ -34,7 +38,7 @@ class LineFile:
 def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
     """(offset behind the line, line) from an offset on, without a last line that has no end yet."""
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             file.seek(offset)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -58,6 +62,11 @@ def _ends_torn(path: Path) -> bool:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Replaces a file at once: readers see the old content or the new."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    aside.write_bytes(data)
-    aside.replace(path)
+    with replace_below(path.parents[1], path) as file:
+        file.write(data)
+
+
+def _opened(path: Path, flags: int = os.O_RDONLY, mode: Literal["rb", "ab"] = "rb") -> BinaryIO | FileIO:
+    """A file in a run's directory, to which no link leads. Raises OSError."""
+    handle = open_below(path.parents[1], path, flags)
+    return os.fdopen(handle, mode, buffering=0) if mode == "ab" else os.fdopen(handle, mode)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace_servicekit.folders import read_below, replace_below
+
 from headrace_coordinator.data.items import DataItem
 
 if TYPE_CHECKING:
@@ -61,11 +63,9 @@ def write_recordings(directory: Path, recordings: Iterable[Recording]) -> None:
     """Writes the files, each by a rename; writing a recording again replaces its files. Raises OSError."""
     folder = directory / FOLDER
     for recording in recordings:
-        folder.mkdir(exist_ok=True)
         for name, content in _files(recording):
-            aside = folder / f".{name}.partial"
-            aside.write_bytes(content)
-            aside.rename(folder / name)
+            with replace_below(directory.parent, folder / name) as file:
+                file.write(content)
 
 
 def _files(recording: Recording) -> Iterator[tuple[str, bytes]]:
@@ -75,14 +75,15 @@ def _files(recording: Recording) -> Iterator[tuple[str, bytes]]:
 
 
 def read_episode(path: Path) -> Episode:
-    """A written episode, as far as it was kept. Raises OSError, and ValueError where the file holds none."""
+    """A written episode RUN/videos/NAME, as far as it was kept. Raises OSError, and ValueError where it holds none."""
     from google.protobuf.message import DecodeError  # gRPC comes with it, which the API starts without
     from headrace.common.v1 import common_pb2 as common
     from headrace_servicekit.rpc.episodes import decode_episode
     from headrace_servicekit.rpc.errors import ServiceError
 
     try:
-        return decode_episode(common.ActionSegment.FromString(path.read_bytes()))
+        with read_below(path.parents[2], path) as file:
+            return decode_episode(common.ActionSegment.FromString(file.read()))
     except (DecodeError, ServiceError) as error:
         raise ValueError(f"{path.name} holds no episode: {error}") from error
 
@@ -92,6 +93,8 @@ def list_videos(directory: Path) -> list[Video]:
     folder = directory / FOLDER
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_symlink():
+            continue
         if match := _NAME.fullmatch(path.name):
             step = None if match[1] is None else int(match[1])
             item, sample, success = int(match[2]), int(match[3]), match[4] == "success"

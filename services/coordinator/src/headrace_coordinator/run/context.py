@@ -228,17 +228,12 @@ class RunContext:
 
     def images(self, prompt: int) -> list[common.Image]:
         """The images of a prompt, as its trainer gets them."""
-        return list(self.prompt(prompt).images) if self.item(prompt).images else []
+        return list(self.prompt(prompt).images) if self.dataset.has_images else []
 
-    def question(self, prompt: int) -> str:
-        """The question as scorers and people see it."""
-        return self.item(prompt).question
-
-    def saw_length(self, prompt: int, tokens: int) -> None:
+    def saw_length(self, item: DataItem, tokens: int) -> None:
         """Notes an answer's length, the estimate for later epochs."""
-        question = self.item(prompt).question
-        answers, total = self._lengths.get(question, (0, 0))
-        self._lengths[question] = (answers + 1, total + tokens)
+        answers, total = self._lengths.get(item.question, (0, 0))
+        self._lengths[item.question] = (answers + 1, total + tokens)
 
     def expected_tokens(self, prompt: int) -> float:
         """Mean length of the item's answers so far, in tokens; the most that it may have for a new item."""

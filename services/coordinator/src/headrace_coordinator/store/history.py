@@ -34,7 +34,7 @@ TAIL_LIMIT = 4096
 LINGER_S = 0.1
 RETRY_S = 1.0
 PAGE, PAGE_BYTES = 256, 1 << 20
-PARTIALS = ("checkpoints/lineage-*/.step-*", "checkpoints/.carried-*", ".*.partial", "videos/.*.partial")
+PARTIALS = ("checkpoints/lineage-*/.step-*", "checkpoints/.carried-*", ".*.partial", "*/.*.partial")
 """Checkpoints, exports, files and videos on their way, below a run's directory."""
 
 
@@ -133,7 +133,7 @@ class History:
 
     async def write_beside(self, run: str, name: str, data: bytes) -> None:
         """Replaces a file in the run's history directory, synced. OSError when the disk refuses."""
-        await self._thread(write_synced, self.directory(run) / name, data)
+        await self._thread(write_synced, self._runs, self.directory(run) / name, data)
 
     async def sweep(self, run: str) -> None:
         """Removes what writers that were killed left half-written in the directory of a run that has ended."""

@@ -11,6 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace_servicekit.folders import open_below, replace_below
+
 SEGMENT_BYTES = 64 << 20
 _BLOCK = 1 << 16
 Line = tuple[int, bytes]
@@ -160,8 +162,8 @@ def _number_at(descriptor: int, offset: int) -> int:
 
 
 def overwrite(path: Path, offset: int, data: bytes) -> None:
-    """Writes `data` at `offset` and cuts the file off behind it. OSError when the disk refuses."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    """Writes `data` at `offset` of RUN/history/NAME and cuts it off behind that. OSError when the disk refuses."""
+    descriptor = open_below(path.parents[2], path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if os.fstat(descriptor).st_size != offset:
             os.ftruncate(descriptor, offset)
@@ -172,14 +174,10 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
         os.close(descriptor)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Replaces a file by a rename; returns when the new content survives a loss of power."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}")
-    overwrite(aside, 0, data)
-    sync(aside)
-    aside.replace(path)
-    sync(path.parent)
+def write_synced(root: Path, path: Path, data: bytes) -> None:
+    """Replaces a file of a run by a rename; returns when the new content survives a loss of power."""
+    with replace_below(root, path, synced=True) as file:
+        file.write(data)
 
 
 def sync(path: Path) -> None:

@@ -17,8 +17,8 @@ Extract = Literal["text", "last_line", "last_number", "last_box", "last_choice"]
 
 def last_line(text: str) -> str:
     """The last line that is not blank."""
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    lines = text.strip().split("\n")
+    return lines[-1].strip()
 
 
 _EXTRACTORS = {

@@ -182,7 +182,7 @@ def _arguments(given: Any) -> list[Any]:
     """Of a call. LiveCodeBench writes each as a line of JSON."""
     if isinstance(given, str):
         try:
-            return [json.loads(line) for line in given.splitlines()]
+            return [json.loads(line) for line in given.removesuffix("\n").split("\n")]
         except ValueError as error:
             raise ValueError(
                 f"the arguments of a call are {_shown(given)}; give each as a line of JSON: {error}"

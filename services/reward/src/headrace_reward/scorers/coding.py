@@ -38,6 +38,9 @@ from headrace_reward.scorers.base import Answer, ScorerError
 from headrace_reward.scorers.code_cases import Cases, code_of, read_cases
 
 _MEBIBYTE = 1 << 20
+_BLANKS = " \t\r\n"
+"""What may stand between words and behind them; all else that Python counts as a blank is a text's own."""
+_WORD = re.compile(rf"[^{_BLANKS}]+")
 _DEFINES = r"^(?:async\s+)?(?:def|class)\s+{0}\b|^{0}\s*=|^from\s.*\bimport\b.*\b{0}\b"
 
 
@@ -142,7 +145,9 @@ class Code:
 
 def same_text(printed: str, expected: str, tolerance: float) -> bool:
     """Line by line, without blanks at their ends and empty lines at the end; numbers within the tolerance."""
-    ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (printed, expected))
+    ours, theirs = (
+        [_WORD.findall(line) for line in text.rstrip(_BLANKS).split("\n")] for text in (printed, expected)
+    )
     return len(ours) == len(theirs) and all(
         len(ours_line) == len(theirs_line)
         and all(map(lambda a, b: a == b or _near(a, b, tolerance), ours_line, theirs_line))

@@ -64,8 +64,7 @@ class ReasoningGym:
         if self._options.extract == "last_number":
             return last_number(completion)
         if self._options.extract == "last_line":
-            lines = completion.strip().splitlines()
-            return lines[-1].strip() if lines else ""
+            return completion.strip().split("\n")[-1].strip()
         return completion
 
     def _unknown(self, name: object) -> str:

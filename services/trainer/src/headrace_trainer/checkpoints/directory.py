@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from headrace_servicekit.failpoints import failpoint_sync
+from headrace_servicekit.folders import open_below
 from headrace_servicekit.logs import get_logger
 
 from headrace_trainer.backends._base import ReferenceFacts
@@ -84,7 +85,7 @@ class CheckpointDirectory:
         self.run = run_directory.name if foreign else ""
         self.root = run_directory / "checkpoints"
         self.asides = Asides(self.root, foreign=foreign)
-        self._tree = CheckpointTree(self.root, foreign=foreign)
+        self._tree = CheckpointTree(self.root)
 
     def live(self) -> list[Saved]:
         """Intact checkpoints of the newest lineage and what it stands on, newest first; damaged ones are set aside.
@@ -136,7 +137,7 @@ class CheckpointDirectory:
 
     def new_lineage(self, origin: Origin, number: int, store_id: str) -> int:
         """Claims the next lineage for what follows from `origin`. Raises OSError."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        self._make(self.root)
         claim = {
             "base_checkpoint": origin.checkpoint,
             "base_run": origin.run,
@@ -150,7 +151,7 @@ class CheckpointDirectory:
                 break
             except FileExistsError:
                 lineage += 1  # torn, or another incarnation was faster: its lineage is the older one
-        (self.root / f"lineage-{lineage}").mkdir(exist_ok=True)
+        self._make(self.root / f"lineage-{lineage}")
         sync_directory(self.root)
         return lineage
 
@@ -176,13 +177,17 @@ class CheckpointDirectory:
     def new_aside(self, lineage: int, ordinal: int) -> Path:
         """A directory in which all ranks write their parts of a checkpoint, for `write`. Raises OSError."""
         aside = self.root / f"lineage-{lineage}" / f".step-{ordinal}.{uuid.uuid4().hex[:8]}.partial"
-        aside.mkdir(parents=True)
+        self._make(aside)
         return aside
+
+    def _make(self, folder: Path) -> None:
+        """Makes a folder below the run's, with those above it, and follows no link. Raises OSError."""
+        os.close(open_below(self.root.parents[1], folder, os.O_RDONLY | os.O_DIRECTORY, make=True))
 
     def new_carried(self) -> Path:
         """A directory for the state that goes from one trainer group to the next. Raises OSError."""
         carried = self.root / f".carried-{uuid.uuid4().hex[:8]}"
-        carried.mkdir(parents=True)
+        self._make(carried)
         return carried
 
     def write(

@@ -60,11 +60,10 @@ class Saved:
 
 
 class CheckpointTree:
-    """The files below `root`; those of a `foreign` run must not lead out of it."""
+    """The files below `root`; none may lead out of it."""
 
-    def __init__(self, root: Path, *, foreign: bool) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = root
-        self._foreign = foreign
 
     def scan(self) -> tuple[list[Saved], dict[str, str]]:
         """Intact live checkpoints, newest first, and what is wrong with the damaged ones by name."""
@@ -138,7 +137,7 @@ class CheckpointTree:
         )
 
     def _check_inside(self, path: Path) -> None:
-        if self._foreign and not path.resolve().is_relative_to(self._root.resolve()):
+        if not path.resolve().is_relative_to(self._root.parent.resolve() / self._root.name):
             raise Damaged(f"{path.name} is a link out of the run's directory")
 
 

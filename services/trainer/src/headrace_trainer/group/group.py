@@ -30,6 +30,8 @@ from headrace_trainer.memory import Room, Rooms, rooms_on
 # A follower waits in the header broadcast while the leader is idle; LeaveTrainerGroup ends it, not this.
 IDLE_LIMIT = timedelta(days=1)
 COLLECTIVE_LIMIT = timedelta(minutes=10)
+TOLD_S = 1.0
+"""How long after a failed collective the liveness thread may take to say why."""
 ABORTED_S = 30.0
 """A thread that is still in a collective so long after it was aborted cannot be woken: the process ends."""
 ABORTED_EXIT_CODE = 71
@@ -275,6 +277,16 @@ class TrainerGroup:
         if self.device.type == "cuda":
             dist.distributed_c10d._abort_process_group()
         connections.cut(self._connections)
+
+    def why_lost(self) -> str:
+        """Why the group has ended, after a collective of it has failed; empty where nobody says so.
+
+        Gloo may notice a closed connection a moment before the liveness thread has read who closed it and why.
+        """
+        end = time.monotonic() + TOLD_S
+        while not self.lost and self._liveness is not None and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.lost
 
     def leave(self, *, in_order: bool = True) -> None:
         """Ends the process group; what was sharded over it can no longer communicate.

@@ -130,7 +130,7 @@ class Rounds(EpisodeRounds):
             except Exception as error:
                 if not isinstance(error, RuntimeError) and not ranks.lost:
                     raise
-                why = ranks.lost or f"the leader is gone: {error}"
+                why = ranks.why_lost() or f"the leader is gone: {error}"
                 raise RoundLost(f"generation {ranks.generation} is over: {why}") from error
             header = messages.unpacked(_DECODER.decode(data))
             if isinstance(header.round, messages.LeaveRound):
@@ -187,7 +187,7 @@ class Rounds(EpisodeRounds):
         marks = ("gloo", "Connection", "NCCL", "timed out", "Timed out")
         if not isinstance(error, RuntimeError) or not any(mark in text for mark in marks):
             return None
-        return text.splitlines()[0]
+        return self.rank.ranks.why_lost() or text.splitlines()[0]
 
     # What the leader's session and learner ask for
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from headrace_trainer.learning.pictures import lay_out
 from headrace_trainer.learning.planning import PrefixTree
 from headrace_trainer.learning.samples import Rows, Sequence
-from headrace_trainer.learning.segments import Nodes, Segment, Segments, runs_of
+from headrace_trainer.learning.segments import Nodes, Segment, Segments
 
 SHORT_NODES = 512
 """Rows up to here have no segments on a CPU: their mask is small, and one call of attention is faster than several."""
@@ -177,20 +177,24 @@ def pack(
     """
     trees = [PrefixTree() for _ in rows]
     sequences = [(row, sequence) for row, members in enumerate(rows) for sequence in members]
+    own = [sequence for _, sequence in sequences]
     paths: list[tuple[int, np.ndarray]] = []
-    predicted: list[np.ndarray] = []
+    nodes, targets = list[np.ndarray](), list[np.ndarray]()
     for row, sequence in sequences:
         tokens, trained = np.asarray(sequence.tokens, np.int64), np.asarray(sequence.trained, np.int64)
         path = trees[row].add(tokens[: trained[-1]] if len(trained) else tokens[:0])
+        assert path is not None
         paths.append((row, path))
-        predicted.append(np.stack([np.full(len(trained), row), path[trained - 1], tokens[trained]]))
-    temperatures_K, kinds_K = _temperatures([sequence for _, sequence in sequences])
+        nodes.append(path[trained - 1])
+        targets.append(tokens[trained])
+    counts = [len(sequence.trained) for sequence in own]
+    rows_K = np.repeat([row for row, _ in sequences], counts)
+    temperatures_K, kinds_K = _temperatures(own)
     (rows_U, nodes_U, targets_U, _), first_U, index_K = _distinct(
-        np.concatenate([np.concatenate(predicted, axis=1), kinds_K[None]])
+        np.stack([rows_K, np.concatenate(nodes), np.concatenate(targets), kinds_K])
     )
     laid_out = _laid_out(trees, paths, attends, shared=shared, multiple=multiple)
     shape = (laid_out.tokens_RL.shape[0], laid_out.tokens_RL.shape[1])
-    own = [sequence for _, sequence in sequences]
     pictures = None if images is None else lay_out(own, paths, laid_out.starts, shape, images)
     tokens_RL = laid_out.tokens_RL
     if images is not None:  # the model knows no numbers below 0
@@ -204,14 +208,12 @@ def pack(
         sources_U=torch.from_numpy(np.asarray(laid_out.starts, np.int64)[rows_U] + nodes_U),
         targets_U=torch.from_numpy(targets_U),
         index_K=torch.from_numpy(index_K),
-        advantages_K=_of_tokens([s.advantages or np.zeros(len(s.trained)) for _, s in sequences]),
-        weights_K=_of_tokens([np.full(len(s.trained), s.weight) for _, s in sequences]),
-        engine_log_probs_K=_of_tokens([s.engine_log_probs for _, s in sequences]),
-        sequences_K=torch.repeat_interleave(torch.tensor([len(s.trained) for _, s in sequences])),
-        columns_K=_columns([s for _, s in sequences]),
-        nodes=Nodes.of(paths, [s for _, s in sequences], laid_out.starts, shape, experts)
-        if experts
-        else None,
+        advantages_K=_of_tokens([s.advantages or np.zeros(len(s.trained)) for s in own]),
+        weights_K=torch.from_numpy(np.repeat(np.array([s.weight for s in own], np.float32), counts)),
+        engine_log_probs_K=_of_tokens([s.engine_log_probs for s in own]),
+        sequences_K=torch.from_numpy(np.repeat(np.arange(len(own)), counts)),
+        columns_K=_columns(own),
+        nodes=Nodes.of(paths, own, laid_out.starts, shape, experts) if experts else None,
         pictures=pictures,
         temperatures_U=None if temperatures_K is None else torch.from_numpy(temperatures_K[first_U]),
     )
@@ -260,7 +262,7 @@ def _laid_out(
 ) -> _LaidOut:
     length = max(len(tree.tokens) for tree in trees)
     branched = shared and any(tree.branches for tree in trees)
-    parts = _parts(len(trees), paths) if branched or attends is Attends.SEGMENTS else []
+    parts = [_parts(tree) for tree in trees] if branched or attends is Attends.SEGMENTS else []
     if attends is Attends.SEGMENTS or (
         attends is Attends.CHEAPEST and branched and length > SHORT_NODES and _segments_win(parts, paths)
     ):
@@ -276,16 +278,9 @@ def _laid_out(
     )
 
 
-def _parts(rows: int, paths: list[tuple[int, np.ndarray]]) -> list[list[Segment]]:
-    """Segments of each row: the nodes that a sequence has added to its tree, behind those that were there."""
-    found: list[list[Segment]] = [[] for _ in range(rows)]
-    for row, path in paths:
-        first = found[row][-1].stop if found[row] else 0
-        if len(path) and path[-1] >= first:
-            last = int(path[-1])
-            before = len(path) - (last - first + 1)
-            found[row].append(Segment(first, last + 1, first, runs_of(path[:before])))
-    return found
+def _parts(tree: PrefixTree) -> list[Segment]:
+    """The nodes that each sequence has added to its tree, behind those that were there."""
+    return [Segment(first, end, first, before) for (first, end), before in tree.pieces]
 
 
 def _in_one_row(trees: list[PrefixTree], parts: list[list[Segment]], multiple: int) -> _LaidOut:
@@ -338,11 +333,17 @@ def _padded(rows: list[np.ndarray], length: int, *, rising: bool = False) -> Ten
 
 def _mask(parts: list[list[Segment]], length: int) -> Tensor:
     """Each node sees its ancestors and itself, padding sees itself."""
-    mask_RLL = torch.eye(length, dtype=torch.bool).repeat(len(parts), 1, 1)
-    for row, own in enumerate(parts):
-        seen = Segments.of(own).visible.dense()
-        mask_RLL[row, : len(seen), : len(seen)] = seen
-    return mask_RLL[:, None]
+    mask_RLL = np.zeros((len(parts), length, length), dtype=np.bool_)
+    places = np.arange(length)
+    mask_RLL[:, places, places] = True
+    causal_LL = np.tri(length, dtype=np.bool_)
+    for seen_LL, own in zip(mask_RLL, parts, strict=True):
+        for part in own:
+            for first, end in part.before:
+                seen_LL[part.start : part.stop, first:end] = True
+            count = part.stop - part.start
+            seen_LL[part.start : part.stop, part.own : part.own + count] = causal_LL[:count, :count]
+    return torch.from_numpy(mask_RLL)[:, None]
 
 
 def _of_tokens(parts: Many[list[float] | np.ndarray]) -> Tensor:

@@ -17,6 +17,9 @@ import numpy as np
 
 from headrace_trainer.learning.samples import Rows, Sequence
 
+Run = tuple[int, int]
+"""Numbers from the first one up to the second one, which is not among them."""
+
 
 class PrefixTree:
     """The distinct prefixes of a row's sequences, parents before children."""
@@ -25,7 +28,9 @@ class PrefixTree:
         self.size = 0
         self.branches = False
         """Whether some node has two children, so that plain causal attention would be wrong."""
-        self._known: list[tuple[np.ndarray, np.ndarray]] = []
+        self.pieces: list[tuple[Run, tuple[Run, ...]]] = []
+        """Of each sequence that has made nodes: these, and its path before them."""
+        self._known: list[tuple[np.ndarray, np.ndarray, tuple[Run, ...]]] = []
         self._tokens: list[np.ndarray] = [np.empty(0, np.int64)]
         self._depths: list[np.ndarray] = [np.empty(0, np.int64)]
 
@@ -39,29 +44,32 @@ class PrefixTree:
         """How many ancestors each node has."""
         return np.concatenate(self._depths)
 
-    def add(self, tokens: Many[int] | np.ndarray) -> np.ndarray:
-        """The node of each token, making those that are not there yet."""
+    def add(self, tokens: Many[int] | np.ndarray, most: float = math.inf) -> np.ndarray | None:
+        """The node of each token, making those that are not there yet; None if there would be more than `most`."""
         values = np.asarray(tokens, np.int64)
-        common, along = self._longest(values)
+        common, along, runs = self._longest(values)
         fresh = len(values) - common
+        if self.size + fresh > most:
+            return None
         path = np.concatenate([along[:common], np.arange(self.size, self.size + fresh)])
         if fresh:
-            parent = int(along[common - 1]) if common else -1
-            self.branches |= parent != self.size - 1
+            made, before = (self.size, self.size + fresh), _first(runs, common)
+            parent = before[-1][1] - 1 if before else -1
+            follows = parent == self.size - 1
+            self.branches |= not follows
+            self.pieces.append((made, before))
+            whole = (*before[:-1], (before[-1][0], made[1])) if before and follows else (*before, made)
             self._tokens.append(values[common:])
             self._depths.append(np.arange(common, len(values)))
-            self._known.append((values, path))
+            self._known.append((values, path, whole))
             self.size += fresh
         return path
 
-    def growth(self, tokens: Many[int] | np.ndarray) -> int:
-        """How many nodes `add` would make."""
-        return len(tokens) - self._longest(np.asarray(tokens, np.int64))[0]
-
-    def _longest(self, values: np.ndarray) -> tuple[int, np.ndarray]:
-        """How many first tokens are in the tree, and the path of a sequence that begins with them."""
+    def _longest(self, values: np.ndarray) -> tuple[int, np.ndarray, tuple[Run, ...]]:
+        """How many first tokens are in the tree, and the path of a sequence that begins with them, also as runs."""
         most, along = 0, np.empty(0, np.int64)
-        for other, path in self._known:
+        runs: tuple[Run, ...] = ()
+        for other, path, own in self._known:
             length = min(len(values), len(other))
             if length <= most or other[most] != values[most]:
                 continue
@@ -69,8 +77,19 @@ class PrefixTree:
             first = int(differs.argmax())
             common = first if differs[first] else length
             if common > most:
-                most, along = common, path
-        return most, along
+                most, along, runs = common, path, own
+        return most, along, runs
+
+
+def _first(runs: tuple[Run, ...], count: int) -> tuple[Run, ...]:
+    """The first `count` numbers of runs, which have as many."""
+    found: list[Run] = []
+    for first, end in runs:
+        if not count:
+            break
+        found.append((first, min(end, first + count)))
+        count -= found[-1][1] - first
+    return tuple(found)
 
 
 def context(sequence: Sequence) -> list[int]:
@@ -110,10 +129,9 @@ def plan_rows(sequences: list[Sequence], budget: int, *, shared: bool) -> list[t
         if not sequence.trained:
             continue
         tokens = np.asarray(context(sequence), np.int64)
-        fits = shared and rows and rows[-1][0].size + rows[-1][0].growth(tokens) <= budget
-        if not fits:
+        if not (shared and rows and rows[-1][0].add(tokens, budget) is not None):
             rows.append((PrefixTree(), []))
-        rows[-1][0].add(tokens)
+            rows[-1][0].add(tokens)
         rows[-1][1].append(index)
     return [(tree.size, members) for tree, members in rows]
 

@@ -8,7 +8,6 @@ Shapes: N queries, M keys, S segments, P pieces of the keys, T keys that the seg
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,10 +18,8 @@ import torch.nn.functional as F
 from headrace_modelkit.experts import OWN, ExpertShape
 from torch import Tensor
 
+from headrace_trainer.learning.planning import Run
 from headrace_trainer.learning.samples import Sequence
-
-Run = tuple[int, int]
-"""Keys from the first number up to the second one, which is not among them."""
 
 
 @dataclass(frozen=True)
@@ -167,15 +164,6 @@ class Visible:
         device = self.segment_N.device
         queries, keys = (torch.arange(len(each), device=device) for each in (self.segment_N, self.piece_M))
         return self(queries[:, None], keys[None, :])
-
-
-def runs_of(nodes: Many[int] | np.ndarray) -> tuple[Run, ...]:
-    """Rising numbers as runs."""
-    if not len(nodes):
-        return ()
-    found = np.asarray(nodes)
-    cuts = np.flatnonzero(np.diff(found) != 1) + 1
-    return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(found, cuts))
 
 
 @dataclass(frozen=True)

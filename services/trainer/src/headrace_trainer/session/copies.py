@@ -5,12 +5,14 @@ The next group may have another number of ranks: each of them reads its own part
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace_servicekit.folders import open_below
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -144,6 +146,7 @@ def _export(kind: RunKind, tensors: Iterator[tuple[str, Tensor]], target: Path) 
 
     counting = counted()
     try:
+        os.close(open_below(target.parents[1], target.parent, os.O_RDONLY | os.O_DIRECTORY))
         kind.export(counting, target)
     except (OSError, SafetensorError) as error:
         for _, tensor in tensors:  # The other ranks take part up to the last one.

@@ -150,10 +150,10 @@ def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, voc
 def check_settled(prompt: int, trajectory: common_pb2.Trajectory, reasons: frozenset[int], what: str) -> str:
     """How the trajectory is called. Raises Refusal INVALID or DIGEST_MISMATCH unless it ended with one of `reasons`."""
     where = _name(trajectory)
-    check_enum(f"{where}: finish_reason", common_pb2.FinishReason, trajectory.finish_reason)
     if trajectory.sample.prompt_ordinal != prompt:
         raise invalid(f"{where} is in the group of prompt {prompt}")
     if trajectory.finish_reason not in reasons:
+        check_enum(f"{where}: finish_reason", common_pb2.FinishReason, trajectory.finish_reason)
         reason = common_pb2.FinishReason.Name(trajectory.finish_reason)
         raise invalid(f"{where} ended with {reason}: only {what} may be learned from")
     if trajectory_digest(trajectory) != trajectory.body_digest:
@@ -229,19 +229,19 @@ def _read_branch(
     trained: list[int] = []
     log_probs: list[float] = []
     versions: list[int] = []
-    temperatures: list[float] = []
+    drawn: list[tuple[float, int]] = []
     for segment in message.segments:
         if segment.WhichOneof("body") != "tokens":
             raise invalid(f"{where}: segments of actions need a policy that acts; this run trains on tokens")
-        ids = segment.tokens.token_ids
+        ids = [*segment.tokens.token_ids]
         if segment.policy_number:
             if sampling is not None:
-                temperatures += [_drawn_at(segment.tokens, where, sampling)] * len(ids)
+                drawn.append((_drawn_at(segment.tokens, where, sampling), len(ids)))
             trained += range(len(tokens), len(tokens) + len(ids))
             log_probs += segment.tokens.log_probs
             versions += [segment.policy_number] * len(ids)
         tokens += ids
-    if any(math.isnan(value) for value in log_probs):
+    if any(map(math.isnan, log_probs)):
         raise invalid(
             f"{where}: the engine told a log-prob that is NaN; leave log_probs out where there are none"
         )
@@ -251,8 +251,8 @@ def _read_branch(
         raise invalid(f"{where}: ids from {min(tokens)} to {max(tokens)}; the model's lie below {vocabulary}")
     if trained and trained[0] == 0:
         raise invalid(f"{where}: the first id is sampled; a prompt of at least one id must come before")
-    if sampling is not None and {*temperatures} == {sampling.temperature}:
-        temperatures = []
+    alike = sampling is None or all(temperature == sampling.temperature for temperature, _ in drawn)
+    temperatures = () if alike else tuple(at for at, count in drawn for _ in range(count))
     try:
         routes = (
             unpack_routes(message.routed_experts, (len(tokens) - 1) * route_width) if route_width else b""
@@ -264,7 +264,7 @@ def _read_branch(
         trained,
         log_probs or [math.nan] * len(trained),
         versions,
-        tuple(temperatures),
+        temperatures,
         routes=routes,
         cut=message.cut,
     )
@@ -280,17 +280,17 @@ def _drawn_at(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingSec
             f"{where} was drawn at temperature {found.temperature:g}: what was not drawn by chance is not learned from"
         )
     # 0 is not told where 1 is the neutral value.
-    changed = {
-        "top_p": found.top_p not in (0.0, 1.0),
-        "top_k": found.top_k > 0,
-        "min_p": found.min_p > 0,
-        "repetition_penalty": found.repetition_penalty not in (0.0, 1.0),
-    }
-    for name in (name for name, differs in changed.items() if differs):
-        raise invalid(
-            f"{where} was sampled with {name} {getattr(found, name):g}; the kept set does not travel, so this run "
-            f"trains on the whole distribution: sample with top_p 1, top_k 0, min_p 0, repetition_penalty 1"
-        )
+    for name, differs in (
+        ("top_p", found.top_p not in (0.0, 1.0)),
+        ("top_k", found.top_k > 0),
+        ("min_p", found.min_p > 0),
+        ("repetition_penalty", found.repetition_penalty not in (0.0, 1.0)),
+    ):
+        if differs:
+            raise invalid(
+                f"{where} was sampled with {name} {getattr(found, name):g}; the kept set does not travel, so this run "
+                f"trains on the whole distribution: sample with top_p 1, top_k 0, min_p 0, repetition_penalty 1"
+            )
     if found.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
         raise invalid(f"{where}: log-probs are of the raw distribution; set the engine to processed ones")
     runs = math.isclose(found.temperature, sampling.temperature, rel_tol=1e-5)

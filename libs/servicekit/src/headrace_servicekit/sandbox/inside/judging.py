@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -249,4 +250,5 @@ def _where(error: BaseException, test: str) -> str:
     ]
     if isinstance(error, SyntaxError) or not lines or lines[-1] is None:
         return ""
-    return f" at: {test.splitlines()[lines[-1] - 1].strip()[:200]}"
+    written = re.split(r"\r\n?|\n", test)  # The lines of Python; `splitlines` knows more of them.
+    return f" at: {written[lines[-1] - 1].strip()[:200]}"

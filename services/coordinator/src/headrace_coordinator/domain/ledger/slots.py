@@ -98,7 +98,8 @@ class SlotLedger(msgspec.Struct, dict=True):
     def group(self, prompt: int) -> list[Slot]:
         """All slots of a prompt, by sample index."""
         first = self.ordinal(prompt, 0)
-        return [self.slots[first + index] for index in range(self.group_size) if first + index in self.slots]
+        places = range(first, first + self.group_size)
+        return [slot for place in places if (slot := self.slots.get(place)) is not None]
 
     @property
     def refilled(self) -> int:

@@ -168,6 +168,8 @@ def settled_lines(
         if slot.state == ACCUMULATED and (trajectory := trajectories.get(slot.key)) and trajectory.shown
     ]
     kept = whole_groups(found, context.spec.tracking.trajectories_per_step, lambda each: each[0].prompt)
+    items = {prompt: context.item(prompt) for prompt in {slot.prompt for slot, _, _ in kept}}
+    form = context.spec.tool_calls
     return [
         SettledTrajectory(
             step=certificate.ordinal,
@@ -175,9 +177,9 @@ def settled_lines(
             prompt_ordinal=slot.prompt,
             sample_index=slot.sample,
             attempt=slot.attempt,
-            prompt=context.question(slot.prompt),
+            prompt=items[slot.prompt].question,
             completion=shown.completion,
-            reference=context.item(slot.prompt).answer,
+            reference=items[slot.prompt].answer,
             reward=slot.reward,
             parts=shown.parts,
             stage_rewards=trajectory.stage_rewards or {},
@@ -187,7 +189,7 @@ def settled_lines(
             log_probs=[round(value, 4) for value in shown.log_probs],
             text_bytes=shown.text_bytes.tolist(),
             advantage=shown.advantage,
-            messages=told(context.spec.tool_calls, shown.said, trajectory.turn_rewards),
+            messages=told(form, shown.said, trajectory.turn_rewards),
             masked=carries_no_loss(context, slot.sample, shown.finish_reason),
         )
         for slot, trajectory, shown in kept

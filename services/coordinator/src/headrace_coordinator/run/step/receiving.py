@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -14,6 +14,7 @@ from headrace_servicekit.causes import cause_first
 from headrace_servicekit.rpc.digests import digest_and_size
 from headrace_servicekit.rpc.trajectories import segments_of, turn_roles
 
+from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.dispatch import accepts
 from headrace_coordinator.domain.ledger.slot_index import ASSIGNED, FINISHED, Slot
@@ -54,9 +55,11 @@ class Receiver:
         if not finished:
             return
         found = await self._attempt.trajectories.messages(finished, self._context.workers.producers)
+        items = self._items(slot.prompt for slot in finished)
         for slot in finished:
             if message := found.get(slot.key):
-                self._score(Trajectory(slot, message, message.ByteSize(), *sampled(message)))
+                trajectory = Trajectory(slot, message, message.ByteSize(), *sampled(message))
+                self._score(trajectory, items[slot.prompt])
         lost = [slot for slot in finished if slot.key not in found]
         self._dispatch.take_back(lost)
 
@@ -79,14 +82,19 @@ class Receiver:
     async def take_finished(self, messages: list[common.Trajectory]) -> None:
         """Finished trajectories of one response."""
         for portion in self._portions(messages):
-            self._post_finished([trajectory for trajectory in portion if self._usable(trajectory)])
+            items = self._items(trajectory.slot.prompt for trajectory in portion)
+            self._post_finished([trajectory for trajectory in portion if self._usable(trajectory)], items)
             for trajectory in portion:
                 if trajectory.slot.state == FINISHED:
-                    self._score(trajectory)
+                    self._score(trajectory, items[trajectory.slot.prompt])
                 elif trajectory.slot.state == ASSIGNED:
                     self._refuse(trajectory)
             self._attempt.work.beat()  # There is room for the next group.
             await asyncio.sleep(0)
+
+    def _items(self, prompts: Iterable[int]) -> dict[int, DataItem]:
+        """Data items by prompt: each is unpacked once, however many trajectories of its group arrive together."""
+        return {prompt: self._context.item(prompt) for prompt in {*prompts}}
 
     def _portions(self, messages: list[common.Trajectory]) -> Iterator[list[Trajectory]]:
         """What may fill a slot, at most TAKEN_AT_ONCE of about TAKEN_BYTES; each slot once."""
@@ -129,19 +137,19 @@ class Receiver:
         lag = self._lags[key]
         return lag is None or lag + ahead > self._context.spec.algorithm.max_staleness
 
-    def _post_finished(self, good: list[Trajectory]) -> None:
+    def _post_finished(self, good: list[Trajectory], items: Mapping[int, DataItem]) -> None:
         """Appends one SlotsFinished for a portion, before any other event about its slots."""
         if not good:
             return
         context, tail = self._context, self._context.tail
-        context.failed_in_a_row = 0
+        context.failed_in_a_row, now = 0, context.event_log.monotonic()
         slots = [(*each.slot.key, each.slot.attempt, each.received.body_digest, each.tokens) for each in good]
         context.event_log.post(ev.SlotsFinished(at=context.event_log.now(), run=context.run_id, slots=slots))
         for each in good:
-            context.saw_length(each.slot.prompt, each.tokens)
+            context.saw_length(items[each.slot.prompt], each.tokens)
             segment = next(segments_of(each.received), common.Segment())
             prompt = len(segment.tokens.token_ids)
-            tail.finished(each.slot.holder, each.tokens, context.event_log.monotonic(), prompt)
+            tail.finished(each.slot.holder, each.tokens, now, prompt)
 
     def _refuse(self, trajectory: Trajectory) -> None:
         """Has the sample made again, or drops its group."""
@@ -176,18 +184,19 @@ class Receiver:
             what = f"{context.failed_in_a_row} groups failed one after the other, and no episode ended well between"
             raise CallRefused("simulator", "INVALID", cause_first(text, f"{what} them", "environment.tasks"))
 
-    def _score(self, trajectory: Trajectory) -> None:
+    def _score(self, trajectory: Trajectory, item: DataItem) -> None:
         """Keeps a finished trajectory, and asks for its reward."""
         message = trajectory.received
         first = self._attempt.published.version.number
         trajectory.oldest = min((number for number, _ in trajectory.versions), default=first)
-        trajectory.turn_rewards = [turn.reward for turn in message.conversation.turns]
-        trajectory.turn_roles = turn_roles(message.conversation)
+        if message.HasField("conversation"):
+            trajectory.turn_rewards = [turn.reward for turn in message.conversation.turns]
+            trajectory.turn_roles = turn_roles(message.conversation)
         trajectory.shown = Shown.of(message) if self._is_shown(trajectory.slot) else None
         if trajectory.shown is None:
             trajectory.versions = ()
         self._attempt.trajectories.put(trajectory)
-        self._rewards.ask(trajectory, message)
+        self._rewards.ask(trajectory, message, item)
 
     def _is_shown(self, slot: Slot) -> bool:
         """Whether the text of a slot is kept: a large step shows only some trajectories."""

@@ -60,13 +60,8 @@ class Shown:
         for tokens, first, last in _in_order(message):
             log_probs.extend(tokens.log_probs[first : min(last, first + LOG_PROBS_KEPT - len(log_probs))])
             text_bytes.extend(tokens.text_bytes[first : min(last, first + LOG_PROBS_KEPT - len(text_bytes))])
-        return cls(
-            message.completion_text,
-            message.finish_reason,
-            log_probs,
-            text_bytes,
-            said=said(message),
-        )
+        spoken = said(message) if message.HasField("conversation") else []
+        return cls(message.completion_text, message.finish_reason, log_probs, text_bytes, said=spoken)
 
 
 @dataclass(slots=True)

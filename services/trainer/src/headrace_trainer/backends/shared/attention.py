@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from headrace_trainer.learning.segments import Run, Segments
+from headrace_trainer.learning.planning import Run
+from headrace_trainer.learning.segments import Segments
 
 WIDENED_TOKENS = 512
 """Sequences up to here are attended to in fp32 on a CPU, which loses nothing: torch's CPU kernel, forward and backward

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import stat
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,6 +28,7 @@ from headrace_schema.resources.fleet import (
 )
 from headrace_schema.resources.overviews import LogLineView, LogView
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.folders import read_below
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_coordinator.api.http.errors import invalid
@@ -230,17 +230,15 @@ def read_log(folder: Path, name: str, level: str, lines: int) -> list[LogLineVie
     """
     if not NAME.fullmatch(name):
         return None
-    try:  # A link may have been put there since it was looked for.
-        handle = os.open(folder / f"{name}.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        file = read_below(folder.parent, folder / f"{name}.log")
     except OSError:
         return None
-    with os.fdopen(handle, "rb") as file:
-        state = os.fstat(handle)
-        if not stat.S_ISREG(state.st_mode):
-            return None
-        start = max(0, state.st_size - READ_BYTES)
+    with file:
+        start = max(0, os.fstat(file.fileno()).st_size - READ_BYTES)
         file.seek(start)
-        whole = file.read(READ_BYTES).decode(errors="replace").splitlines()[1 if start else 0 :]
+        text = file.read(READ_BYTES).decode(errors="replace")
+    whole = text.removesuffix("\n").split("\n")[1 if start else 0 :] if text else []
     found: list[LogLineView] = []
     for line in whole:
         found.append(_view(line, found[-1] if found else None))

@@ -10,7 +10,7 @@ from fastapi.responses import FileResponse, StreamingResponse
 from headrace_schema.resources.evaluations import EpisodeView, VideoListView
 from headrace_schema.resources.views import RecordingListView
 
-from headrace_coordinator.api.http.downloads import TAR_ANSWER, folder_answer
+from headrace_coordinator.api.http.downloads import TAR_ANSWER, FileAnswer, folder_answer
 from headrace_coordinator.api.http.requests import (
     GivenKey,
     key_or_new,
@@ -51,7 +51,7 @@ def recording_routes(coordinator: Coordinator) -> APIRouter:
     async def get_recording(run_id: str, name: str) -> Response:
         """One recording."""
         path = await asyncio.to_thread(coordinator.recordings.path, run_id, name)
-        return FileResponse(path, media_type=GZIP, filename=f"{run_id}-{name}")
+        return FileAnswer(path.parents[2], path, GZIP, f"{run_id}-{name}")
 
     @routes.get(
         "/{run_id}/recordings/{name}/checkpoint", response_class=StreamingResponse, responses=TAR_ANSWER
@@ -60,7 +60,7 @@ def recording_routes(coordinator: Coordinator) -> APIRouter:
         """All files of the checkpoint that a recording begins with, as a tar file."""
         folder = await asyncio.to_thread(coordinator.recordings.checkpoint, run_id, name)
         label = f"{run_id}-{folder.parent.name}-{folder.name}"
-        return await folder_answer(folder, label, f"the checkpoint of {name}")
+        return await folder_answer(folder.parents[3], folder, label, f"the checkpoint of {name}")
 
     return routes
 
@@ -83,7 +83,8 @@ def video_routes(coordinator: Coordinator, kind: str) -> APIRouter:
     )
     async def get_video(run_id: str, video: str) -> Response:
         """One video, an MP4 file (H.264)."""
-        return FileResponse(await coordinator.videos.run_video(run_id, video), media_type=MEDIA_TYPE)
+        path = await coordinator.videos.run_video(run_id, video)
+        return FileAnswer(path.parents[2], path, MEDIA_TYPE)
 
     @routes.get(
         "/{run_id}/videos/{video}/episode",
@@ -94,7 +95,7 @@ def video_routes(coordinator: Coordinator, kind: str) -> APIRouter:
     async def get_episode(run_id: str, video: str) -> Response:
         """What the policy read and did in the episode of a video: a `headrace.common.v1.ActionSegment`."""
         path = await coordinator.videos.run_episode(run_id, video)
-        return FileResponse(path, media_type=EPISODE_MEDIA_TYPE)
+        return FileAnswer(path.parents[2], path, EPISODE_MEDIA_TYPE)
 
     @routes.get("/{run_id}/videos/{video}/steps", name=f"get_{of}_steps", response_model=EpisodeView)
     async def get_steps(run_id: str, video: str) -> Response:

@@ -251,19 +251,19 @@ def _records(routes: APIRouter, coordinator: Coordinator, runs_directory: Path) 
         if name not in names:
             have = f"it has {', '.join(names[:5])}" if names else "it has none"
             raise Refused("NOT_FOUND", f"run {run_id} has no checkpoint {name!r}; {have}")
-        folder = Path(coordinator.reads.run(run_id).run_directory) / "checkpoints" / name
-        return await folder_answer(
-            folder, f"{run_id}-{name.replace('/', '-')}", f"checkpoint {name} of run {run_id}"
-        )
+        directory = Path(coordinator.reads.run(run_id).run_directory)
+        folder, label = directory / "checkpoints" / name, f"{run_id}-{name.replace('/', '-')}"
+        return await folder_answer(directory.parent, folder, label, f"checkpoint {name} of run {run_id}")
 
     @routes.get("/{run_id}/export", response_class=StreamingResponse, responses=TAR_ANSWER)
     async def get_export(run_id: str, code: Code = "") -> Response:
         """The exported model of a run that has ended with one, as a tar file."""
-        path = coordinator.reads.run(run_id).export_path
-        if not path:
+        run = coordinator.reads.run(run_id)
+        if not run.export_path:
             hint = f"headrace run export {run_id} makes one of a checkpoint"
             raise Refused("NOT_FOUND", f"run {run_id} has no exported model; {hint}")
-        return await folder_answer(Path(path), f"{run_id}-export", f"the export of run {run_id}")
+        runs, path = Path(run.run_directory).parent, Path(run.export_path)
+        return await folder_answer(runs, path, f"{run_id}-export", f"the export of run {run_id}")
 
     @routes.get("/{run_id}/certificates", response_model=CertificateListView)
     async def list_certificates(

@@ -15,6 +15,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace_servicekit.causes import cause_first
 
+from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.reward_flow import Question, RewardFlow
 from headrace_coordinator.domain.ledger.slot_index import FILTERED, FINISHED
@@ -66,9 +67,9 @@ class Rewards:
         """No more trajectories will come."""
         self._scoring.close()
 
-    def ask(self, trajectory: Trajectory, message: common.Trajectory) -> None:
-        """Asks for the reward of a finished trajectory."""
-        key, question = trajectory.slot.key, self._context.item(trajectory.slot.prompt)
+    def ask(self, trajectory: Trajectory, message: common.Trajectory, question: DataItem) -> None:
+        """Asks for the reward of a finished trajectory, an answer to `question`."""
+        key = trajectory.slot.key
         item = score_item(question, message, trajectory.tokens, evaluation=False)
         if self._flow is None:
             self._scoring.put(item)

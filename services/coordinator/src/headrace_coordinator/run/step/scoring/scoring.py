@@ -170,8 +170,8 @@ class Scoring:
             raise error
         if stream.asked or error is not None or stream.task.cancelled():
             self._waiting[:0] = stream.asked.values()
-            for item in stream.asked.values():
-                self._count(item.stage, -1)
+            for stage, count in Counter(item.stage for item in stream.asked.values()).items():
+                self._count(stage, -count)
             if stream.worker in self._workers.rewards:
                 self._workers.rewards.remove(stream.worker)
             await self._workers.fleet.fate(stream.worker.incarnation)
@@ -193,9 +193,9 @@ class Scoring:
             stream.use = deaths.begin(run, stream.worker.instance)
             what = f"the scorers at {stream.worker.instance.instance} to score answers"
             stream.shown.enter_context(self._workers.fleet.waits.named(run, what, after=SHOWN_S))
-        for item in items:
-            stream.asked[_question(item)] = item
-            self._count(item.stage, 1)
+        stream.asked.update((_question(item), item) for item in items)
+        for stage, count in Counter(item.stage for item in items).items():
+            self._count(stage, count)
         return items
 
     def _stopped(self, stream: ScoreStream) -> None:
@@ -219,12 +219,13 @@ class Scoring:
     def take(self, stream: ScoreStream, results: Iterable[reward.ScoreResult]) -> None:
         """Delivers final results; a broken scorer is asked again."""
         final: list[reward.ScoreResult] = []
+        ended = Counter[str]()
         for result in results:
             question = _question(result)
             item = stream.asked.pop(question, None)
             if item is None:
                 continue
-            self._count(item.stage, -1)
+            ended[item.stage] += 1
             if result.status == reward.SCORE_STATUS_UNAVAILABLE:
                 if now() - self._away_since(item.stage, result.detail) < self._limit_s:
                     self._put_later(item)
@@ -239,6 +240,8 @@ class Scoring:
                 self._waiting.append(item)
             else:
                 final.append(result)
+        for stage, count in ended.items():
+            self._count(stage, -count)
         if not stream.asked:
             stream.shown.close()
         if stream.use is not None and not stream.asked:
