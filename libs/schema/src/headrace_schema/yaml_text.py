@@ -146,7 +146,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         unused = (mark for mark in map(chr, range(0xF0000, 0xFFFFE)) if mark not in text)
         self._breaks = {mark: next(unused) for mark in _BREAKS if mark in text}
-        super().__init__(text.translate(str.maketrans(self._breaks)))
+        super().__init__(text.translate({ord(mark): other for mark, other in self._breaks.items()}))
         self._text = text
         self._depth = 0
         self._open_anchors: set[str] = set()
@@ -219,7 +219,7 @@ class _Loader(yaml.SafeLoader):
     def _whole(self, node: Any) -> str:
         """The text of a scalar, with the characters that are no line ends here."""
         text = str(self.construct_scalar(node))
-        return text.translate(str.maketrans({mark: end for end, mark in self._breaks.items()}))
+        return text.translate({ord(other): mark for mark, other in self._breaks.items()})
 
     def number(self, node: Any) -> int | float:
         """A finite number."""
