@@ -90,10 +90,10 @@ def test_yaml_error_names_the_place(headrace, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("steps: 1\noptimizer: {lr: .nan}", "line 2: .nan is not a finite number"),
-        ("steps: 1\nsteps: 2", "line 2: the key steps is there already, in line 1"),
-        ("data: &d\n  options: *d", "line 2: *d stands inside"),
-        ("x: " + "[" * 5000, "line 1: is nested deeper"),
+        ("steps: 1\noptimizer: {lr: .nan}", "line 2, column 17: .nan is not a finite number"),
+        ("steps: 1\nsteps: 2", "line 2, column 1: the key steps is there already, in line 1"),
+        ("data: &d\n  options: *d", "line 2, column 12: *d stands inside"),
+        ("x: " + "[" * 5000, "line 1, column 67: is nested deeper"),
     ],
 )
 def test_odd_yaml_is_a_sentence_with_the_line(headrace, coordinator, tmp_path, text, words):
