@@ -249,7 +249,8 @@ def test_aliases_count_as_often_as_they_are_repeated(width, depth, merged):
 def test_numbers_of_any_base_are_numbers_or_refused(sign, digits):
     """Those to the base 16 have no bound of Python's own: 60,000 digits were a number that no float could hold."""
     try:
-        assert isinstance(read_yaml(f"a: {sign}{digits}")["a"], int)
+        value = read_yaml(f"a: {sign}{digits}")["a"]
+        assert isinstance(value, int if digits.startswith("0x") and not sign else str)  # YAML 1.2's core
     except YamlProblem as error:
         assert len(str(error)) < 200
 

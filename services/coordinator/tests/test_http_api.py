@@ -113,7 +113,7 @@ async def test_a_spec_as_yaml(api, spec_json):
     made = await api.post("/v1/runs", content=yaml.safe_dump(spec_json), headers=as_yaml)
     assert (made.status_code, made.json()["spec"]["name"]) == (201, spec_json["name"])
     for body, words in (
-        (b"a: 1\nsteps: .nan", "line 2: .nan is not"),
+        (b"a: 1\nsteps: .nan", "line 2, column 8: .nan is not"),
         (b"\xff", "not UTF-8"),
         (b"[", "line 1"),
     ):
