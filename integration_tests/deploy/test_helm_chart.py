@@ -256,3 +256,20 @@ def test_policies_choose_pods_and_nobody_but_the_coordinator_reaches_the_store(r
 def test_a_value_that_cannot_be_is_refused_by_its_key(tools, option, words):
     done = helm(tools, "--set", option)
     assert done.returncode != 0 and words in done.stderr, done.stderr
+
+
+def test_numbers_and_truth_values_of_env_are_texts_as_they_were_written(render, tmp_path):
+    file = tmp_path / "values.yaml"
+    file.write_text(
+        "rollout: {env: {BIG: 100000000, SMALL: 0.5, NONE: 0, MINUS: -20261128, FLAG: true, OCTAL: '010'}}"
+    )
+    found = {
+        item["name"]: item["value"]
+        for each in render("", "--values", str(file))
+        if each["kind"] == "Deployment" and each["metadata"]["name"].endswith("-rollout")
+        for container in each["spec"]["template"]["spec"]["containers"]
+        for item in container.get("env", [])
+        if "value" in item
+    }
+    wanted = {"BIG": "100000000", "SMALL": "0.5", "NONE": "0", "MINUS": "-20261128", "FLAG": "true", "OCTAL": "010"}
+    assert {name: found[name] for name in wanted} == wanted

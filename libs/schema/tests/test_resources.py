@@ -14,9 +14,9 @@ def test_what_is_absent_is_empty_and_what_is_unknown_is_in_raw():
     assert not run.ended and RunView.from_json({"state": "FAILED"}).ended
 
 
-def test_null_in_place_of_a_number_is_nan():
+def test_null_is_none_where_nothing_was_measured_and_nan_among_figures():
     step = StepView.from_json({"reward_mean": None, "figures": {"loss": None}, "trained": None})
-    assert math.isnan(step.reward_mean) and math.isnan(step.figures["loss"]) and step.trained == 0
+    assert step.reward_mean is None and math.isnan(step.figures["loss"]) and step.trained == 0
 
 
 def test_nested_resources_and_json_keys_have_the_types_of_the_view():

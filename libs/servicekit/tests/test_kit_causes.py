@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from headrace_servicekit.causes import cause_first, first_of, raised
+from headrace_servicekit.causes import cause_first, first_of, proxied, raised
 
 CAUSE = "gripper 7 lost its CAN bus"
 
@@ -89,3 +89,22 @@ def test_the_key_stands_last():
     assert cause_first(f"{CAUSE}.", "so all failed", "limits.x") == f"{CAUSE}; so all failed (limits.x)"
     assert cause_first("", "nothing is known", "limits.x") == "nothing is known (limits.x)"
     assert cause_first(CAUSE, "", "limits.x") == f"{CAUSE} (limits.x)"
+
+
+PROXY = "http://me:secret@proxy.example:3128"
+
+
+@pytest.mark.parametrize("name", ["https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"])
+@pytest.mark.parametrize("value", [PROXY, "me:secret@proxy.example:3128"])
+def test_a_proxy_is_named_by_its_variable_and_without_its_password(monkeypatch, name, value):
+    for each in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(each, raising=False)
+        monkeypatch.delenv(each.upper(), raising=False)
+    assert not proxied("https://judge.example/v1")
+    monkeypatch.setenv(name, value)
+    told = f", through the proxy proxy.example:3128 of {name}; to go round it: no_proxy=judge.example"
+    assert proxied("https://judge.example/v1") == told
+    for around in ("no_proxy", "NO_PROXY"):
+        with monkeypatch.context() as patch:
+            patch.setenv(around, "other.example,judge.example")
+            assert not proxied("https://judge.example/v1") and proxied("https://third.example")

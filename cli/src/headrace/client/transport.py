@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 from headrace.client.errors import HeadraceError, Problem
+from headrace_servicekit.causes import proxied
 
 RETRY_PAUSE_S = 0.2
 GREETING_S = 5.0
@@ -157,7 +158,7 @@ class Transport:
         """The error of a coordinator that does not answer."""
         if refusal := tls_refusal(error):
             return HeadraceError("TLS", f"the coordinator at {self.base_url} is not trusted: {refusal}")
-        detail = str(error) or type(error).__name__
+        detail = (str(error) or type(error).__name__) + proxied(self.base_url)
         return HeadraceError("UNREACHABLE", f"no coordinator answers at {self.base_url} ({detail})")
 
 

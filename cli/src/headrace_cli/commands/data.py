@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -266,7 +267,7 @@ def open_dataset(spec: RunSpec) -> Dataset:
 
 def tokenizer_of(spec: RunSpec) -> Any:
     """The model's tokenizer, where its directory and the packages are here."""
-    if find_spec("headrace_modelkit") is None or not Path(spec.model.path).expanduser().is_dir():
+    if find_spec("headrace_modelkit") is None or not Path(os.path.expanduser(spec.model.path)).is_dir():
         return None
     from headrace_modelkit.errors import ModelNotReadable
     from headrace_modelkit.tokenizer import load_tokenizer

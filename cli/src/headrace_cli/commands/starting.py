@@ -96,7 +96,7 @@ def telling(as_json: bool) -> Callable[[str], None]:
 
 def absolute(data_dir: Path) -> str:
     """As a launcher needs it, whose working directory may be another."""
-    return str(data_dir.expanduser().absolute())
+    return str(Path(os.path.expanduser(data_dir)).absolute())
 
 
 def counts_of(

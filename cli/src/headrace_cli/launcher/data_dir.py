@@ -29,7 +29,7 @@ class DataDir:
     @classmethod
     def at(cls, path: Path | str) -> DataDir:
         """The data directory at a path, which need not exist."""
-        return cls(Path(path).expanduser().absolute())
+        return cls(Path(os.path.expanduser(path)).absolute())
 
     @property
     def state_file(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from importlib.metadata import version
@@ -58,7 +59,7 @@ def find_head(text: str, token_file: Path, ca_file: Path | None = None) -> tuple
     """
     host, port = head_place(text)
     url = f"{'https' if ca_file else 'http'}://{host_port(host, port)}"
-    file = token_file.expanduser().absolute()
+    file = Path(os.path.expanduser(token_file)).absolute()
     if not file.is_file():
         fix = "copy `token` of the head's data directory to this host, readable by you alone, and name it"
         raise user_error("--token-file", f"{file} is not there", fix)

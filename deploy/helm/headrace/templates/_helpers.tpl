@@ -93,8 +93,13 @@ imagePullPolicy: {{ .root.Values.images.pullPolicy }}
 {{- define "headrace.env" -}}
 {{- range $name, $value := . }}
 - name: {{ $name }}
-  value: {{ $value | quote }}
+  value: {{ include "headrace.text" $value | quote }}
 {{- end }}
+{{- end -}}
+
+{{/* A value as it was written: Helm reads numbers as floats, of which large ones would be 1e+08. */}}
+{{- define "headrace.text" -}}
+{{- if and (kindIs "float64" .) (eq (floor .) .) (lt . 1e15) (gt . -1e15) }}{{ printf "%.0f" . }}{{ else }}{{ . }}{{ end -}}
 {{- end -}}
 
 {{/* Variables of the coordinator and of every instance. */}}
@@ -171,7 +176,7 @@ spec:
         - name: HEADRACE_DATA_DIR
           value: /data
         - name: GLOO_SOCKET_IFNAME
-          value: {{ $settings.interface }}
+          value: {{ $settings.interface | quote }}
         - name: NCCL_SOCKET_IFNAME
           value: "={{ $settings.interface }}"
         {{- end }}

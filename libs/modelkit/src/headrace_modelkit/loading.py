@@ -246,7 +246,7 @@ def _with_weights(
 
 
 def _check_directory(config: ModelSection) -> None:
-    path = Path(config.path).expanduser()
+    path = Path(os.path.expanduser(config.path))
     local = path.exists() or path.is_absolute() or config.path.startswith((".", "~"))
     if not local:
         return

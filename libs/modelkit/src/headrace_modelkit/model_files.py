@@ -7,6 +7,7 @@ one tensor, types) is done here by its own conversions, for each tensor when it 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -131,7 +132,7 @@ def _files(config: ModelSection, *, cached: bool) -> list[Path]:
     """The safetensors files of a directory or of a model on the Hub. Raises ModelNotReadable and OSError."""
     options: dict[str, Any] = {**location(config), "_raise_exceptions_for_missing_entries": False}
     options["local_files_only"] = cached
-    path = str(Path(config.path).expanduser()) if config.path.startswith("~") else config.path
+    path = str(Path(os.path.expanduser(config.path))) if config.path.startswith("~") else config.path
     if (one := cached_file(path, SAFE_WEIGHTS_NAME, **options)) is not None:
         return [Path(one)]
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ def model_size(config: Mapping[str, Any]) -> ModelSize | None:
 def local_config(path: str) -> Mapping[str, Any]:
     """config.json of a local model; empty for an id, and for what cannot be read."""
     try:
-        found = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        found = json.loads((Path(os.path.expanduser(path)) / "config.json").read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
     except (OSError, ValueError):
         return {}

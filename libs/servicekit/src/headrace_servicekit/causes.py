@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass_environment
 
 from headrace_schema.references import redacted
 
@@ -39,6 +42,21 @@ def raised(error: BaseException, most: int = 500) -> str:
     if first is error or isinstance(error, BaseExceptionGroup):
         return _told(first, most)
     return f"{_told(first, most)}, and then {_told(error, most)}"
+
+
+def proxied(url: str) -> str:
+    """Of a connection that failed: through which proxy it went, and how to go round it; empty where there was none."""
+    asked = urlsplit(url)
+    host = asked.hostname or ""
+    if not host or proxy_bypass_environment(asked.netloc.rpartition("@")[2]) or proxy_bypass_environment(host):
+        return ""
+    for name in (f"{asked.scheme}_proxy", "all_proxy"):
+        variable = next((each for each in (name, name.upper()) if os.environ.get(each)), "")
+        if variable:
+            found = os.environ[variable]
+            proxy = urlsplit(found if "://" in found else f"http://{found}").netloc.rpartition("@")[2]
+            return f", through the proxy {proxy} of {variable}; to go round it: no_proxy={host}"
+    return ""
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:

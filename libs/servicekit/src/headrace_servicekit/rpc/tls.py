@@ -7,6 +7,7 @@ The directory has `ca.pem`, which the other side's certificate must come from, a
 from __future__ import annotations
 
 import os
+import tempfile
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +26,14 @@ def tls_dir() -> Path | None:
 
 
 def keys_folder() -> Path:
-    """Where launchers of this user keep the keys of authorities: no service but a coordinator needs one."""
-    settings = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
-    return settings / "headrace"
+    """Where launchers of this user keep the keys of authorities: no service but a coordinator needs one.
+
+    A user without a home has a folder of its own among the temporary files.
+    """
+    if settings := os.environ.get("XDG_CONFIG_HOME"):
+        return Path(settings) / "headrace"
+    home = os.path.expanduser("~")
+    return Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}" if home == "~" else Path(home, ".config/headrace")
 
 
 def channel_credentials() -> grpc.ChannelCredentials | None:

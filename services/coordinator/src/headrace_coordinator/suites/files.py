@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ class FileSuite(Suite):
             hub: dict[str, Any] = {"dataset": self.dataset, "name": self.config, "split": self.split}
             options = {**hub, "revision": self.revision, "form": self.form}
             return DataSection(source="huggingface", options=options, prompt=prompt)
-        parquet = self.path.endswith(".parquet") or Path(self.path).expanduser().is_dir()
+        parquet = self.path.endswith(".parquet") or Path(os.path.expanduser(self.path)).is_dir()
         source = "parquet" if parquet else "jsonl"
         return DataSection(source=source, options={"path": self.path, "form": self.form}, prompt=prompt)
 

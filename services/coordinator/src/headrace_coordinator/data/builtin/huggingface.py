@@ -5,6 +5,7 @@ The `datasets` package is an extra and slow to import, so it is imported when a 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -33,7 +34,7 @@ class HuggingFace(RowSource):
     @override
     def fingerprint(self) -> str:
         """Names, times and sizes of a local directory's files; nothing for the hub, where the revision decides."""
-        folder = Path(self.dataset).expanduser()
+        folder = Path(os.path.expanduser(self.dataset))
         inside = islice(folder.rglob("*"), MOST_FILES + 1) if folder.is_dir() else ()
         if len(found := [*inside]) > MOST_FILES:
             reason = f"the folder {folder} holds more than {MOST_FILES:,} files and folders"
@@ -49,12 +50,12 @@ class HuggingFace(RowSource):
             enumerate(self._rows()),
             lambda number: f"row {number} of {self.dataset} ({self.split})",
             DATASET_KEY,
-            Path(self.dataset).expanduser(),
+            Path(os.path.expanduser(self.dataset)),
         )
 
     def _rows(self) -> Any:
         datasets = _datasets()
-        local = Path(self.dataset).expanduser()
+        local = Path(os.path.expanduser(self.dataset))
         where = str(local) if local.is_dir() else self.dataset
         try:
             found = _saved(datasets, local, self.split)

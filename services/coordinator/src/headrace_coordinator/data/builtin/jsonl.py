@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -35,7 +36,7 @@ class Jsonl(RowSource):
     def fingerprint(self) -> str:
         """Time and size of the file."""
         try:
-            state = Path(self.path).expanduser().stat()
+            state = Path(os.path.expanduser(self.path)).stat()
         except OSError:
             return "unreadable"
         return f"{state.st_mtime_ns}-{state.st_ctime_ns}-{state.st_size}"
@@ -43,7 +44,7 @@ class Jsonl(RowSource):
     @override
     def items(self) -> Iterator[DataItem]:
         """Yields an item a line; blank lines are skipped, ill-formed ones named by their number."""
-        folder = Path(self.path).expanduser().parent
+        folder = Path(os.path.expanduser(self.path)).parent
         return self.row_items(self._rows(), self._place, PATH_KEY, folder)
 
     def _rows(self) -> Iterator[tuple[int, Row]]:
@@ -85,7 +86,7 @@ class Jsonl(RowSource):
 
     def _fix_path(self) -> str:
         """A file of nearly this name, and no other: whoever asks over the API may not see the folder."""
-        folder = Path(self.path).expanduser().parent
+        folder = Path(os.path.expanduser(self.path)).parent
         try:
             names = [entry.name for entry in folder.iterdir() if entry.is_file()]
         except OSError:

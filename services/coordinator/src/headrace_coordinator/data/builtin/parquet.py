@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -71,7 +72,7 @@ class Parquet(RowSource):
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def _files(self) -> list[Path]:
-        path = Path(self.path).expanduser()
+        path = Path(os.path.expanduser(self.path))
         found = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
         if not found:
             fix = "put .parquet files there, or name another path"

@@ -5,6 +5,7 @@ Each is decoded once, to be sure. Knows no prompt. Pillow is an extra, imported 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def _bytes_of(value: Any, key: str, folder: Path | None) -> bytes:
     head, comma, rest = value.partition(",")
     if value.startswith("data:") and comma and head.endswith(";base64"):
         return _from_base64(rest, key)
-    path = Path(value.removeprefix("file://")).expanduser()
+    path = Path(os.path.expanduser(value.removeprefix("file://")))
     path = path if path.is_absolute() or folder is None else folder / path
     try:
         with file_of(path).open("rb") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class BadRow(ValueError):
 
 def file_of(path: str | Path) -> Path:
     """The path, `~` replaced. Raises OSError for a pipe, socket or device, the opening of which may wait for ever."""
-    found = Path(path).expanduser()
+    found = Path(os.path.expanduser(path))
     if found.exists() and not (found.is_file() or found.is_dir()):
         raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, and no file")
     return found

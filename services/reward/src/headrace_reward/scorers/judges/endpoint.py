@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from headrace_schema.references import SecretOption, Unread, read, redacted
-from headrace_servicekit.causes import cause_first
+from headrace_servicekit.causes import cause_first, proxied
 from headrace_servicekit.problems import nearest
 from headrace_servicekit.registry import Options
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
@@ -167,7 +167,7 @@ class Endpoint:
                 except TimeoutError:
                     break
                 except self._httpx.RequestError as error:
-                    failed = str(error) or type(error).__name__
+                    failed = (str(error) or type(error).__name__) + proxied(self._options.base_url)
                 else:
                     if status not in _AGAIN:
                         return await self._reply(status, found)

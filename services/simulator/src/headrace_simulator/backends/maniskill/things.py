@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -74,7 +75,7 @@ def from_assets(assets_dir: str) -> Catalogue:
             "its things are models that no package and no registry has: give the folder that holds more_carrot and "
             "more_plate (published with RLinf's ManiSkill assets), or use PutOnPlatePrimitives-v1, which needs none",
         )
-    folder = Path(assets_dir).expanduser()
+    folder = Path(os.path.expanduser(assets_dir))
     things, plates = _listed(folder / _THINGS), _listed(folder / _PLATES)
     return Catalogue(things, plates[0])
 
