@@ -116,3 +116,32 @@ def test_almost_a_spec(ask, spec_json, data):
 def quoted(segment: str) -> str:
     """A path segment, percent-encoded."""
     return "".join(f"%{byte:02X}" for byte in segment.encode())
+
+
+HALF = "a \ud800 half"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": HALF},
+        {HALF: 1},
+        {"model": {"path": HALF}},
+        {"data": {"source": HALF}},
+        {"data": {"options": {HALF: HALF}}},
+        {"data": {"prompt": {"template": HALF}}},
+        {"reward": {"scorers": [{"name": HALF}]}},
+        {"reward": {"scorers": [{"name": "regex", "options": {"pattern": HALF}}]}},
+        {"sampling": {"stop": [HALF]}},
+        {"tracking": {"trackers": [{"name": HALF}]}},
+    ],
+)
+def test_half_of_a_surrogate_pair_in_a_spec_is_no_failure(ask, spec_json, change):
+    for path in ("/v1/runs", "/v1/runs?dry_run=true"):
+        ask(
+            "POST",
+            path,
+            content=json.dumps({**spec_json, **change}),
+            headers={"Content-Type": "application/json"},
+        )
+        ask("POST", path, content=json.dumps({"spec": HALF, HALF: change}))

@@ -376,3 +376,20 @@ async def test_a_slow_import_has_the_limit_of_the_spec(reward, tmp_path):
     )
     said = await open_fault(reward, f"{tmp_path}/slow.py:score", load_timeout_s=1.0)
     assert "was loaded for 1 s without an end (reward.load_timeout_s)" in said
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('raise ValueError("a \\ud800 half")', "ValueError: a ? half"),
+        ('return {"score": 1.0, "n\\ud800": 2.0}', ""),
+        ('raise ValueError("cause") from KeyError("\\udfff")', "KeyError: '\\udfff'"),
+    ],
+)
+async def test_half_of_a_surrogate_pair_costs_no_stream(reward, scorer_file, body, words):
+    """No message on the wire takes it."""
+    await reward.open(scorer_file(body))
+    (first,) = await reward.answers("a")
+    (second,) = await reward.answers("b")
+    assert words in first.detail and first.status == second.status
+    assert all(name.isascii() or "�" in name for name in first.parts), first.parts

@@ -48,7 +48,11 @@ def proxied(url: str) -> str:
     """Of a connection that failed: through which proxy it went, and how to go round it; empty where there was none."""
     asked = urlsplit(url)
     host = asked.hostname or ""
-    if not host or proxy_bypass_environment(asked.netloc.rpartition("@")[2]) or proxy_bypass_environment(host):
+    if (
+        not host
+        or proxy_bypass_environment(asked.netloc.rpartition("@")[2])
+        or proxy_bypass_environment(host)
+    ):
         return ""
     for name in (f"{asked.scheme}_proxy", "all_proxy"):
         variable = next((each for each in (name, name.upper()) if os.environ.get(each)), "")
@@ -76,4 +80,5 @@ def _told(error: BaseException, most: int) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     said = redacted(str(error))[:most]  # before it is cut: a part of a secret would not be found
-    return f"{type(error).__name__}: {said}".rstrip(": ") + where
+    # No message, log or file takes halves of surrogate pairs.
+    return f"{type(error).__name__}: {said}".encode("utf-8", "replace").decode().rstrip(": ") + where

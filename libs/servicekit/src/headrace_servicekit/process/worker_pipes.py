@@ -139,4 +139,13 @@ def decode_json(body: bytes) -> JsonMessage:
     return message
 
 
-JSON_CODEC: Codec[JsonMessage] = Codec(encode_json, decode_json)
+def decode_reply(body: bytes) -> JsonMessage:
+    """What a worker answers: halves of surrogate pairs, which no message, log or file of a service takes, are replaced."""
+    text = body.decode("utf-8", "replace")
+    message = decode_json(text.encode())
+    if "\\ud" in text.lower():
+        message = decode_json(encode_json(message).decode("utf-8", "replace").encode())
+    return message
+
+
+JSON_CODEC: Codec[JsonMessage] = Codec(encode_json, decode_reply)

@@ -33,7 +33,11 @@ def keys_folder() -> Path:
     if settings := os.environ.get("XDG_CONFIG_HOME"):
         return Path(settings) / "headrace"
     home = os.path.expanduser("~")
-    return Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}" if home == "~" else Path(home, ".config/headrace")
+    return (
+        Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}"
+        if home == "~"
+        else Path(home, ".config/headrace")
+    )
 
 
 def channel_credentials() -> grpc.ChannelCredentials | None:
