@@ -70,7 +70,10 @@ def events_of(seed: int) -> list[str]:
         world = World(seed)
         run_virtual(world.live())
     kept = [msgspec.to_builtins(event) for event in world.store.log]
-    lines = [json.dumps({k: v for k, v in each.items() if k not in ("spec", "store_id")}) for each in kept]
+    lines = [
+        json.dumps({k: v for k, v in each.items() if k not in ("spec", "store_id")}, sort_keys=True)
+        for each in kept
+    ]
     known: dict[str, int] = {}
 
     def number(digest: re.Match[str]) -> str:
