@@ -130,7 +130,15 @@ def meet(
     _await(all_here, deadline, stopped, missing)
     hellos = [msgspec.json.decode(store.get(key), type=_Hello) for key in keys]
     members = [each.member for each in hellos]
-    check_alike(members)
+    store.set(f"read-{rank}", "")
+    try:
+        check_alike(members)
+    except Refusal:
+        if rank == 0:  # its store ends with it: the others have read before who does not fit
+            read = [f"read-{other}" for other in range(world_size)]
+            with suppress(RuntimeError, MeetingStopped):
+                _await(lambda: store.check(read), min(deadline, time.monotonic() + 2.0), stopped, missing)
+        raise
     return Meeting(store, members, hellos[0].liveness_port)
 
 
