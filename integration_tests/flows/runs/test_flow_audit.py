@@ -20,6 +20,8 @@ def certificate(ordinal, **changes):
         "set_digest": f"{100 + ordinal:032x}",
         "tokens": 5,
         "tokens_by_version": {str(number - 1): 5},
+        "max_staleness": 0,
+        "mean_staleness": 0.0,
     }
     return Certificate.from_json({"live": True, **fields, **changes})
 

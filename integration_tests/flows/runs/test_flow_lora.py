@@ -66,7 +66,7 @@ def test_adapters_alone_learn_what_merged_weights_do_with_fewer_bytes(fleet, spe
     ]
     alone, merged = ([*fleet.client.metrics(fleet.succeed(run).id)] for run in runs)
     assert [step.reward_mean for step in alone] == [step.reward_mean for step in merged]
-    assert [step.figures["loss"] for step in alone] == [step.figures["loss"] for step in merged]
+    assert [step.figures.get("loss") for step in alone] == [step.figures.get("loss") for step in merged]
     # A step in which all answers of each group score alike changes nothing, and what is held is not sent.
     moved = [sum(step.figures["weights_bytes"] for step in steps[1:]) for steps in (alone, merged)]
     assert 0 < moved[0] < moved[1] / 2, moved

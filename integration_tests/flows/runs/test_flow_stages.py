@@ -56,7 +56,7 @@ def test_the_second_stage_sees_what_the_first_let_through(fleet, spec_of, tmp_pa
     for each in answers:
         assert ("judge" in each.stage_rewards) == (each in passed)
         assert each.reward == pytest.approx(sum(each.stage_rewards.values()))
-    part = f"judge/{scorer}:score"
+    part = "judge/judge.py:score"
     assert all(each.stage_rewards["judge"] == pytest.approx(each.parts[part] / 2) for each in passed)
     # An opening tries the scorers with a blank answer; all else that the second scorer saw had passed the first.
     asked = [line for line in seen.read_text(encoding="utf-8").splitlines() if line != repr("")]
