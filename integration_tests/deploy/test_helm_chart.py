@@ -271,5 +271,12 @@ def test_numbers_and_truth_values_of_env_are_texts_as_they_were_written(render, 
         for item in container.get("env", [])
         if "value" in item
     }
-    wanted = {"BIG": "100000000", "SMALL": "0.5", "NONE": "0", "MINUS": "-20261128", "FLAG": "true", "OCTAL": "010"}
+    wanted = {
+        "BIG": "100000000",
+        "SMALL": "0.5",
+        "NONE": "0",
+        "MINUS": "-20261128",
+        "FLAG": "true",
+        "OCTAL": "010",
+    }
     assert {name: found[name] for name in wanted} == wanted

@@ -111,7 +111,9 @@ def test_what_falls_over_is_named(fleet, tiny_model, tmp_path):
     ended = fleet.client.wait(run.id, RUN_S)
     assert ended.state == "FAILED"
     said = ended.reason.index("RuntimeError: the game fell over (broken.py:")
-    assert said < ended.reason.index("answers were not made") < ended.reason.index("(evaluation.max_unanswered)")
+    assert (
+        said < ended.reason.index("answers were not made") < ended.reason.index("(evaluation.max_unanswered)")
+    )
 
 
 def test_an_unmodified_agent_of_the_openai_package_is_trained_through_the_endpoint(fleet, tiny_model):

@@ -7,8 +7,8 @@ The directory has `ca.pem`, which the other side's certificate must come from, a
 from __future__ import annotations
 
 import os
-import tempfile
 import ssl
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
