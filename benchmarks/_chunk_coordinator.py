@@ -133,8 +133,8 @@ class Bench:
         # One at a time, the producer waits for its line, not for its assignment.
         together = messages if pattern == ONE else window
         spec = make_spec(f"{kind}-{pattern}", messages, steps, together, group)
-        now = self.event_log.now()
-        submitted = ev.RunSubmitted(at=now, run=run, spec=spec.model_dump(mode="json"), directory="")
+        now, folder = self.event_log.now(), str(Path(self._settings["directory"]) / "runs" / run)
+        submitted = ev.RunSubmitted(at=now, run=run, spec=spec.model_dump(mode="json"), directory=folder)
         restored = ev.VersionRestored(
             at=now, run=run, number=1, parent=0, ordinal=0, digest="weights", checkpoint="", frontier_step=0
         )

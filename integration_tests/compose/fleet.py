@@ -42,6 +42,7 @@ class ComposeFleet:
         self._environment = clean_environment(
             HEADRACE_PORT=str(self.port),
             HEADRACE_WHEELS=str(wheels),
+            HEADRACE_FILES=str(HERE),  # of users' code that tests bring
             PWD=str(ROOT),
             **{"HEADRACE_TAG": "test", **settings},
         )

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from compose.fleet import ENDLESS
+from compose.fleet import ENDLESS, HERE
 from harness.ledger import audit
 from harness.waiting import wait_for
 
 SERVICES = ("coordinator", "rollout", "trainer", "reward", "simulator")
 EVERYTHING = (*SERVICES, "redis", "secrets", "models")
+WITH_USERS_CODE = ("reward", "simulator")
+CAPABILITIES = {
+    "CHOWN": 0,
+    "DAC_OVERRIDE": 1,
+    "FOWNER": 3,
+    "KILL": 5,
+    "SETGID": 6,
+    "SETUID": 7,
+    "SYS_PTRACE": 19,
+}
+"""What services with users' code have, by the kernel's numbers."""
+SHOW_PROCESSES = """
+import json, psutil
+for process in psutil.process_iter(["cmdline", "uids", "pid"]):
+    if (process.info["cmdline"] or [])[1:2] == ["-m"]:
+        lines = open(f"/proc/{process.info['pid']}/status").read().splitlines()
+        sets = {line.split(":")[0]: int(line.split()[1], 16) for line in lines if line.startswith("Cap")}
+        print(json.dumps([process.info["cmdline"][2], list(process.info["uids"]), sets]))
+"""
 MEGABYTES = {"coordinator": 400, "reward": 700}
 
 FIND_TORCH = "import importlib.util; print(importlib.util.find_spec('torch'))"
@@ -53,8 +74,11 @@ def test_a_users_own_scorer_is_found_where_the_spec_names_it(fleet):
 def test_a_container_has_no_rights_and_limits(fleet, service):
     found = fleet.inspect(service)
     host, state = found["HostConfig"], found["State"]
-    assert found["Config"]["User"] == "10001:10001"
-    assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"] and not host["CapAdd"]
+    with_code = service in WITH_USERS_CODE
+    assert found["Config"]["User"] == ("0:0" if with_code else "10001:10001")
+    assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"]
+    added = {name.removeprefix("CAP_") for name in host["CapAdd"] or ()}
+    assert added == (CAPABILITIES.keys() if with_code else set())
     assert host["SecurityOpt"] == ["no-new-privileges:true"] and not host["Privileged"]
     assert host["Memory"] > 0 and host["PidsLimit"] > 0
     ports = [(port, bound) for port, bound in host["PortBindings"].items() if bound]
@@ -66,6 +90,42 @@ def test_a_container_has_no_rights_and_limits(fleet, service):
         assert state["Status"] == "exited" and state["ExitCode"] == 0
     else:
         assert state["Health"]["Status"] == "healthy"
+
+
+@pytest.mark.parametrize("service", ("coordinator", "rollout", "trainer", "reward", "simulator"))
+def test_a_service_is_user_10001_with_no_more_than_what_gives_users_code_another_id(fleet, service):
+    shown = [json.loads(line) for line in fleet.inside(service, "python", "-c", SHOW_PROCESSES).splitlines()]
+    ours = {
+        name: (uids, sets)
+        for name, uids, sets in shown
+        if name.startswith("headrace_") and "probe" not in name
+    }
+    assert {f"headrace_{service}", "headrace_servicekit.process.supervise"} <= ours.keys()
+    held = sum(1 << number for number in CAPABILITIES.values()) if service in WITH_USERS_CODE else 0
+    for name in (f"headrace_{service}", "headrace_servicekit.process.supervise"):
+        uids, sets = ours[name]
+        assert uids == [10001] * 3, name
+        assert sets == dict.fromkeys(("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"), held), name
+
+
+def test_a_users_scorer_reaches_nothing_of_its_service(fleet, spec_of):
+    fleet.succeed(fleet.submit(spec_of(reward={"scorers": [{"name": f"{HERE}/reaching.py:score"}]})))
+    lines = fleet.compose("logs", "--no-color", "--no-log-prefix", "reward").splitlines()
+    said = [json.loads(line.partition("FOUND ")[2]) for line in lines if "FOUND {" in line]
+    assert said, fleet.logs()
+    for found in said:
+        assert found["service"][1:] == ["-m", "headrace_reward"]
+        assert found["reached"] == ["its own home"]
+        assert not {0, 10001} & set(found["user"]) and found["groups"] == []
+        assert found["capabilities"].strip("0") == ""
+
+
+@pytest.mark.parametrize("service", WITH_USERS_CODE)
+def test_a_service_says_what_it_does_not_hold_of_users_code(fleet, service):
+    """What compose does not give: namespaces. Another user id is held, so nothing is said of it."""
+    (said,) = {tuple(each.capabilities.get("not_held", ())) for each in fleet.instances(service)}
+    assert not any("user id" in text for text in said)
+    assert any("what is open to all: no mounts of its own" in text for text in said)
 
 
 @pytest.mark.parametrize("service", MEGABYTES)

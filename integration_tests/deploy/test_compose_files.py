@@ -1,6 +1,7 @@
 """docker-compose.yml and what is put on top of it, as Docker's own renderer understands them; no engine is needed."""
 
 import json
+import re
 import subprocess
 
 import pytest
@@ -113,6 +114,20 @@ def test_measuring_is_a_profile_that_publishes_grafana_alone_on_the_loopback(ren
     assert plain["trainer"]["environment"]["HEADRACE_OTLP_ENDPOINT"] == "", (
         "no traces unless they are asked for"
     )
+
+
+def test_services_with_users_code_alone_start_as_root_and_keep_what_their_entry_point_names(render):
+    script = (ROOT / "deploy/as_service.sh").read_text()
+    kept = {name.upper() for name in re.findall(r"\+(\w+)", script)}
+    for name, service in render("--profile", "*")["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        with_code = name in ("reward", "simulator")
+        assert set(service.get("cap_add") or ()) == (kept if with_code else set()), name
+        assert (service.get("user") == "0:0") is with_code, name
+    stages = (ROOT / "deploy/Dockerfile").read_text().split("\nFROM ")
+    starts = [line for stage in stages for line in stage.splitlines() if line.startswith("ENTRYPOINT")]
+    with_code = [line for line in starts if re.search(r'"(reward|simulator)"', line)]
+    assert with_code and all('["as_service", ' in line for line in with_code)
 
 
 FLEET, HTTP, REDIS = "/secrets/fleet", "/secrets/http", "/secrets/redis"

@@ -35,7 +35,10 @@ OPTIONS = {
         "--set=networkPolicy.enabled=false,models.tiny=false",
     ),
     "scaler": ("--set=scaler.enabled=true",),
+    "own user": ("--set=usersCode.ownUser=true,simulator.replicas=1",),
 }
+USERS_CODE = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID", "SYS_PTRACE"]
+"""What deploy/as_service.sh keeps for a service that gives users' code another user id."""
 INSTANCES = ("rollout", "trainer", "reward", "simulator")
 CRDS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject"}
 """Kinds of operators: Kubernetes has no schema of them."""
@@ -190,15 +193,19 @@ def test_what_pods_name_is_there(objects):
             assert not host.startswith("post-") or ("Service", host) in names
 
 
-def test_pods_have_no_rights_and_see_only_their_own_secrets(objects):
+def test_pods_have_no_rights_and_see_only_their_own_secrets(objects, request):
     for kind, pod in workloads(objects).items():
         spec, (container,) = pod["spec"], pod["spec"]["containers"]
         assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 10001
-        assert container["securityContext"] == {
+        held = {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
+        if request.node.callspec.params["objects"] == "own user" and kind in ("reward", "simulator"):
+            held |= {"runAsNonRoot": False, "runAsUser": 0, "runAsGroup": 0}
+            held["capabilities"] = {"drop": ["ALL"], "add": USERS_CODE}
+        assert container["securityContext"] == held
         assert spec["automountServiceAccountToken"] is (kind == "scaler")
         assert spec["enableServiceLinks"] is False, "Kubernetes' own variables begin with HEADRACE_ too"
         keys = {item["key"] for v in spec["volumes"] if "secret" in v for item in v["secret"]["items"]}

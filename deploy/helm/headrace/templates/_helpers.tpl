@@ -53,6 +53,16 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end -}}
 
+{{/* Of a pod with users' code. Started as root, its entry point makes it user 10001 with these capabilities alone. */}}
+{{- define "headrace.usersCodeSecurity" -}}
+runAsNonRoot: false
+runAsUser: 0
+runAsGroup: 0
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL], add: [CHOWN, DAC_OVERRIDE, FOWNER, KILL, SETGID, SETUID, SYS_PTRACE]}
+{{- end -}}
+
 {{/* Where a pod goes. */}}
 {{- define "headrace.placing" -}}
 {{- with .nodeSelector }}
@@ -137,7 +147,8 @@ spec:
   containers:
     - name: {{ $kind }}
       {{- include "headrace.image" (dict "root" $root "image" $settings.image) | nindent 6 }}
-      securityContext: {{- include "headrace.containerSecurity" . | nindent 8 }}
+      {{- $ownUser := and $root.Values.usersCode.ownUser (has $kind (list "reward" "simulator")) }}
+      securityContext: {{- include (ternary "headrace.usersCodeSecurity" "headrace.containerSecurity" $ownUser) . | nindent 8 }}
       ports:
         {{- range until $count }}
         - {name: {{ printf "grpc-%d" . }}, containerPort: {{ add 7000 . }}}

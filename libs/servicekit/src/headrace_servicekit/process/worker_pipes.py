@@ -140,7 +140,7 @@ def decode_json(body: bytes) -> JsonMessage:
 
 
 def decode_reply(body: bytes) -> JsonMessage:
-    """A worker's answer, in which halves of surrogate pairs are replaced: no message, log or file of a service takes them."""
+    """A worker's answer. Halves of surrogate pairs are replaced: no message, log or file of a service takes them."""
     text = body.decode("utf-8", "replace")
     message = decode_json(text.encode())
     if "\\ud" in text.lower():

@@ -57,7 +57,8 @@ class Host:
         self._opening = opening = {**opening, "options": _with_secrets(opening["options"])}
         if opening["shelf"] is not None:
             folder, prefix, least_bytes = opening["shelf"]
-            self._shelf = Shelf(BlobWriter(Path(folder), prefix), least_bytes)
+            if os.access(folder, os.W_OK | os.X_OK):  # as another user without mounts it may not be reached
+                self._shelf = Shelf(BlobWriter(Path(folder), prefix), least_bytes)
         self._backend = call(lambda: backends.create(opening["backend"]))
         if isinstance(self._backend, ConversationBackend | AgentBackend):
             bound_output()

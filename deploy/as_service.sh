@@ -1,0 +1,6 @@
+#!/bin/sh
+# as_service.sh COMMAND…: runs it as user 10001. Where the container was started as root, that user has the capabilities
+# by which it gives users' code another user id, and the container must have these (cap_add); else it has none.
+[ "$(id -u)" = 0 ] || exec "$@"
+kept=-all,+chown,+dac_override,+fowner,+kill,+setgid,+setuid,+sys_ptrace
+exec setpriv --reuid 10001 --regid 10001 --clear-groups --inh-caps "$kept" --ambient-caps "$kept" -- "$@"
