@@ -87,7 +87,7 @@ def gradient_difference(
 ) -> float:
     """Relative L2 distance of the pre-clip gradients, groups one at a time in order of length against all at once."""
     made = [synthetic_group(prompt, size, (8, longest), vocabulary) for prompt in range(groups)]
-    arrival = sorted(made, key=lambda group: max(len(member.trained) for member in group.members))
+    arrival = sorted(made, key=lambda group: max(member.sampled for member in group.members))
     trainer_group = join_trainer_group(1, 0, 1, "", 30.0, torch.device("cpu"))
     try:
         accumulation = Accumulation(model, dtype, trainer_group, size, groups=groups)

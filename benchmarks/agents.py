@@ -147,16 +147,15 @@ class Bench:
 
     async def over_http(self) -> tuple[float, Any, int]:
         """Seconds, the speaker that asked, and the tokens that the engine computed, of agents in another process."""
-        from headrace_rollout.conversations.conversation import Conversation
         from headrace_rollout.endpoint.answers import Terms
         from headrace_rollout.endpoint.session import Session
-        from headrace_rollout.engines.samples import SlotKey
+        from headrace_rollout.engines.samples import Conversation, SlotKey
 
         stream, speaker = self._stream(), self._speaker()
         limit = self._engine.max_context_tokens
         terms = Terms("tiny", stream, self._codec, self._template, 0, limit, "hermes")
         sessions = [
-            Session(SlotKey(index, 0), 1, Conversation((), []), terms, speaker, greedy=False)
+            Session(SlotKey(index, 0), 1, Conversation(), terms, speaker, greedy=False)
             for index in range(self._options.sessions)
         ]
         url = await self._endpoint.url()

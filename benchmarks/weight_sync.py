@@ -283,13 +283,14 @@ def settled(version: Any, prompt: int) -> list[Any]:
             attempt=prompt * SAMPLES + index + 1,
             finish_reason=common_pb2.FINISH_REASON_EOS,
         )
-        body.segments.add(tokens=common_pb2.TokenSegment(token_ids=range(3, 3 + PROMPT)))
+        branch = body.branches.add()
+        branch.segments.add(tokens=common_pb2.TokenSegment(token_ids=range(3, 3 + PROMPT)))
         answer = common_pb2.TokenSegment(
             token_ids=range(10 + index, 10 + index + ANSWER),
             log_probs=[-10.0] * ANSWER,
             distribution=DISTRIBUTION,
         )
-        body.segments.add(policy_number=version.number, tokens=answer)
+        branch.segments.add(policy_number=version.number, tokens=answer)
         body.body_digest = trajectory_digest(body)
         group.members.add(trajectory=body, reward=float(index % 2), oldest_version=version)
     return [group]
