@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +23,7 @@ RUNS = [
     ("failed-1", "FAILED"),
     ("talk-1", "SUCCEEDED"),
     ("robot-1", "SUCCEEDED"),
-    (LONG_RUN, "FAILED"),
+    (LONG_RUN, "CANCELLED"),
 ]
 MANY = 10_000
 """Further runs beside these."""
@@ -143,7 +144,7 @@ def everything(directory: Path) -> CrowdServer:
     (directory / "logs" / "rollout-0.log").write_text("\n".join(map(json.dumps, lines)))
     write_trajectories(runs / "done-1", 12, 64, HOSTILE)
     write_timeline(runs / "done-1", 120)
-    (runs / LONG_RUN).symlink_to(runs / "done-1")
+    shutil.copytree(runs / "done-1", runs / LONG_RUN)
     write_conversations(runs / "talk-1", HOSTILE)
     write_episodes(runs / "robot-1", HOSTILE)
     write_trajectories(runs / "many-0", 1563, 64, "The answer is 42.")
