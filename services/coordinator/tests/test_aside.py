@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from headrace_coordinator.aside import Aside, TooSlow
+from headrace_coordinator.aside import Aside, TooSlow, _Work
 
 TURN_S = 0.5
 HELD_S = 60.0
@@ -126,9 +127,33 @@ async def test_errors_are_those_of_the_work():
 
 def test_a_process_ends_while_a_thread_is_stuck():
     code = (
-        "import asyncio, os\nfrom headrace_coordinator.aside import Aside, TooSlow\n"
+        "import asyncio, os\nfrom headrace_coordinator.aside import Aside, TooSlow, _Work\n"
         "async def main():\n  try: await Aside('x', 1, 0.1).run(lambda: os.read(os.pipe()[0], 1))\n"
         "  except TooSlow: print('told')\nasyncio.run(main())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "told\n" and not done.stderr
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_work_that_has_ended_by_itself_is_not_ended_again(monkeypatch, ended):
+    """Nor twice: what is raised in a thread that is on its way out is printed by the interpreter."""
+    told = []
+    monkeypatch.setattr(ctypes.pythonapi, "PyThreadState_SetAsyncExc", lambda *given: told.append(given))
+    going = threading.Event()
+
+    async def live():
+        work = _Work(lambda: going.wait(20.0), "short")
+        work.done.add_done_callback(lambda done: done.cancelled() or done.exception())
+        while not work._inside:  # noqa: ASYNC110 - its thread has no loop
+            await asyncio.sleep(0.001)
+        for _ in range(ended):
+            work.end()
+        going.set()
+        while not work._given.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        work._thread = threading.current_thread()  # as if it had not left yet
+        work.end()
+
+    asyncio.run(live())
+    assert len(told) == ended

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, InvalidStateError
 from contextlib import suppress
@@ -34,6 +35,7 @@ class _Work(Executor, Generic[Result]):
         loop = asyncio.get_running_loop()
         self.began, self._name = loop.time(), name
         self._thread: threading.Thread | None = None
+        self._ending, self._inside, self._over = threading.Lock(), False, False
         self.done: asyncio.Future[Result] = loop.create_future()
         self._given = loop.run_in_executor(self, work)
         self._given.add_done_callback(self._tell)
@@ -44,12 +46,20 @@ class _Work(Executor, Generic[Result]):
 
         def run() -> None:
             with suppress(_Ended, InvalidStateError):
+                with self._ending:
+                    if self._over:
+                        return
+                    self._inside = True
                 try:
                     result = work(*args, **named)
                 except Exception as error:  # noqa: BLE001 - raised again where the work is awaited
                     found.set_exception(error)
                 else:
                     found.set_result(result)
+                finally:
+                    with self._ending:
+                        self._over = True
+                    time.sleep(0)  # what was raised while it waited for `_ending` comes here, and not behind
 
         self._thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread.start()
@@ -67,9 +77,11 @@ class _Work(Executor, Generic[Result]):
     def end(self) -> None:
         """Ends its Python code at the next step, where it still runs."""
         self._given.cancel()
-        if self._thread is not None and self._thread.is_alive():
-            of_thread = ctypes.c_ulong(self._thread.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(of_thread, ctypes.py_object(_Ended))
+        with self._ending:
+            if self._thread is not None and self._inside and not self._over:
+                of_thread = ctypes.c_ulong(self._thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(of_thread, ctypes.py_object(_Ended))
+            self._over = True  # once: a second one would meet the thread's own end
 
 
 class Aside:
