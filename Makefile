@@ -57,7 +57,7 @@ check: setup ## Two minutes: lint, types and tests of what changed, ten seeds of
 lint: setup ## ruff, mypy, import rules, contracts, generated files, paths of one machine, replaced words, ceilings.
 	.venv/bin/python -m ci.parts lint
 
-test: setup ## The tests of .ci/run, about 35 minutes: units, simulation, flows, kills, security, packaging.
+test: setup ## The tests of .ci/run, about half an hour: units, simulation, flows, kills, security, packaging.
 	.venv/bin/python -m ci.parts test
 
 nightly: setup ## What takes too long for every change, for hours: many seeds, tests marked nightly (PART=…: some parts).
