@@ -239,3 +239,17 @@ def test_a_host_joins_an_encrypted_fleet_by_its_fingerprint(tmp_path, monkeypatc
     finally:
         for folder in ("b", "head"):
             say(folder, "down")
+
+
+def test_the_authoritys_key_is_written_through_no_planted_link(tmp_path, monkeypatch):
+    """Where others may write above its folder, as in that of temporary files for a user without a home."""
+    shared, theirs = tmp_path / "shared", tmp_path / "theirs"
+    shared.mkdir()
+    theirs.mkdir()
+    shared.chmod(0o777)
+    (shared / "headrace").symlink_to(theirs)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(shared))
+    place = DataDir.at(tmp_path / "data")
+    with pytest.raises(CommandError, match="a symbolic link"):
+        make_files(place, "127.0.0.1")
+    assert not [*theirs.iterdir()]

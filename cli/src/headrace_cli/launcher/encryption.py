@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import httpx
 from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
+from headrace_servicekit.folders import own_folder
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.process.ports import LOOPBACK
 from headrace_servicekit.rpc.certificates import (
@@ -46,9 +47,10 @@ def make_files(place: DataDir, address: str) -> str:
     """
     keys, name = place.authority_keys, socket.gethostname()
     try:
+        own_folder(keys.parent, "name a directory of yours in XDG_CONFIG_HOME")  # others may write above it
         make_authority(keys, name)
     except OSError as error:
-        problem = f"the key of the fleet's authority cannot be kept in {keys} ({error.strerror})"
+        problem = f"the key of the fleet's authority cannot be kept in {keys} ({error.strerror or error})"
         raise user_error("--tls", problem, "name a directory of yours in XDG_CONFIG_HOME") from error
     request = request_certificate(place.tls, [*_names(address), *([name] if may_certify(keys, name) else [])])
     put_certificate(place.tls, certify(keys, request))
