@@ -209,8 +209,10 @@ async def test_one_entry_point_starts_an_instance_for_each_device_on_ports_of_th
     monkeypatch.setenv("HEADRACE_METRICS_PORT", "9100")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert instance_count("devices") == 2
+    # Both write to one stream, and an unbuffered `print` writes word by word: each says its line in one call.
     told = python(
-        "import os, sys, time; print(os.environ['HEADRACE_NAME'], *sys.argv[1:], flush=True); time.sleep(60)"
+        "import os, sys, time; said = ' '.join([os.environ['HEADRACE_NAME'], *sys.argv[1:]]);"
+        " os.write(1, f'{said}\\n'.encode()); time.sleep(60)"
     )
     arguments = ["--name", "rollout-x", "--count", "2", "--log-dir", tmp_path, "--", *told]
     supervisor = processes([*ENTRY_POINT, *arguments], stderr=subprocess.PIPE)
