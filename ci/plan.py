@@ -18,6 +18,7 @@ PACKAGES = (
         "headrace_rollout",
     ),
     *("headrace_trainer", "headrace_simulator", "headrace_reward", "headrace_cli", "headrace.client"),
+    "headrace_robots",
     "headrace_simulation",
     "headrace_fake_world",
 )
@@ -26,6 +27,7 @@ UNITS = {
     "coordinator": "services/coordinator",
     "trainer": "services/trainer",
     "simulator": "services/simulator",
+    "robots": "plugins/robots",
     "reward": "services/reward",
     "servicekit": "libs/servicekit",
     "rollout": "services/rollout",
@@ -227,6 +229,7 @@ NIGHTLY = [
     _nightly("others", "integration_tests", *_IGNORED, "cli/tests", "benchmarks/tests", timeout_s=14400),
     _nightly("trainer", "services/trainer/tests", timeout_s=3600),
     _nightly("rollout", "services/rollout/tests", timeout_s=1800),
+    _nightly("robots", "plugins/robots/tests", timeout_s=1800),
     _nightly("reward", "services/reward/tests", timeout_s=600),
     _nightly("simulator", "services/simulator/tests", timeout_s=600),
     _nightly("fake-world", "tools/fake_world/tests", timeout_s=1800),

@@ -27,9 +27,9 @@ IMAGES = {
     "simulator-metaworld": (*COMMON, "services/simulator[metaworld]"),
     "simulator-maniskill": (*COMMON, "services/simulator[maniskill]"),
     "simulator-libero": (*COMMON, "services/simulator[libero]"),
-    "torch": (*COMMON, "libs/modelkit[vision]", "services/rollout", "services/trainer"),
-    "rollout-vllm": (*COMMON, "libs/modelkit[vision]", "services/rollout[vllm]"),
-    "rollout-sglang": (*COMMON, "libs/modelkit", "services/rollout[sglang]"),
+    "torch": (*COMMON, "libs/modelkit[vision]", "plugins/robots", "services/rollout", "services/trainer"),
+    "rollout-vllm": (*COMMON, "libs/modelkit[vision]", "plugins/robots", "services/rollout[vllm]"),
+    "rollout-sglang": (*COMMON, "libs/modelkit", "plugins/robots", "services/rollout[sglang]"),
 }
 
 

@@ -16,6 +16,7 @@ DISTS = {
     "headrace-schema": "libs/schema",
     "headrace-planner": "libs/planner",
     "headrace-modelkit": "libs/modelkit",
+    "headrace-robots": "plugins/robots",
     "headrace-coordinator": "services/coordinator",
     "headrace-rollout": "services/rollout",
     "headrace-trainer": "services/trainer",

@@ -32,6 +32,7 @@ FOLDERS = (
     "examples",
     "integration_tests",
     "libs",
+    "plugins",
     "services",
     "tools",
 )

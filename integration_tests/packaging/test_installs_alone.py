@@ -122,7 +122,7 @@ def torch_source():
     "service", ["rollout", pytest.param("trainer", marks=pytest.mark.nightly)]
 )  # as above
 def test_a_service_on_torch_installs_alone(service, torch_environment, tmp_path):
-    needed = [*sorted(COMMON), "headrace-modelkit", f"headrace-{service}"]
+    needed = [*sorted(COMMON), "headrace-modelkit", "headrace-robots", f"headrace-{service}"]
     torch_environment.install(*needed)
     assert torch_environment.headrace_dists() == set(needed)
     imports_all(torch_environment, f"headrace_{service}")

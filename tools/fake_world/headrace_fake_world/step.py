@@ -19,15 +19,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from headrace_robots.trainer.backend.episodes import Chunks, Credits, StepChunks
+from headrace_robots.trainer.sizes import WORDS, chunks_of
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import choose_backend
 from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout
 from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
-from headrace_trainer.backends.fsdp.layouts.robot_sizes import WORDS, chunks_of
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.backends.robot.episodes import Chunks, Credits, StepChunks
 from headrace_trainer.checkpoints.parts import copy_state
 from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning.samples import LentPictures, Rows, Sequence

@@ -176,6 +176,10 @@ class Registry(Generic[Made]):
         except ValidationError as error:
             raise PluginError([self._below(each) for each in explain(error, found.options)]) from error
 
+    def build_all(self) -> list[Made]:
+        """All plug-ins with their defaults, by name. Raises PluginError as `find` does."""
+        return [self.choose(name, {}).build() for name in self.names()]
+
     def capabilities(self, warn: Callable[[str], object]) -> list[str]:
         """One "name={JSON Schema of its options}" for each plug-in that loads; `warn` is called for the others."""
         listed = []
