@@ -19,6 +19,8 @@ PACKAGES = (
     ),
     *("headrace_trainer", "headrace_simulator", "headrace_reward", "headrace_cli", "headrace.client"),
     "headrace_robots",
+    "headrace_megatron",
+    "headrace_sglang",
     "headrace_simulation",
     "headrace_fake_world",
 )
@@ -28,6 +30,8 @@ UNITS = {
     "trainer": "services/trainer",
     "simulator": "services/simulator",
     "robots": "plugins/robots",
+    "megatron-refusals": "plugins/megatron",
+    "sglang-parts": "plugins/sglang",
     "reward": "services/reward",
     "servicekit": "libs/servicekit",
     "rollout": "services/rollout",
@@ -82,8 +86,8 @@ _VLLM = (
     ),
 )
 _MEGATRON = (
-    *(f":(glob){_BACKENDS}/*.py", f"{_BACKENDS}/shared", f"{_BACKENDS}/megatron", "constraints/megatron.txt"),
-    *(":(glob)services/trainer/tests/test_trainer_megatron*.py", ":(glob)ci/*megatron.sh"),
+    *(f":(glob){_BACKENDS}/*.py", f"{_BACKENDS}/shared", "plugins/megatron", "constraints/megatron.txt"),
+    ":(glob)ci/*megatron.sh",
 )
 _SIMULATORS = (
     *(f":(glob){_WORLDS}/*.py", f":(glob){_WORLDS}/backends/*.py", f"{_WORLDS}/backends/metaworld"),
@@ -135,7 +139,7 @@ def _simulator(name: str, *options: str, timeout_s: int) -> Part:
 def _megatron(*options: str, timeout_s: int) -> Part:
     """The megatron backend against the fsdp one, in groups of up to four processes; makes its environment first."""
     command = ("sh", "ci/test_megatron.sh", "--durations=10", "--durations-min=5", *options)
-    return Part("megatron", command, timeout_s, "services/trainer/tests", True, inputs=_MEGATRON)
+    return Part("megatron", command, timeout_s, "plugins/megatron/tests", True, inputs=_MEGATRON)
 
 
 _MYPY = shlex.quote(str(BIN / "mypy"))

@@ -29,7 +29,7 @@ IMAGES = {
     "simulator-libero": (*COMMON, "services/simulator[libero]"),
     "torch": (*COMMON, "libs/modelkit[vision]", "plugins/robots", "services/rollout", "services/trainer"),
     "rollout-vllm": (*COMMON, "libs/modelkit[vision]", "plugins/robots", "services/rollout[vllm]"),
-    "rollout-sglang": (*COMMON, "libs/modelkit", "plugins/robots", "services/rollout[sglang]"),
+    "rollout-sglang": (*COMMON, "libs/modelkit", "plugins/robots", "services/rollout", "plugins/sglang[engine]"),
 }
 
 

@@ -17,6 +17,8 @@ DISTS = {
     "headrace-planner": "libs/planner",
     "headrace-modelkit": "libs/modelkit",
     "headrace-robots": "plugins/robots",
+    "headrace-megatron": "plugins/megatron",
+    "headrace-sglang": "plugins/sglang",
     "headrace-coordinator": "services/coordinator",
     "headrace-rollout": "services/rollout",
     "headrace-trainer": "services/trainer",

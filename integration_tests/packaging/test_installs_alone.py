@@ -24,11 +24,9 @@ print(len([importlib.import_module(name) for name in wanted]))
 """
 OF_EXTRAS = (
     "headrace_rollout.engines.vllm.",
-    "headrace_rollout.engines.sglang.",
     "headrace_simulator.backends.maniskill.plates",
     "headrace_simulator.backends.metaworld.speed",
     "headrace_simulator.backends.maniskill.sapien",
-    "headrace_trainer.backends.megatron.",
 )
 """What only an extra with an environment of its own can import; its options are read without it."""
 HAS = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1]) is not None)"

@@ -172,10 +172,12 @@ def planned(case: Case) -> tuple[Layout, MemoryPlan]:
     """
     config = case.config(case.write(Path(_models().name), case.layers))
     chosen = choose_backend(config.trainer)
-    algorithm = run_kind(config).algorithm()
+    kind = run_kind(config)
     assert isinstance(chosen.options, FsdpOptions)
     ranks_here = min(case.ranks, GPUS_PER_HOST)
-    layout, plan = choose_layout(config, algorithm, chosen.options, case.ranks, ranks_here, rooms_of())
+    layout, plan = choose_layout(
+        config, kind.algorithm(), chosen.options, case.ranks, ranks_here, rooms_of(), kind.sizes
+    )
     if case.layout is None:
         check_host(plan, rooms_of(), ranks_here)
         check_rooms(plan, rooms_of())

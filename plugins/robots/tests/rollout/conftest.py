@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "integration_tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from service_fixtures import fixtures_of
+from harness.service_fixtures import fixtures_of
 
 globals().update(fixtures_of("rollout"))

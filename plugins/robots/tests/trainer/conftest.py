@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "integration_tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import robot_play
-from service_fixtures import fixtures_of
+from harness.service_fixtures import fixtures_of
 
 globals().update(fixtures_of("trainer"))
 

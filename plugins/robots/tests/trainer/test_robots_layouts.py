@@ -241,12 +241,13 @@ def test_a_small_policy_has_no_layouts(robot_config):
 
 def test_a_policy_that_fits_on_more_ranks_is_told_how_many(config):
     parsed = TrainerConfig.model_validate(config("oft", dtype="bfloat16"))
-    algorithm, options = run_kind(parsed).check(), FsdpOptions(shard="weights", offload="none")
+    kind, options = run_kind(parsed), FsdpOptions(shard="weights", offload="none")
+    algorithm = kind.check()
     host = Room("host memory", 2**50, 2**50)
 
     def planned(room, ranks=1):
         rooms = Rooms(host, Room("GPU memory", room, room))
-        return rooms, choose_layout(parsed, algorithm, options, ranks, 8, rooms)[1]
+        return rooms, choose_layout(parsed, algorithm, options, ranks, 8, rooms, kind.sizes)[1]
 
     four = sum(planned(2**50, ranks=4)[1].device.values())
     rooms, plan = planned(int(1.11 * four))

@@ -7,7 +7,7 @@ import logging
 from headrace_servicekit.registry import PluginError
 
 from headrace_trainer.algorithms import ALGORITHMS
-from headrace_trainer.backends import BACKENDS, installed_backends
+from headrace_trainer.backends import BACKENDS
 from headrace_trainer.workloads import WORKLOADS
 
 _LOG = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 def capabilities() -> dict[str, list[str]]:
     """By facet, as an instance registers them."""
     found = {
-        "backends": installed_backends(),
+        "backends": BACKENDS.installed(),
         "backend_options": BACKENDS.capabilities(_LOG.warning),
         "algorithms": ALGORITHMS.names(),
         "algorithm_options": ALGORITHMS.capabilities(_LOG.warning),

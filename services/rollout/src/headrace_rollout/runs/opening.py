@@ -133,7 +133,7 @@ def _text_run(
         place.hosts if place else None,
     )
     if place is not None and place.hosts is None:
-        from headrace_rollout.engines.hosted.building import follow_vllm
+        from headrace_rollout.engines.vllm.building import follow_vllm
 
         part = follow_vllm(chosen.read_options(), settings, place.hello, place.leader, place.address, token)  # type: ignore[arg-type]
         return TextRun(name, config, part, codec)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, PositiveInt, model_validator
-
 from headrace_rollout.engines.hosted.options import HostedOptions, refused_parallelism
+from headrace_servicekit.registry import Plugin
+from pydantic import Field, PositiveInt, model_validator
 
 OWN_ARGUMENTS = {
     "model_path": "model.path",
@@ -75,3 +75,13 @@ class SglangOptions(HostedOptions):
                 "speculative: SGLang loses a draft model when its memory is suspended; set method: ngram"
             )
         return self
+
+
+SGLANG = Plugin(
+    "headrace_sglang.building:build",
+    options=SglangOptions,
+    description="SGLang in processes of its own (extra headrace-rollout[sglang])",
+    packages=("sglang",),
+    modules=("sglang",),
+    features=("resume_from_prefix", "inflight_update", "tensor_parallel"),
+)

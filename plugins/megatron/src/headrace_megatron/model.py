@@ -15,21 +15,21 @@ import torch.nn.functional as F
 from headrace_modelkit.experts import Routing
 from headrace_modelkit.hidden import hidden_log_probs
 from headrace_modelkit.logprobs import Head
+from headrace_trainer.backends._base import Owners, StatePart
+from headrace_trainer.backends.shared.distributing import Place, Read, distribute
+from headrace_trainer.group.group import TrainerGroup
+from headrace_trainer.learning.packing import MicroBatch
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
 
-from headrace_trainer.backends._base import Owners, StatePart
-from headrace_trainer.backends.megatron.architecture import Architecture
-from headrace_trainer.backends.megatron.gpt import build_stage, context_places, transformer_config
-from headrace_trainer.backends.megatron.groups import Groups
-from headrace_trainer.backends.megatron.names import OWN_EMBEDDING, OWN_HEAD, Part, Pick, parts_of
-from headrace_trainer.backends.megatron.shards import ModelShards
-from headrace_trainer.backends.shared.distributing import Place, Read, distribute
-from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing import MicroBatch
+from headrace_megatron.architecture import Architecture
+from headrace_megatron.gpt import build_stage, context_places, transformer_config
+from headrace_megatron.groups import Groups
+from headrace_megatron.names import OWN_EMBEDDING, OWN_HEAD, Part, Pick, parts_of
+from headrace_megatron.shards import ModelShards
 
 
 @dataclass(frozen=True)

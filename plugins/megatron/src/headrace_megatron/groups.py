@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from headrace_trainer.group.group import COLLECTIVE_LIMIT, TrainerGroup
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from headrace_trainer.backends.megatron.layout import Layout
-from headrace_trainer.group.group import COLLECTIVE_LIMIT, TrainerGroup
+from headrace_megatron.layout import Layout
 
 _applied = False
 """Whether `run_without_gpu` has patched this process."""

@@ -9,16 +9,19 @@ import math
 from collections.abc import Sequence as Many
 
 import torch
-from torch import Tensor
-from typing_extensions import override
-
-from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS
-from headrace_trainer.backends.megatron.models import MegatronModels
-from headrace_trainer.backends.megatron.pipeline import Passed
+from headrace_schema.openings import TrainerConfig
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends.shared.figures import TokenFigures
 from headrace_trainer.backends.shared.model import LossOf
 from headrace_trainer.errors import invalid
+from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.samples import Rows
+from torch import Tensor
+from typing_extensions import override
+
+from headrace_megatron.models import MegatronModels
+from headrace_megatron.pipeline import Passed
+from headrace_megatron.plugin import MegatronOptions
 
 
 class MegatronBackend(MegatronModels):
@@ -102,3 +105,10 @@ class MegatronBackend(MegatronModels):
         norms = torch._foreach_norm([gradients[name] for name in self._model.counted])
         own = torch.stack(norms).double().square().sum().item()
         return math.sqrt(self._ranks.sum({"square": own})["square"])
+
+
+def build(
+    options: MegatronOptions, config: TrainerConfig, algorithm: Algorithm, ranks: TrainerGroup
+) -> MegatronBackend:
+    """The backend of one rank, without weights yet. Raises Refusal INVALID for ranks that do not divide."""
+    return MegatronBackend(config, algorithm, ranks, options)

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from headrace_modelkit.experts import Routing, compute_experts, route
+from headrace_trainer.backends.shared.attention import WIDENED_TOKENS, attend_segments
+from headrace_trainer.backends.shared.exchange import AllToAll
+from headrace_trainer.learning.segments import Segment, Segments
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -37,11 +40,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from headrace_trainer.backends.megatron.architecture import Architecture
-from headrace_trainer.backends.megatron.groups import Groups
-from headrace_trainer.backends.shared.attention import WIDENED_TOKENS, attend_segments
-from headrace_trainer.backends.shared.exchange import AllToAll
-from headrace_trainer.learning.segments import Segment, Segments
+from headrace_megatron.architecture import Architecture
+from headrace_megatron.groups import Groups
 
 
 class ExpertLayer(nn.Module):

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from headrace_rollout.engines.hosted.files import LOADER_ERRORS, Row, read_tensors
+from torch import Tensor
 
 
 def request_tensor(

@@ -1,16 +1,21 @@
 """What of the SGLang engine needs no SGLang: its options, its loader, its frames. The rest: `make test-engines`."""
 
 import json
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from headrace_modelkit.presets.tiny import tiny_model
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.hosted.backend import rows_of
-from headrace_rollout.engines.sglang.loader import load_version, request_tensor
+from headrace_rollout.engines.hosted.options import check_names
 from headrace_servicekit.contract import check_plugin
 from headrace_servicekit.registry import PluginError
+from headrace_sglang.loader import load_version, request_tensor
+from headrace_sglang.options import REFUSED_ARGUMENTS
 from model_weights import weights_of_model
 
 
@@ -64,3 +69,43 @@ def test_a_parameter_without_a_tensor_is_an_answer_and_not_an_error(tmp_path):
     misshapen = replace(weights.entries[0], shape=(3, 5))
     answer = load(EngineModel(1), replace(weights, entries=(misshapen, *weights.entries[1:])), tmp_path)
     assert "shape" in answer["problem"]
+
+
+@pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed here")
+def test_without_sglang_its_extra_is_named():
+    assert "sglang" not in ENGINES.installed()
+    with pytest.raises(PluginError, match=r"install headrace-rollout\[sglang\]"):
+        ENGINES.choose("sglang", {}).build(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("node_rank", "set rollout.engine_options.hosts of vLLM"),
+        ("quantization", "use rollout.engine: vllm, which can"),
+    ],
+)
+def test_what_is_not_offered_says_why_and_what_is(name, sentence):
+    with pytest.raises(PluginError, match=sentence):
+        check_names(
+            {name: 2},
+            [name],
+            own={},
+            fixed=frozenset(),
+            engine="it",
+            listed_in="it",
+            refused=REFUSED_ARGUMENTS,
+        )
+
+
+def test_a_draft_model_is_refused():
+    with pytest.raises(PluginError, match="set method: ngram"):
+        ENGINES.choose("sglang", {"speculative": {"method": "draft", "model": "small"}})
+
+
+def test_sglang_drafts_from_the_sequence_with_an_nvidia_gpu_alone(model_config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "headrace_sglang.arguments", MagicMock())
+    monkeypatch.setitem(sys.modules, "headrace_sglang.backend", MagicMock())
+    chosen = ENGINES.choose("sglang", {"speculative": {"method": "ngram"}})
+    with pytest.raises(PluginError, match="without an NVIDIA GPU SGLang takes the likeliest token"):
+        chosen.build(MagicMock(model=model_config))

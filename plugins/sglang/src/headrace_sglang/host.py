@@ -1,4 +1,4 @@
-"""The process that holds SGLang: `python -m headrace_rollout.engines.sglang.host`, started by the backend.
+"""The process that holds SGLang: `python -m headrace_sglang.host`, started by the backend.
 
 SGLang sets its own event loop policy and signal handlers, and kills the process that it lives in when one of its
 schedulers ends; so that process is not the instance's. Speaks frames of JSON objects over stdin and stdout: a call is
@@ -29,7 +29,7 @@ def main() -> None:
         return
     start = decode_json(body)
     os.environ.update(start["environment"])  # before torch and SGLang are imported
-    from headrace_rollout.engines.sglang.serving import make_engine, serve
+    from headrace_sglang.serving import make_engine, serve
 
     try:
         engine, limit = make_engine(start["arguments"])

@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_modelkit.loading import QUANTISATION, context_limit, is_quantised, load_architecture
-from sglang.srt.server_args import ServerArgs
-
 from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted.backend import Start
 from headrace_rollout.engines.hosted.options import Speculation, check_names, parallel_size
-from headrace_rollout.engines.sglang.options import (
+from sglang.srt.server_args import ServerArgs
+
+from headrace_sglang.options import (
     FIXED_ARGUMENTS,
     OWN_ARGUMENTS,
     REFUSED_ARGUMENTS,
     SglangOptions,
 )
 
-LOADER = "headrace_rollout.engines.sglang.loader.load_version"
+LOADER = "headrace_sglang.loader.load_version"
 CPU_CACHE_TOKENS = 8192
 SPARE_TOKENS = 8
 """SGLang refuses prompts that leave less than a few tokens of its context; a run may have one. So it gets more."""

@@ -14,19 +14,10 @@ import torch
 from headrace_modelkit.loading import DTYPES
 from headrace_modelkit.model_files import empty_model
 from headrace_schema.openings import TrainerConfig
-from torch import Tensor
-from typing_extensions import override
-
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends._base import Owners, ReferenceFacts, StatePart, StateReader
 from headrace_trainer.backends.fsdp.layouts.planned import FP32, MOMENTS_BYTES
 from headrace_trainer.backends.fsdp.reference import reference_facts
-from headrace_trainer.backends.megatron.architecture import Architecture, read_architecture
-from headrace_trainer.backends.megatron.groups import Groups, join_groups
-from headrace_trainer.backends.megatron.layout import Layout
-from headrace_trainer.backends.megatron.model import ParallelModel, Settings
-from headrace_trainer.backends.megatron.pipeline import Pipeline
-from headrace_trainer.backends.plugins import MegatronOptions
 from headrace_trainer.backends.shared.distributing import check_files, open_source, types_of, weights_digest
 from headrace_trainer.backends.shared.fit import check_fit
 from headrace_trainer.backends.shared.model import LanguageModel
@@ -36,6 +27,15 @@ from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.memory import LENT, MemoryPlan, Rooms, kept_bytes, lent_bytes, with_room_to_lend
+from torch import Tensor
+from typing_extensions import override
+
+from headrace_megatron.architecture import Architecture, read_architecture
+from headrace_megatron.groups import Groups, join_groups
+from headrace_megatron.layout import Layout
+from headrace_megatron.model import ParallelModel, Settings
+from headrace_megatron.pipeline import Pipeline
+from headrace_megatron.plugin import MegatronOptions
 
 
 class Reference:

@@ -10,12 +10,6 @@ from typing import Any
 
 import torch
 from headrace_modelkit.devices import variables_for
-from headrace_servicekit.process.spawn import descendants
-from headrace_servicekit.process.worker import Worker, WorkerGone, exit_description
-from headrace_servicekit.process.worker_pipes import JSON_CODEC
-from headrace_servicekit.process.worker_pipes import JsonMessage as Message
-from typing_extensions import override
-
 from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
 from headrace_rollout.engines.hosted.backend import (
     AdapterFile,
@@ -28,10 +22,16 @@ from headrace_rollout.engines.hosted.backend import (
 )
 from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.samples import Distribution
-from headrace_rollout.engines.sglang.arguments import engine_args
-from headrace_rollout.engines.sglang.options import SglangOptions
+from headrace_servicekit.process.spawn import descendants
+from headrace_servicekit.process.worker import Worker, WorkerGone, exit_description
+from headrace_servicekit.process.worker_pipes import JSON_CODEC
+from headrace_servicekit.process.worker_pipes import JsonMessage as Message
+from typing_extensions import override
 
-HOST = "headrace_rollout.engines.sglang.host"
+from headrace_sglang.arguments import engine_args
+from headrace_sglang.options import SglangOptions
+
+HOST = "headrace_sglang.host"
 WAKE_TAGS = {Scope.WEIGHTS: "weights", Scope.KV_CACHE: "kv_cache"}
 _FOREVER_S = 1e9
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from headrace_trainer.learning.packing import MicroBatch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from headrace_trainer.backends.megatron.model import ParallelModel
-from headrace_trainer.learning.packing import MicroBatch
+from headrace_megatron.model import ParallelModel
 
 
 @dataclass(frozen=True)

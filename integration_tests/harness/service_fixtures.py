@@ -1,4 +1,4 @@
-"""Fixtures of a service's own tests, for those of its plug-in."""
+"""Fixtures of a service's own tests, for those of its plug-ins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-SERVICES = Path(__file__).resolve().parents[3] / "services"
+SERVICES = Path(__file__).resolve().parents[2] / "services"
 
 
 def fixtures_of(service: str) -> dict[str, Any]:

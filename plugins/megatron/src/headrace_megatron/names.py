@@ -13,8 +13,8 @@ import torch
 from headrace_modelkit.tensor_files import Box, volume
 from torch import Tensor
 
-from headrace_trainer.backends.megatron.architecture import Architecture
-from headrace_trainer.backends.megatron.layout import Layout
+from headrace_megatron.architecture import Architecture
+from headrace_megatron.layout import Layout
 
 Pick = Callable[[Tensor], Tensor]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -8,13 +8,13 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from headrace_megatron.layout import Layout
+from headrace_megatron.plugin import MegatronOptions
 from headrace_modelkit.loading import save_model
 from headrace_modelkit.presets.tiny import character_tokenizer
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.backends import build_backend, choose_backend, installed_backends
-from headrace_trainer.backends.megatron.layout import Layout
-from headrace_trainer.backends.plugins import MegatronOptions
+from headrace_trainer.backends import BACKENDS, build_backend, choose_backend
 from headrace_trainer.errors import Refusal
 from headrace_trainer.memory import Room, Rooms
 from headrace_trainer.trainer import Trainer
@@ -61,14 +61,14 @@ def refusal_of(make_config, tmp_path):
 
 @pytest.mark.skipif(INSTALLED, reason="megatron-core is installed")
 def test_without_megatron_core_a_trainer_offers_fsdp_alone_and_says_what_to_install(refusal_of):
-    assert installed_backends() == ["fsdp"]
+    assert BACKENDS.installed() == ["fsdp"]
     refusal = refusal_of()
     assert refusal.metadata["key"] == "trainer.backend"
     assert "install headrace-trainer[megatron]" in refusal.message
 
 
 def test_a_trainer_starts_without_importing_megatron():
-    imports = "import sys, headrace_trainer.service, headrace_trainer.backends.megatron.checks"
+    imports = "import sys, headrace_trainer.service, headrace_megatron.checks"
     words = f"{imports}; print('megatron' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=100)
     assert done.stdout.strip() == "False", done.stderr

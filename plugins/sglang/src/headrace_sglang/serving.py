@@ -26,9 +26,9 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.utils import MultiprocessingSerializer
 
-from headrace_rollout.engines.sglang.arguments import LOADER
-from headrace_rollout.engines.sglang.generating import Failed, Generating
-from headrace_rollout.engines.sglang.loader import request_tensor
+from headrace_sglang.arguments import LOADER
+from headrace_sglang.generating import Failed, Generating
+from headrace_sglang.loader import request_tensor
 
 IDLE_S = 30.0
 _POLL_S = 0.02

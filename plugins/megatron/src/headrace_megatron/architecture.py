@@ -12,11 +12,11 @@ from headrace_modelkit.experts import ExpertShape, expert_shape
 from headrace_modelkit.loading import context_limit, load_model
 from headrace_modelkit.weights import state_tensors
 from headrace_schema.sections.generating import ModelSection
+from headrace_trainer.errors import invalid
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from headrace_trainer.backends.megatron.layout import Layout
-from headrace_trainer.errors import invalid
+from headrace_megatron.layout import Layout
 
 QKV_BIAS = {"llama": False, "mixtral": False, "qwen2": True, "qwen3": False, "qwen3_moe": False}
 """Families by `model_type`, and whether their queries, keys and values have biases."""

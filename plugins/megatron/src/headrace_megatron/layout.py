@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace_trainer.backends.plugins import MegatronOptions
 from headrace_trainer.errors import invalid
+
+from headrace_megatron.plugin import MegatronOptions
 
 
 @dataclass(frozen=True)

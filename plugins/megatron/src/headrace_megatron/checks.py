@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from headrace_modelkit.loading import load_architecture, reads_images
 from headrace_schema.openings import TrainerConfig
-
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.backends._registry import is_installed
-from headrace_trainer.backends.megatron.architecture import read_architecture
-from headrace_trainer.backends.megatron.layout import Layout
-from headrace_trainer.backends.plugins import MegatronOptions
 from headrace_trainer.errors import invalid
+
+from headrace_megatron.architecture import read_architecture
+from headrace_megatron.layout import Layout
+from headrace_megatron.plugin import MEGATRON, MegatronOptions
 
 ELSE = "or set trainer.backend: fsdp"
 
 
 def check_run(options: MegatronOptions, config: TrainerConfig, algorithm: Algorithm) -> None:
     """Raises Refusal INVALID, naming the key, and ModelNotReadable."""
-    if not is_installed("megatron"):
+    if not MEGATRON.is_installed:
         raise invalid(
             "trainer.backend: megatron-core is not installed where this trainer runs; install "
             f"headrace-trainer[megatron] there, {ELSE}",
