@@ -90,13 +90,14 @@ _MEGATRON = (
     ":(glob)ci/*megatron.sh",
 )
 _SIMULATORS = (
-    *(f":(glob){_WORLDS}/*.py", f":(glob){_WORLDS}/backends/*.py", f"{_WORLDS}/backends/metaworld"),
     *(
-        f"{_WORLDS}/backends/maniskill",
-        "services/simulator/tests/contract_cases.py",
-        ":(glob)ci/*simulators.sh",
+        f":(glob){_WORLDS}/*.py",
+        f":(glob){_WORLDS}/backends/*.py",
+        "plugins/robots/src/headrace_robots/simulator",
     ),
-    *(f"services/simulator/tests/test_simulator_{name}.py" for name in ("contract", "knobs", "metaworld")),
+    *("plugins/robots/pyproject.toml", "plugins/robots/tests/simulator", ":(glob)ci/*simulators.sh"),
+    *(f"services/simulator/tests/{name}.py" for name in ("contract_cases", "test_simulator_contract")),
+    "services/simulator/tests/test_simulator_knobs.py",
     *(f"constraints/{name}.txt" for name in ("metaworld", "maniskill", "libero")),
 )
 _BROWSER = (

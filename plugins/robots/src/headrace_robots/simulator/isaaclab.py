@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace_servicekit.registry import Options
-
 from headrace_simulator.backends.base import BackendError, SimulatedEnvironment
 from headrace_simulator.backends.batched import Batched, Began, Form, tensor
 from headrace_simulator.backends.options import require

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import sapien
 import torch
+from headrace_simulator.backends.base import BackendError
 from mani_skill import ASSET_DIR
 from mani_skill.envs.sapien_env import BaseEnv
 from mani_skill.sensors.camera import CameraConfig
@@ -22,8 +23,7 @@ from mani_skill.utils.scene_builder.table import TableSceneBuilder
 from mani_skill.utils.structs.pose import Pose
 from mani_skill.utils.structs.types import SimConfig
 
-from headrace_simulator.backends.base import BackendError
-from headrace_simulator.backends.maniskill.things import TRAINED, Catalogue, Thing, from_assets, primitives
+from headrace_robots.simulator.maniskill.things import TRAINED, Catalogue, Thing, from_assets, primitives
 
 PRIMITIVES, MAIN = "PutOnPlatePrimitives-v1", "PutOnPlateInScene25Main-v3"
 TASKS = (PRIMITIVES, MAIN)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from headrace_robots.simulator.maniskill.things import TRAINED, from_assets, primitives
 from headrace_simulator.backends.base import BackendError
-from headrace_simulator.backends.maniskill.things import TRAINED, from_assets, primitives
 
 
 @pytest.fixture

@@ -14,12 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 from headrace_servicekit.registry import Options
-from pydantic import Field
-
 from headrace_simulator.backends import mujoco
 from headrace_simulator.backends.base import BackendError, Knob, Observation, Transition
 from headrace_simulator.backends.options import parse, require, unknown
 from headrace_simulator.spaces import ArraySpace
+from pydantic import Field
 
 _SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
 _OWN_LIMITS = {

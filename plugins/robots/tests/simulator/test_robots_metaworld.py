@@ -15,8 +15,8 @@ import pytest
 if importlib.util.find_spec("metaworld") is None:
     pytest.skip("Meta-World is not installed here", allow_module_level=True)
 
+from headrace_robots.simulator.metaworld import speed
 from headrace_simulator import backends
-from headrace_simulator.backends.metaworld import speed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 # A goal alone, an object that turns, a body that moves with the goal, a _reset_hand of its own, a goal that is a view.

@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 from headrace_servicekit.registry import Options
-from pydantic import Field
-
 from headrace_simulator.backends import mujoco
 from headrace_simulator.backends.base import EXPERT_ACTION, Observation, Transition
 from headrace_simulator.backends.options import parse, require, unknown
 from headrace_simulator.spaces import ArraySpace
+from pydantic import Field
 
 _SUFFIX = "-goal-observable"
 _NO_LIMIT = 1 << 40
@@ -45,7 +44,7 @@ class MetaWorldBackend:
         os.environ.setdefault("MUJOCO_GL", "osmesa")
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE as tasks
 
-        from headrace_simulator.backends.metaworld.speed import hasten
+        from headrace_robots.simulator.metaworld.speed import hasten
 
         self._hasten = hasten
         self._tasks = {name.removesuffix(_SUFFIX): task for name, task in tasks.items()}

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from headrace_servicekit.registry import Options
-
 from headrace_simulator.backends.base import EXPERT_ACTION, BackendError, Observation, Transition
 from headrace_simulator.backends.batched import Batched, Began, Form, require_gpu, tensor
 from headrace_simulator.backends.gymnasium import GymnasiumEnvironment
@@ -115,7 +114,7 @@ class ManiSkillBackend:
             import mani_skill.envs  # noqa: F401 - registers the tasks
             from mani_skill.utils.registration import REGISTERED_ENVS
 
-            from headrace_simulator.backends.maniskill import plates, sapien  # the first one registers ours
+            from headrace_robots.simulator.maniskill import plates, sapien  # the first one registers ours
 
         self._tasks: dict[str, Any] = REGISTERED_ENVS
         self._plates, self._scenes = plates, sapien

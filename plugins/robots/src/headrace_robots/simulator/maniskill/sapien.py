@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import sapien
-
 from headrace_simulator.backends.base import Knob
 from headrace_simulator.backends.colours import turned
 
