@@ -22,7 +22,7 @@ from headrace_servicekit.registry import PluginError
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_an_engine_that_is_not_installed_names_the_extra():
     with pytest.raises(PluginError, match=r"install headrace-rollout\[vllm\]"):
-        ENGINES.choose({}).build(None)
+        ENGINES.choose("vllm", {}).build(None)
 
 
 @pytest.mark.parametrize(
