@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 from headrace.common.v1 import common_pb2
+from headrace_servicekit.weights import WeightStore, receive_weights
 from headrace_servicekit.weights.segments import MAPPED_FILES, MappedSegments, make_segment
-from headrace_servicekit.weights.store import WeightStore
-from headrace_servicekit.weights.transfer import receive_weights
 
 RUN = "runs/r"
 SIZE = 8192

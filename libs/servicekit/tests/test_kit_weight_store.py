@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights import WeightStore
 from weight_parts import LAYOUT, RUN, publish
 
 

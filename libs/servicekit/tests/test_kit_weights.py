@@ -8,10 +8,16 @@ from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
+from headrace_servicekit.weights import (
+    BASE_NUMBER,
+    WeightServicer,
+    base_name,
+    receive_base,
+    receive_weights,
+    ways_of,
+)
 from headrace_servicekit.weights.arrivals import Arrival
-from headrace_servicekit.weights.bases import NUMBER, base_name, receive_base
-from headrace_servicekit.weights.transfer import WeightServicer, byte_transports, receive_weights
-from headrace_servicekit.weights.transports import Wanted
+from headrace_servicekit.weights.ways import Attempt
 from weight_parts import LAYOUT, RUN, publish, step
 
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
@@ -246,7 +252,7 @@ async def two_hosts(stores, serve_store):
 async def take_by_grpc(receiver, producer, version, manifest):
     source = producer.source(RUN, version.number)
     return await receive_weights(
-        receiver, RUN, version, manifest, [source], token=None, transports=byte_transports(("grpc",))
+        receiver, RUN, version, manifest, [source], token=None, ways=ways_of(("grpc",))
     )
 
 
@@ -275,15 +281,14 @@ async def test_held_bytes_that_are_not_those_of_their_digest_are_sent(two_hosts)
 async def test_a_source_that_sends_what_is_held_is_checked_like_any_other(two_hosts):
     producer, receiver = two_hosts
     version, manifest = step(producer, 2, "embed")
-    held = Wanted(RUN, version, manifest, tuple(receiver.versions(RUN))).kept()
+    held = Attempt(receiver, RUN, version, manifest, None, tuple(receiver.versions(RUN))).kept()
     assert list(held) == [1, 2]
     body, whole = producer.get(RUN, 2).body, memoryview(bytearray(manifest.size_bytes))
     arrival = Arrival(whole, manifest.entries, held)
-    arrival.add(body[: SIZES["embed"] + 10])
-    await arrival.copy_held()
+    await arrival.add(body[: SIZES["embed"] + 10])
     assert arrival.offset == SIZES["embed"] + 10
     with pytest.raises(ServiceError, match="tensor head"):
-        arrival.add(memoryview(bytes(SIZES["head"] - 10)))
+        await arrival.add(memoryview(bytes(SIZES["head"] - 10)))
 
 
 class Wrong(WeightServicer):
@@ -373,7 +378,7 @@ async def test_what_a_store_does_not_have_is_refused(stores, serve_store):
 
 def test_a_pieces_header_is_read_as_protobuf_would():
     from headrace.common.v1 import weights_pb2
-    from headrace_servicekit.weights.pulling import split_piece
+    from headrace_servicekit.weights.streaming import split_piece
 
     for offset in (0, 1, 127, 128, 1 << 20, (1 << 63) + 5):
         for data in (b"", b"x", b"y" * 127, b"z" * 128, bytes(1 << 20)):
@@ -402,17 +407,17 @@ async def test_the_base_of_adapters_is_taken_once_and_one_of_another_digest_agai
     for store in (producer, empty):
         await serve_store(store)
     name = base_name(RUN)
-    version, manifest = publish(producer, NUMBER, run=name)
+    version, manifest = publish(producer, BASE_NUMBER, run=name)
     wanted = common_pb2.AdapterBase(digest=version.digest, scales={"": 2.0})
     sources = [common_pb2.WeightSource(address=each.address, incarnation="x") for each in (empty, producer)]
 
     async def take(store, base=wanted, sources=sources, ways=("grpc",)):
-        return await receive_base(store, RUN, base, sources, token=None, transports=byte_transports(ways))
+        return await receive_base(store, RUN, base, sources, token=None, ways=ways_of(ways))
 
-    publish(receiver, NUMBER, seed=1, run=name)
+    publish(receiver, BASE_NUMBER, seed=1, run=name)
     first = await take(receiver)
     assert (first.bytes_moved, first.fallbacks) == (manifest.size_bytes, [])
-    assert bytes(first.stored.body) == bytes(producer.get(name, NUMBER).body)
+    assert bytes(first.stored.body) == bytes(producer.get(name, BASE_NUMBER).body)
     assert (await take(receiver, sources=[])).bytes_moved == 0
     mapped = await take(stores("d"), ways=("delta", "shm"))
     assert mapped.bytes_moved == 0 and mapped.stored.body == first.stored.body

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.broadcasting import Broadcasts
-from headrace_servicekit.weights import WeightStore
-from headrace_servicekit.weights.transfer import byte_transports, receive_weights
+from headrace_servicekit.weights import WeightStore, receive_weights, ways_of
 
 RUN = "runs/broadcast"
 
@@ -23,8 +22,8 @@ async def main(root: str) -> None:
             (common_pb2.WeightSource, common_pb2.PolicyVersion, common_pb2.WeightManifest), texts, strict=True
         )
     )
-    ways = byte_transports(("collective", "grpc"), groups=Broadcasts())
-    await receive_weights(store, RUN, version, manifest, [source], token=None, transports=ways)
+    ways = ways_of(("collective", "grpc"), groups=Broadcasts())
+    await receive_weights(store, RUN, version, manifest, [source], token=None, ways=ways)
     store.close()
 
 

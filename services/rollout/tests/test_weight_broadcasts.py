@@ -19,11 +19,17 @@ from headrace_modelkit.broadcasting import Broadcasts
 from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import WeightServicer, WeightStore, broadcasts
+from headrace_servicekit.weights import (
+    Links,
+    WeightServicer,
+    WeightStore,
+    broadcasts,
+    joined,
+    part_name,
+    receive_weights,
+    ways_of,
+)
 from headrace_servicekit.weights.delta import Changes
-from headrace_servicekit.weights.parts import joined, part_name
-from headrace_servicekit.weights.transfer import byte_transports, receive_weights
-from headrace_servicekit.weights.transports import Links
 
 pytestmark = pytest.mark.timeout(90)
 MEMBER = Path(__file__).with_name("broadcast_member.py")
@@ -112,14 +118,14 @@ def hosts(tmp_path):
     """Three stores of hosts, each with its ways: a broadcast, of changes where it can be."""
     found = [WeightStore(tmp_path / f"host-{index}", f"rollout-{index}") for index in range(3)]
     names = "collective", "delta", "grpc"
-    yield [(store, byte_transports(names, Links(always=True), Broadcasts())) for store in found]
+    yield [(store, ways_of(names, Links(always=True), Broadcasts())) for store in found]
     for store in found:
         store.close()
 
 
 def take(source, store, told, groups=None):
-    ways = byte_transports(("collective", "grpc"), groups=groups or Broadcasts())
-    taking = receive_weights(store, RUN, source.version, source.manifest, [told], token=None, transports=ways)
+    ways = ways_of(("collective", "grpc"), groups=groups or Broadcasts())
+    taking = receive_weights(store, RUN, source.version, source.manifest, [told], token=None, ways=ways)
     return asyncio.create_task(taking)
 
 
@@ -261,7 +267,7 @@ async def all_take(hosts, described, told, names=()):
             manifest,
             [told],
             token=None,
-            transports=byte_transports(names, groups=Broadcasts()) if names else ways,
+            ways=ways_of(names, groups=Broadcasts()) if names else ways,
         )
         for store, ways in hosts
     )
@@ -421,7 +427,7 @@ async def test_a_part_that_a_rank_does_not_broadcast_comes_another_way(ranks, ho
     ranks[1].store.ways[common_pb2.WEIGHT_TRANSPORT_COLLECTIVE] = lambda: "it has lost its network"
     source.parts[1].source.CopyFrom(ranks[1].source())
     store, ways = hosts[0]
-    found = await receive_weights(store, RUN, *described, [source], token=None, transports=ways)
+    found = await receive_weights(store, RUN, *described, [source], token=None, ways=ways)
     assert same(found.body, body)
     assert found.fallbacks == ["collective from trainer-1: it has lost its network"]
 
@@ -432,7 +438,7 @@ async def test_a_rank_that_is_lost_is_named_and_nothing_is_held(ranks, hosts):
     await ranks[2].server.drain(0)
     store, ways = hosts[0]
     with pytest.raises(ServiceError, match=r"collective from trainer-2.*grpc from trainer-2") as caught:
-        await receive_weights(store, RUN, *described, [source], token=None, transports=ways)
+        await receive_weights(store, RUN, *described, [source], token=None, ways=ways)
     assert caught.value.reason == "WEIGHTS_UNAVAILABLE" and "trainer-1" not in caught.value.message
     assert store.find(RUN, 1) is None and not list(store.directory.glob("*.weights"))
 

@@ -19,9 +19,7 @@ from headrace_modelkit.robot.directory import policy_config
 from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
-from headrace_servicekit.weights import WeightStore
-from headrace_servicekit.weights.transfer import byte_transports, receive_weights
-from headrace_servicekit.weights.transports import Links
+from headrace_servicekit.weights import Links, WeightStore, receive_weights, ways_of
 from headrace_trainer.export import export_checkpoint
 from rank_processes import RankProcess, end
 from two_ranks_parts import address_of, form, train, until_lease, weights
@@ -148,13 +146,13 @@ async def test_each_rank_publishes_its_part(
     alone = await client.open(config)
     assert version.digest == alone.version.digest
     stores = [WeightStore(tmp_path / f"host-{index}", f"rollout-{index}") for index in range(2)]
-    ways = [byte_transports(weights["transports"], Links(always=True), Broadcasts()) for _ in stores]
+    ways = [ways_of(weights["transports"], Links(always=True), Broadcasts()) for _ in stores]
 
     async def receive(published, index):
         source = published.source
         source.receivers = len(stores)
         taken = published.version, published.manifest, [source]
-        return await receive_weights(stores[index], leader.run, *taken, token=None, transports=ways[index])
+        return await receive_weights(stores[index], leader.run, *taken, token=None, ways=ways[index])
 
     for number in (1, 2):
         published = await leader.publish(number)

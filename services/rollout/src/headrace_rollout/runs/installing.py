@@ -10,9 +10,7 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights.bases import receive_base
-from headrace_servicekit.weights.store import WeightStore
-from headrace_servicekit.weights.transfer import ReceivedWeights, receive_weights
+from headrace_servicekit.weights import ReceivedWeights, WeightStore, receive_base, receive_weights
 
 from headrace_rollout.engines.base import Authority, Policy, Weights
 from headrace_rollout.runs.opened import OpenedRun
@@ -62,10 +60,10 @@ class PolicyInstaller:
         self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest
     ) -> tuple[ReceivedWeights, Weights]:
         """How a version came, and all of its weights: of adapters with the frozen ones, which come before the first."""
-        manifest, ways, base = request.manifest, run.transports, None
+        manifest, ways, base = request.manifest, run.ways, None
         if manifest.HasField("adapter"):
             base = await receive_base(
-                self._store, run.name, manifest.adapter, request.sources, token=self._token, transports=ways
+                self._store, run.name, manifest.adapter, request.sources, token=self._token, ways=ways
             )
         received = await receive_weights(
             self._store,
@@ -74,7 +72,7 @@ class PolicyInstaller:
             manifest,
             request.sources,
             token=self._token,
-            transports=ways,
+            ways=ways,
         )
         if base is None:
             lent = self._store.lent.get((run.name, request.version.number))

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.weights import CheckpointNames
-from headrace_servicekit.weights import WeightStore
-from headrace_servicekit.weights.parts import part_name
+from headrace_servicekit.weights import WeightStore, part_name
 
 from headrace_trainer.backends._base import Backend, Owners
 from headrace_trainer.errors import Refusal
