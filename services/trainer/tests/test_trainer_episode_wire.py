@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.robot.directory import policy_config
-from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
+from headrace_servicekit.memory.blobs import BlobReader, BlobStore
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.episodes import decode_episode, encode_episode, references
 from headrace_servicekit.rpc.errors import ServiceError

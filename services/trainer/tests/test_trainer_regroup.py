@@ -10,7 +10,7 @@ import pytest
 import torch
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit.robot.directory import policy_config
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
 from rank_processes import RankProcess, end

@@ -16,7 +16,7 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit.broadcasting import Broadcasts
 from headrace_modelkit.robot.directory import policy_config
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_servicekit.weights import Links, WeightStore, receive_weights, ways_of

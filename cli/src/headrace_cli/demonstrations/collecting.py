@@ -27,7 +27,7 @@ from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.causes import cause_first
-from headrace_servicekit.process.ports import LOOPBACK, free_port
+from headrace_servicekit.rpc.addresses import LOOPBACK, free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.episodes import is_image
 from headrace_servicekit.rpc.errors import metadata_of

@@ -18,9 +18,10 @@ from google.protobuf.message import DecodeError
 from headrace.common.v1 import common_pb2, weights_pb2
 
 from headrace_servicekit.rpc.digests import RunningDigest
+from headrace_servicekit.rpc.errors import invalid
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 from headrace_servicekit.weights.delta import BadChange, apply
-from headrace_servicekit.weights.versions import StoredWeights, check_digest, invalid, mismatch
+from headrace_servicekit.weights.versions import StoredWeights, check_digest, mismatch
 
 CHUNK_BYTES = 1024 * 1024
 SIGN_S = 1.0

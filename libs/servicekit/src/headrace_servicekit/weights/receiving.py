@@ -19,9 +19,9 @@ from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from typing_extensions import override
 
 from headrace_servicekit.failpoints import failpoint
-from headrace_servicekit.metrics import WEIGHT_BYTES, WEIGHT_VERSIONS
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of
+from headrace_servicekit.rpc.metrics import WEIGHT_BYTES, WEIGHT_VERSIONS
 from headrace_servicekit.weights.arrivals import host_turn
 from headrace_servicekit.weights.collective import Collective, Groups
 from headrace_servicekit.weights.cuda_ipc import DeviceMemory, Mapper

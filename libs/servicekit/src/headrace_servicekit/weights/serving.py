@@ -11,13 +11,12 @@ import grpc
 import grpc.aio
 from headrace.common.v1 import weights_pb2, weights_pb2_grpc
 
-from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.errors import ServiceError, invalid
 from headrace_servicekit.weights.arrivals import CHUNK_BYTES, POLL_S, holder_of, lacking
 from headrace_servicekit.weights.broadcasts import BroadcastSource
 from headrace_servicekit.weights.collective import Groups
 from headrace_servicekit.weights.cuda_ipc import Lender, MemorySource
 from headrace_servicekit.weights.store import WeightStore
-from headrace_servicekit.weights.versions import invalid
 
 BEGIN_S = 5.0
 """How long a relay waits for a version to begin arriving."""

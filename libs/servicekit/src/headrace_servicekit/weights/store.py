@@ -18,11 +18,7 @@ from pathlib import Path
 import grpc
 from headrace.common.v1 import common_pb2
 
-from headrace_servicekit.rpc.digests import digest_bytes
-from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights.arrivals import Arrival, forget_turns
-from headrace_servicekit.weights.delta import Changes
-from headrace_servicekit.weights.segments import (
+from headrace_servicekit.memory.segments import (
     MappedSegments,
     Segment,
     lock_new_directory,
@@ -31,6 +27,10 @@ from headrace_servicekit.weights.segments import (
     raise_no_space,
     reap_dead_stores,
 )
+from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.weights.arrivals import Arrival, forget_turns
+from headrace_servicekit.weights.delta import Changes
 from headrace_servicekit.weights.versions import (
     Layout,
     LentMemory,

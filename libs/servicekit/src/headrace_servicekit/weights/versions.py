@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 from headrace.common.v1 import common_pb2
 
+from headrace_servicekit.memory.segments import Segment
 from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
-from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.errors import ServiceError, invalid
 from headrace_servicekit.rpc.tensors import MAX_TENSOR_BYTES, tensor_bytes
-from headrace_servicekit.weights.segments import Segment
 
 BASE_NUMBER = 1
 """Version number of every base."""
@@ -294,8 +294,3 @@ def unavailable(message: str) -> ServiceError:
 def mismatch(message: str) -> ServiceError:
     """The error for other bytes than those of the manifest."""
     return ServiceError(grpc.StatusCode.DATA_LOSS, "DIGEST_MISMATCH", message)
-
-
-def invalid(message: str) -> ServiceError:
-    """The refusal of a request or a manifest that contradicts itself."""
-    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)

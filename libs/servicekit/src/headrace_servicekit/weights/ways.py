@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 import grpc
 from headrace.common.v1 import common_pb2
 
-from headrace_servicekit.metrics import WEIGHT_FALLBACKS
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.metrics import WEIGHT_FALLBACKS
 from headrace_servicekit.weights.arrivals import Arrival, Turn
 from headrace_servicekit.weights.delta import Changes
 from headrace_servicekit.weights.store import WeightStore

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from headrace.rollout.v1 import rollout_pb2
 from headrace_schema.sections.embodied import EnvironmentSection
-from headrace_servicekit.rpc.blobs import BlobReader
+from headrace_servicekit.memory.blobs import BlobReader
 from typing_extensions import override
 
 from headrace_rollout.engines.base import Freed, Policy, Refused

@@ -16,7 +16,7 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_schema.openings import RolloutConfig
-from headrace_servicekit.rpc.blobs import BlobStore
+from headrace_servicekit.memory.blobs import BlobStore
 from headrace_servicekit.rpc.episodes import bodies_of
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights import Links, Way, ways_of

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
-from headrace_servicekit.rpc.blobs import BlobReader
+from headrace_servicekit.memory.blobs import BlobReader
 from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.rpc.episodes import (
     ACTIONS,
