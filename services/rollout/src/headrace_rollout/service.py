@@ -228,12 +228,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         run, version = self._opened(request.header), request.version
         if version.number < 1 or not (version.digest or request.HasField("files")):
             raise invalid("version: give a number from 1 and the manifest's digest")
-        authority = self._authority(request.header)
-        if request.HasField("files"):
-            return await self._installer.read_files(run, request, authority)
-        if request.prefetch:
-            return await self._installer.prefetch(run, request)
-        return await self._installer.receive(run, request, authority)
+        return await self._installer.install(run, request, self._authority(request.header))
 
     async def Pause(self, request: rollout_pb2.PauseRequest, context: Context) -> rollout_pb2.PauseResponse:
         """Stops decoding; partial outputs go out on their streams."""
