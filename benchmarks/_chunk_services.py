@@ -25,7 +25,7 @@ from headrace_servicekit.memory.blobs import BlobReader, BlobStore
 from headrace_servicekit.rpc.digests import digest_and_size, set_digest, trajectory_digest
 from headrace_servicekit.rpc.episodes import bodies_of
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.weights.store import WeightStore
 
 MESSAGE, INLINE, REFERENCE, ANSWER = "message", "inline", "reference", "answer"
 ONE, PIPELINED = "one", "pipelined"

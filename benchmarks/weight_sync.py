@@ -194,9 +194,9 @@ def delta_rates() -> dict[str, float]:
     import torch
     from headrace.common.v1 import common_pb2, weights_pb2
     from headrace_servicekit.rpc.digests import digest_bytes
-    from headrace_servicekit.weights import StoredWeights
     from headrace_servicekit.weights.arrivals import Arrival
     from headrace_servicekit.weights.delta import encode, parts_of
+    from headrace_servicekit.weights.versions import StoredWeights
 
     count = 1 << 25
     before = _fp32(count)

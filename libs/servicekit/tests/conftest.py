@@ -17,7 +17,7 @@ from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.weights.store import WeightStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

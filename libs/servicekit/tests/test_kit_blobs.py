@@ -9,7 +9,7 @@ from headrace_servicekit.memory.blobs import CHUNK_BYTES, BlobReader, BlobServic
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.weights.store import WeightStore
 
 TOKEN = "secret"
 BODY = bytes(range(256)) * 10_000  # three chunks, the last one short

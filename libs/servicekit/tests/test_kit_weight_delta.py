@@ -8,9 +8,12 @@ import pytest
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import Links, WeightServicer, receive_weights, streaming, ways_of
+from headrace_servicekit.weights import streaming
 from headrace_servicekit.weights.arrivals import Arrival
 from headrace_servicekit.weights.delta import BadChange, Part, apply, encode
+from headrace_servicekit.weights.receiving import receive_weights, ways_of
+from headrace_servicekit.weights.serving import WeightServicer
+from headrace_servicekit.weights.ways import Links
 from weight_parts import RUN, publish
 
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace_servicekit.memory.segments import MAPPED_FILES, MappedSegments, make_segment
-from headrace_servicekit.weights import WeightStore, receive_weights
+from headrace_servicekit.weights.receiving import receive_weights
+from headrace_servicekit.weights.store import WeightStore
 
 RUN = "runs/r"
 SIZE = 8192

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.weights.store import WeightStore
 from weight_parts import LAYOUT, RUN, publish
 
 
@@ -61,7 +61,7 @@ def test_keep_touches_one_run_only(stores):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.weights.store import WeightStore
 store = WeightStore(Path(sys.argv[1]), sys.argv[2])
 print("ready", flush=True)
 time.sleep(60)

@@ -10,16 +10,11 @@ from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError, reason_of
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import (
-    BASE_NUMBER,
-    WeightServicer,
-    base_name,
-    receive_base,
-    receive_weights,
-    ways_of,
-)
 from headrace_servicekit.weights.arrivals import Arrival
+from headrace_servicekit.weights.receiving import receive_base, receive_weights, ways_of
+from headrace_servicekit.weights.serving import WeightServicer
 from headrace_servicekit.weights.streaming import split_piece
+from headrace_servicekit.weights.versions import BASE_NUMBER, base_name
 from headrace_servicekit.weights.ways import Attempt
 from weight_parts import LAYOUT, RUN, publish, step
 

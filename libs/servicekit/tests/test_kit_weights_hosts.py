@@ -8,7 +8,9 @@ import pytest
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import WeightServicer, arrivals, receive_weights, streaming
+from headrace_servicekit.weights import arrivals, streaming
+from headrace_servicekit.weights.receiving import receive_weights
+from headrace_servicekit.weights.serving import WeightServicer
 from weight_parts import RUN, publish, step
 
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC

@@ -12,7 +12,9 @@ from pathlib import Path
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace_modelkit.broadcasting import Broadcasts
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import Links, WeightStore, receive_weights, ways_of
+from headrace_servicekit.weights.receiving import receive_weights, ways_of
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.ways import Links
 
 RUN = "runs/broadcast"
 WHOLE, CHANGES = ("collective", "grpc"), ("collective", "delta", "grpc")

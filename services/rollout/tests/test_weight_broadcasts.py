@@ -17,8 +17,11 @@ from headrace_modelkit import broadcasting
 from headrace_modelkit.broadcasting import Broadcasts
 from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights import WeightServicer, WeightStore, broadcasts, joined, part_name
+from headrace_servicekit.weights import broadcasts
 from headrace_servicekit.weights.delta import Changes
+from headrace_servicekit.weights.serving import WeightServicer
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.versions import joined, part_name
 
 pytestmark = pytest.mark.timeout(90)
 MEMBER = Path(__file__).with_name("broadcast_member.py")

@@ -13,7 +13,7 @@ from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.episodes import decode_episode, encode_episode, references
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
-from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.weights.store import WeightStore
 from headrace_trainer.errors import Refusal
 from headrace_trainer.wire.episodes import Spaces, fetch_bodies, read_episodes
 

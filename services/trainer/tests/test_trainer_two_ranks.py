@@ -19,7 +19,9 @@ from headrace_modelkit.robot.directory import policy_config
 from headrace_servicekit.rpc.addresses import free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
-from headrace_servicekit.weights import Links, WeightStore, receive_weights, ways_of
+from headrace_servicekit.weights.receiving import receive_weights, ways_of
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.ways import Links
 from headrace_trainer.export import export_checkpoint
 from rank_processes import RankProcess, end
 from two_ranks_parts import address_of, form, train, until_lease, weights

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from headrace_servicekit.descriptors import raise_limit
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
-from headrace_servicekit.interfaces import keep_collectives_at
 from headrace_servicekit.lease.devices import let_idle_threads_sleep
 from headrace_servicekit.logs import configure_logging
+from headrace_servicekit.rpc.addresses import keep_collectives_at
 from headrace_servicekit.rpc.errors import ServiceError, message_of
 from headrace_servicekit.tracing import TracingMissing, start_tracing, stop_tracing
 

@@ -26,7 +26,7 @@ async def mount(instance: Instance) -> Close:
     from headrace.common.v1 import blobs_pb2_grpc, weights_pb2_grpc
     from headrace.rollout.v1 import rollout_pb2_grpc
     from headrace_servicekit.memory.blobs import BlobServicer
-    from headrace_servicekit.weights import WeightServicer
+    from headrace_servicekit.weights.serving import WeightServicer
 
     from headrace_rollout.engines import ENGINES, installed_engines
     from headrace_rollout.moving import MovedCaches

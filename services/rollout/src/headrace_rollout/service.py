@@ -23,7 +23,7 @@ from headrace_servicekit.rpc.addresses import advertised_host, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_enum, check_name
 from headrace_servicekit.session_marks import mark_of
-from headrace_servicekit.weights import base_name
+from headrace_servicekit.weights.versions import base_name
 
 from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of

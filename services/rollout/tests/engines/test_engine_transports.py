@@ -18,7 +18,10 @@ from headrace_rollout.engines.weight_memory import ParameterMemory
 from headrace_rollout.wire import weights_of
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import Links, WeightServicer, WeightStore, receive_weights, ways_of
+from headrace_servicekit.weights.receiving import receive_weights, ways_of
+from headrace_servicekit.weights.serving import WeightServicer
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.ways import Links
 from rig import START_S, make_model
 
 pytestmark = pytest.mark.timeout(START_S)

@@ -1,8 +1,12 @@
-"""HOST:PORT, read and written in one place; a host of IPv6 has brackets in it, and none when it stands alone."""
+"""HOST:PORT, read and written in one place; free ports, and interfaces of this host.
+
+A host of IPv6 has brackets in HOST:PORT, and none when it stands alone.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import random
 import socket
 from pathlib import Path
@@ -116,3 +120,37 @@ def _bound(port: int) -> int:
             return 0
         found: int = probe.getsockname()[1]
         return found
+
+
+def own_addresses() -> dict[str, str]:
+    """Address → interface of this host."""
+    import psutil
+
+    return {
+        item.address: interface
+        for interface, items in psutil.net_if_addrs().items()
+        for item in items
+        if item.family in (socket.AF_INET, socket.AF_INET6) and "%" not in item.address  # Of one cable alone.
+    }
+
+
+def outward_addresses() -> dict[str, str]:
+    """The same without those of the loopback."""
+    return {
+        address: interface
+        for address, interface in own_addresses().items()
+        if not ipaddress.ip_address(address).is_loopback
+    }
+
+
+def keep_collectives_at(listen: str) -> None:
+    """Has Gloo and NCCL listen on the interface of the address that this service listens at.
+
+    One that listens everywhere leaves the choice to them: an interface of a container may be another one by the time
+    that a group forms. NCCL takes a name for the beginning of one, unless "=" stands before it. What the environment
+    says stays.
+    """
+    host, _ = split_address(listen)
+    if interface := own_addresses().get(host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")

@@ -9,7 +9,8 @@ from dataclasses import replace
 import grpc
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights import ReceivedWeights, WeightStore, receive_base, receive_weights
+from headrace_servicekit.weights.receiving import ReceivedWeights, receive_base, receive_weights
+from headrace_servicekit.weights.store import WeightStore
 
 from headrace_rollout.engines.base import Authority, Policy, Weights
 from headrace_rollout.runs.opened import OpenedRun

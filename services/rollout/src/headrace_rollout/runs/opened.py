@@ -19,7 +19,8 @@ from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.memory.blobs import BlobStore
 from headrace_servicekit.rpc.episodes import bodies_of
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights import Links, Way, ways_of
+from headrace_servicekit.weights.receiving import ways_of
+from headrace_servicekit.weights.ways import Links, Way
 from typing_extensions import override
 
 from headrace_rollout.engines.base import Engine, PolicyHolder, device_of

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.adapters import names_alone
 from headrace_modelkit.weights import own_name
-from headrace_servicekit.weights import BASE_NUMBER, WeightStore, base_name, joined
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.versions import BASE_NUMBER, base_name, joined
 from torch import Tensor
 
 from headrace_trainer.errors import invalid
