@@ -49,5 +49,5 @@ FSDP = Plugin(
     "headrace_trainer.backends.fsdp:build",
     FsdpOptions,
     "PyTorch's fully_shard over Gloo (CPU) or NCCL (GPU)",
-    check="headrace_trainer.backends.fsdp.layouts.checks:check_run",
+    check="headrace_trainer.backends.fsdp.checks:check_run",
 )
