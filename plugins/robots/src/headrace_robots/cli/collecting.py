@@ -28,7 +28,7 @@ from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_cli.errors import EXIT_USER_ERROR, CommandError, user_error
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.causes import cause_first
-from headrace_servicekit.process.ports import LOOPBACK, free_port
+from headrace_servicekit.rpc.addresses import LOOPBACK, free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.episodes import is_image
 from headrace_servicekit.rpc.errors import metadata_of
