@@ -31,7 +31,7 @@ from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig, Weights
 from headrace_rollout.engines.beside import EngineBeside, Frozen
 from headrace_rollout.engines.contract import require_engine
-from headrace_rollout.engines.hosted.hosts import Hosts
+from headrace_rollout.engines.hosts import Hosts
 from headrace_rollout.engines.samples import Distribution, SlotKey, Stream
 from headrace_rollout.environments.pool import Pools
 from headrace_rollout.runs.opened import (
