@@ -46,35 +46,9 @@ def problems_of(values: dict[str, Any]) -> dict[str, str]:
     return {item.key: sentence(item) for item in explain(caught.value, RunSpec)}
 
 
-@pytest.mark.parametrize(
-    ("values", "key", "words"),
-    [
-        ({"placement.mode": "collocated"}, "placement.mode", "take turns on the same devices"),
-        ({"placement.rollout,trainer": "0-1"}, "placement.mode", "take turns on the same devices"),
-        ({"placement.share": True}, "placement.share", "holds the devices of one side at a time"),
-        ({"deterministic": True}, "algorithm.max_staleness", "set deterministic: false"),
-        ({"trainer.helpers": 1, "rollout.instances": 2}, "trainer.helpers", "no device is idle"),
-        ({"rollout.helpers": 1}, "rollout.helpers", "no device is idle"),
-        ({"algorithm.name": "opo"}, "algorithm.name", "right only for answers of the version that learns"),
-        ({"data.curriculum": {}}, "data.curriculum", "which has not ended when they start"),
-        ({**ROBOT, "rollout.install": "in_flight"}, "rollout.install", "an episode is made with one version"),
-    ],
-)
-def test_what_older_answers_cannot_be_combined_with_is_refused_with_the_reason(
-    values: dict[str, Any], key: str, words: str
-):
-    found = problems_of({**STALE, **values})
-    assert list(found) == [key] and words in found[key]
-
-
 @pytest.mark.parametrize("wrong", [-1, 17, 1.5, True, "1"])
 def test_staleness_is_a_whole_number_from_0_to_16(wrong: object):
     assert list(problems_of({"algorithm.max_staleness": wrong})) == ["algorithm.max_staleness"]
-
-
-def test_a_strict_run_has_no_way_to_install_beside_answers():
-    found = problems_of({"rollout.install": "drain"})
-    assert "set algorithm.max_staleness to 1 or more" in found["rollout.install"]
 
 
 def test_every_mode_but_turns_stays_as_it_is_given():

@@ -22,17 +22,13 @@ PART_ERROR = 1e-6
 def simulator_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     """Problems of `placement.simulator`; none where it is left out."""
     placement = spec.placement
-    if placement.joint is not None:
+    if placement.joint is not None and spec.acts_in_environments:
         yield from _joint_problems(spec)
-    if not placement.simulator:
-        return
-    if spec.environment is None:
-        yield problem(SIMULATOR, "the run has no environment, and so no simulator", "remove it")
+    if not placement.simulator or spec.environment is None:
         return
     if missing := list(missing_devices(placement, SIMULATOR)):
         yield from missing
         return
-    yield from refuse_sharing(placement, SIMULATOR, "an episode")
     yield from _turns_of_simulators(spec)
     yield from _room_for_simulators(spec)
 
@@ -45,7 +41,6 @@ def scorer_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     if missing := list(missing_devices(placement, REWARD)):
         yield from missing
         return
-    yield from refuse_sharing(placement, REWARD, "what a reward model computes")
     if len({*placement.reward}) < len(placement.reward):
         yield problem(REWARD, "a device is named twice", "name each device once")
     for side in ("rollout", "simulator"):
@@ -90,11 +85,7 @@ def _room_for_simulators(spec: RunSections) -> Iterator[KeyProblemView]:
 
 def _joint_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     placement = spec.placement
-    if spec.workflow != "embodied":
-        yield problem(
-            JOINT, "only simulators of robots compute on devices", "remove it, or set workflow: embodied"
-        )
-    elif {*placement.simulator} != {*placement.rollout} or not placement.simulator:
+    if {*placement.simulator} != {*placement.rollout} or not placement.simulator:
         reason = (
             "a rollout and a simulator hold each of these devices together, and the two sides name others"
         )
@@ -131,13 +122,6 @@ def missing_devices(placement: PlacementSection, key: str) -> Iterator[KeyProble
             reason = f"{key} is given: what is left for the others is not guessed"
             yield problem(f"placement.{side}", reason, f"name devices, or remove {key}")
             return
-
-
-def refuse_sharing(placement: PlacementSection, key: str, lost: str) -> Iterator[KeyProblemView]:
-    """Refuses to share devices, which other runs would take while `lost` is under way."""
-    if placement.share:
-        reason = f"runs that share give their devices away while they generate, and {lost} would be lost"
-        yield problem("placement.share", reason, f"remove it, or {key}")
 
 
 def refuse_trainer_elsewhere(

@@ -1,4 +1,4 @@
-"""What a run of a robot policy leaves out, and which keys make no sense in it. Knows no fleet."""
+"""What a run of a robot policy may leave out, and what of its environment does not fit. Knows no fleet."""
 
 from __future__ import annotations
 
@@ -7,40 +7,14 @@ from typing import Any
 
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.rules.asked import EPISODES
 from headrace_schema.sections.run import RunSections
-from headrace_schema.workflow import CONVERSATIONS
-
-EPISODES = "episodes"
-"""The data source of start states, and what is short for it: `data: {heldout: 48}`."""
-OF_TEXT = {
-    "sampling": "a robot policy draws actions from its own distribution",
-    "data.prompt.system": "a policy's instruction has no system message",
-    "data.prompt.longest": "an instruction is no prompt",
-    "data.prompt.prefill": "an episode begins with an observation",
-    "data.exclude": "start states are no questions",
-    "trainer.reference": "no term of it is computed for robot policies",
-    "trainer.helpers": "an episode does not go on elsewhere, so no device is released inside a step",
-    "rollout.helpers": "an episode does not go on elsewhere, so no device is released inside a step",
-    "trainer.shared_prefix": "episodes have no common beginning",
-    "rollout.engine": "a robot policy runs in the rollout service itself",
-    "rollout.engine_options": "a robot policy runs in the rollout service itself",
-    "rollout.chunk_tokens": "episodes come whole",
-    "evaluation.data": "data.options name the start states; headrace eval FILE judges a policy on others",
-    "evaluation.temperature": "a robot policy draws actions from its own distribution",
-    "evaluation.max_new_tokens": "environment.max_episode_steps bounds an episode",
-    "evaluation.baseline_prefill": "an episode begins with an observation",
-    "algorithm.truncated": "an episode that is cut counts with the value of what follows",
-    "reward.give": "an episode has no tokens, and its answer no text",
-    "reward.truncated_reward": "an episode that is cut keeps its rewards",
-    "model.gguf_file": "a robot policy is policy.json and model.safetensors",
-    "model.max_context": "environment.max_episode_steps bounds an episode",
-}
-"""Keys of the other workflow, and why an embodied run has none of them."""
+from headrace_schema.workflow import acts_in_environments
 
 
 def with_defaults(given: Any) -> Any:
     """Fills in what an embodied spec may leave out: data, rewards, the type of the weights."""
-    if not isinstance(given, Mapping) or given.get("workflow") != "embodied":
+    if not isinstance(given, Mapping) or not acts_in_environments(given.get("workflow")):
         return given
     spec, environment = dict(given), given.get("environment")
     tasks = environment.get("tasks") if isinstance(environment, Mapping) else None
@@ -77,25 +51,10 @@ def no_policy_directory(path: str) -> KeyProblemView:
 
 
 def embodied_problems(spec: RunSections) -> Iterator[KeyProblemView]:
-    """What does not fit together in a spec with, or without, an environment."""
-    if spec.workflow != "embodied":
-        of_robots = {
-            "environment": spec.environment is not None and spec.workflow != CONVERSATIONS,
-            "model.policy": spec.model.policy is not None,
-            "trainer.warmup.demonstrations": bool(spec.trainer.warmup.demonstrations),
-        }
-        for key, given in of_robots.items():
-            if given:
-                yield problem(
-                    key, f"is of embodied runs, and workflow is {spec.workflow}", "set workflow: embodied"
-                )
+    """What of an embodied run's environment does not fit together."""
+    if not spec.acts_in_environments or spec.environment is None:
         return
-    if spec.environment is None:
-        yield problem("environment", "an embodied run acts in one", "give environment.tasks")
-        return
-    yield from _of_text(spec)
     yield from _start_state_tasks(spec)
-    yield from _demonstrations(spec)
     count, least = spec.environment.count, spec.rollout.instances * len(set(spec.environment.tasks))
     if count < least:
         reason = f"{count} environments are too few: each of {spec.rollout.instances} rollout instances has one a task"
@@ -114,17 +73,6 @@ def embodied_problems(spec: RunSections) -> Iterator[KeyProblemView]:
         yield problem("environment.tasks", "a task is named twice", "name each task once")
 
 
-def _demonstrations(spec: RunSections) -> Iterator[KeyProblemView]:
-    warmup = spec.trainer.warmup
-    if warmup.steps and not warmup.demonstrations:
-        reason = "a robot policy imitates demonstrations, and there are none"
-        fix = "give trainer.warmup.demonstrations, a directory that `headrace demonstrations collect` writes"
-        yield problem("trainer.warmup.steps", reason, fix)
-    if warmup.demonstrations and not warmup.steps:
-        reason = "they are not imitated in 0 steps"
-        yield problem("trainer.warmup.demonstrations", reason, "set trainer.warmup.steps, or leave it out")
-
-
 def _start_state_tasks(spec: RunSections) -> Iterator[KeyProblemView]:
     assert spec.environment is not None
     if spec.data.source != EPISODES:
@@ -136,22 +84,3 @@ def _start_state_tasks(spec: RunSections) -> Iterator[KeyProblemView]:
     if strange:
         reason = f"{', '.join(sorted(map(str, strange)))} is not among environment.tasks"
         yield problem("data.options.tasks", reason, "leave data.options.tasks out")
-
-
-def _of_text(spec: RunSections) -> Iterator[KeyProblemView]:
-    for key, why in OF_TEXT.items():
-        place: Any = spec
-        for name in key.split("."):
-            parent, place = place, getattr(place, name)
-        default = type(parent).model_fields[key.rpartition(".")[2]].get_default(call_default_factory=True)
-        if place == default:
-            continue
-        inner = next(
-            (
-                f".{name}"
-                for name in (type(place).model_fields if key == "sampling" else ())
-                if getattr(place, name) != getattr(default, name)
-            ),
-            "",
-        )
-        yield problem(f"{key}{inner}", f"an embodied run has none: {why}", "remove it")

@@ -70,7 +70,6 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
     gpus = any(name.startswith("gpu:") for name in shown)
     each = devices_each(spec, fleet.devices)
     if gpus:
-        yield from _on_gpus(spec)
         yield from _weights(spec, fleet)
     if each > 1 and (wrong := list(_engines(spec, fleet, meant, each))):
         yield from wrong
@@ -195,19 +194,6 @@ def _scorers(spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]]
             yield acting.scores_beside(both, side)
     if spec.placement.mode in APART and (both := sorted({*meant["reward"]} & {*meant["trainer"]})):
         yield acting.overlaps_trainer(acting.REWARD, both, spec.placement.mode)
-
-
-def _on_gpus(spec: RunSpec) -> Iterator[KeyProblemView]:
-    placement = spec.placement
-    if placement.mode == "hybrid":
-        yield problem(
-            "placement.mode",
-            "hybrid gives one rank several devices, and on GPUs a rank computes on one",
-            "set placement.mode: disaggregated, or collocated with trainer.helpers",
-        )
-    elif placement.memory == "resident" and placement.mode in ("collocated", "auto"):
-        reason = "an engine takes the memory that it finds on a GPU, and leaves a trainer no room beside it"
-        yield problem("placement.memory", reason, "set placement.memory: offloaded")
 
 
 def _fitting(

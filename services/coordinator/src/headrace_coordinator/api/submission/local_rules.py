@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace_schema.model_size import model_size, text_config
+from headrace_schema.model_size import text_config
 from headrace_schema.openings import role_model
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import KeyProblemView, RunView
@@ -33,7 +33,7 @@ BATCH_SHAPE = ("group_size", "prompts_per_step")
 def models(submission: Submission) -> Iterator[KeyProblemView]:
     """Directories of models that are not there, or hold none."""
     spec = submission.spec
-    yield from _policy_directory(spec.model) if spec.workflow == "embodied" else ()
+    yield from _policy_directory(spec.model) if spec.acts_in_environments else ()
     yield from _model_directory(spec.model, "model.path")
     if spec.trainer.reference:
         yield from _model_directory(spec.trainer.reference, "trainer.reference.path")
@@ -54,16 +54,8 @@ def models(submission: Submission) -> Iterator[KeyProblemView]:
 
 
 def engine_heads(submission: Submission) -> Iterator[KeyProblemView]:
-    """Numbers of GPUs among which a local model's attention heads cannot be divided, and experts that it has not."""
+    """Numbers of GPUs among which a local model's attention heads cannot be divided."""
     spec = submission.spec
-    shape, arguments = (
-        model_size(text_config(spec.model.path)),
-        spec.rollout.engine_options.get("engine_args"),
-    )
-    parallel = isinstance(arguments, dict) and arguments.get("enable_expert_parallel")
-    if parallel and shape is not None and not shape.expert_parameters:
-        key = "rollout.engine_options.engine_args.enable_expert_parallel"
-        yield problem(key, f"{spec.model.path!r} has no experts to divide", "leave it out")
     size = spec.rollout.engine_options.get("tensor_parallel_size")
     config = text_config(spec.model.path)
     heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
@@ -74,6 +66,17 @@ def engine_heads(submission: Submission) -> Iterator[KeyProblemView]:
         reason = f"{size} devices cannot divide {heads} attention heads ({keys} of keys and values)"
         fix = f"set one of {', '.join(map(str, valid))}"
         yield problem("rollout.engine_options.tensor_parallel_size", reason, fix)
+
+
+def draft_vocabulary(submission: Submission) -> Iterator[KeyProblemView]:
+    """A local model that drafts with other words than the policy's."""
+    speculative, own = submission.spec.rollout.engine_options.get("speculative"), submission.spec.model.path
+    path = speculative.get("model") if isinstance(speculative, dict) else None
+    words, drafted = (text_config(str(each)).get("vocab_size") for each in (own, path or ""))
+    if words is not None and drafted is not None and words != drafted:
+        reason = f"{path} has a vocabulary of {drafted} tokens and {own} one of {words}"
+        fix = "name a model of the same family, or set method: ngram"
+        yield problem("rollout.engine_options.speculative.model", reason, fix)
 
 
 def data(submission: Submission) -> Iterator[KeyProblemView]:
@@ -89,7 +92,7 @@ def data(submission: Submission) -> Iterator[KeyProblemView]:
         except Impossible as error:
             yield from error.problems
             return
-    answers = spec.workflow != "embodied" and spec.trainer.warmup.steps
+    answers = not spec.acts_in_environments and spec.trainer.warmup.steps
     if answers and (unanswered := opened.unanswered()):
         reason = f"{unanswered} of {opened.train_size} training items have no answer to learn from"
         yield problem(

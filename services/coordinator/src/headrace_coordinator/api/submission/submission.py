@@ -11,17 +11,29 @@ from functools import cached_property
 
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.gpu_defaults import Default, told, with_defaults
-from headrace_schema.model_size import text_config
+from headrace_schema.images import VISION_FAMILIES
+from headrace_schema.model_size import local_config, model_size, text_config
 from headrace_schema.problems import Impossible, nearest, problem
 from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunView
+from headrace_schema.rules.features import Resolved
 from headrace_schema.spec import RunSpec
 
-from headrace_coordinator.api.submission.approximate import correction
-from headrace_coordinator.api.submission.fleet_view import FleetView, choose_engine, hardware_defaults
+from headrace_coordinator.api.submission.fleet_view import (
+    FleetView,
+    choose_engine,
+    correction,
+    hardware_defaults,
+)
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.suites import Suite
 
+ENGINE_FEATURES = (
+    *("deterministic", "lora", "inflight_update", "routed_experts", "images", "drafts_truncated"),
+    *("top_p_after_others", "penalty_counts_prompt"),
+)
+"""What rows of the table ask of an engine."""
 LOOKED_AT = 512
 """Training items, spread over all of them."""
 CHARACTERS = 8
@@ -151,27 +163,63 @@ class Submission:
 
     @cached_property
     def _defaults(self) -> list[Default]:
-        return hardware_defaults(self.spec, self.engine, self.fleet)
-
-    @cached_property
-    def _corrections(self) -> list[Default]:
-        return correction(self.spec, self.fleet) if self.evaluated is None else []
+        corrected = correction(self.spec, self.fleet) if self.evaluated is None else []
+        return [*hardware_defaults(self.spec, self.engine, self.fleet), *corrected]
 
     @property
     def engine(self) -> str:
         """The engine that the run takes."""
         return self._choice[0]
 
+    @property
+    def registry(self) -> str:
+        """Which of a trainer's registries the algorithm is in."""
+        return "episode_algorithm" if self.spec.acts_in_environments else "algorithm"
+
+    @cached_property
+    def resolved(self) -> Resolved:
+        """The spec with what the fleet, its data and a local model say of it."""
+        in_data = isinstance(self.data, Dataset) and self.data.has_images
+        size = model_size(text_config(self.spec.model.path))
+        return Resolved(
+            self.spec,
+            engine=self.engine,
+            instead=dict(self._instead()),
+            images="the data has images" if in_data else "",
+            in_data=in_data,
+            blind=dict(self._blind()),
+            plain=size is not None and not size.expert_parameters,
+            gpus=any(map(is_gpu, self.fleet.devices)),
+            asked=self.evaluated.asked.sampling if self.evaluated else None,
+        )
+
+    def _instead(self) -> Iterator[tuple[str, list[str]]]:
+        plug_ins = [("rollout.engine", "rollout", "engine", self.engine, ENGINE_FEATURES)]
+        if self.evaluated is None:
+            for key, algorithm in self.spec.algorithms.items():
+                plug_ins.append((key, "trainer", self.registry, algorithm.name, ("off_policy",)))
+        for key, kind, sort, name, features in plug_ins:
+            for needs in features:
+                if (others := self.fleet.instead(kind, sort, name, needs)) is not None:
+                    yield f"{key}:{needs}", others
+
+    def _blind(self) -> Iterator[tuple[str, str]]:
+        for key, model in (
+            ("model.path", self.spec.model),
+            ("trainer.reference.path", self.spec.trainer.reference),
+        ):
+            family = local_config(model.path).get("model_type") if model is not None else None
+            if isinstance(family, str) and family not in VISION_FAMILIES:
+                yield key, family
+
     @cached_property
     def note(self) -> str:
         """What was decided for the spec (an engine that is left to the fleet, defaults), and is foreseen."""
         seen = foreseen(self.spec, self.data) if isinstance(self.data, Dataset) and not self.evaluated else ""
-        return "; ".join(filter(None, (self._choice[1], told([*self._defaults, *self._corrections]), seen)))
+        return "; ".join(filter(None, (self._choice[1], told(self._defaults), seen)))
 
     @cached_property
     def settled(self) -> RunSpec:
         """The spec with the engine in place of `auto`, the defaults that its hardware has, and TIS where due."""
         rollout = self.spec.rollout.model_copy(update={"engine": self.engine})
-        return with_defaults(
-            self.spec.model_copy(update={"rollout": rollout}), [*self._defaults, *self._corrections]
-        )
+        return with_defaults(self.spec.model_copy(update={"rollout": rollout}), self._defaults)

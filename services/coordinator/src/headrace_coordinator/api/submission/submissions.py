@@ -17,9 +17,9 @@ from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.resources.fleet import InstanceView
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.rules.table import conflicts
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
-from headrace_schema.workflow import CONVERSATIONS
 
 from headrace_coordinator.api.idempotency import Keys, digest
 from headrace_coordinator.api.reading.past import Past
@@ -32,7 +32,7 @@ from headrace_coordinator.api.submission.evaluations import (
 )
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.local_rules import fork
-from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of, unseen
+from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of
 from headrace_coordinator.api.submission.submission import Origin, Submission
 from headrace_coordinator.aside import CHECKING
 from headrace_coordinator.data.dataset import Dataset
@@ -90,7 +90,6 @@ async def check_environment(submission: Submission, fleet: Fleet, trials: set[st
     """
     spec = submission.spec
     section = spec.environment
-    speaks = spec.workflow == CONVERSATIONS
     if section is None:
         return []
     ready = simulators(fleet.ready("simulator"), section.backend)
@@ -108,7 +107,7 @@ async def check_environment(submission: Submission, fleet: Fleet, trials: set[st
         return []
     if problems := other_kind(spec, described):
         return problems
-    if not speaks:
+    if not spec.speaks_with_environments:
         return _misfits(spec, section, described)
     return [*_unseen(submission)] if described.images else []
 
@@ -116,7 +115,7 @@ async def check_environment(submission: Submission, fleet: Fleet, trials: set[st
 def _unseen(submission: Submission) -> Iterator[KeyProblemView]:
     """Problems of a run whose environment shows images."""
     shows = "the environment shows images"
-    yield from unseen(submission, shows)
+    yield from conflicts(replace(submission.resolved, images=shows))
     if not submission.spec.data.prompt.chat:
         yield problem("data.prompt.chat", f"{shows}, which a chat template places", "set it to true")
 
