@@ -117,6 +117,11 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
             "trainer.ranks: 4, which are 2 replicas of the model; the nearest valid value is 4",
         ),
         (
+            {"trainer.ranks": 3, "trainer.backend_options.expert_parallel": 2},
+            "trainer.ranks",
+            "no multiple of the 2 that divide the experts (expert_parallel); the nearest valid value is 4",
+        ),
+        (
             {**DIVIDED, "trainer.ranks": 3},
             "trainer.ranks",
             "3 ranks are no multiple of the 2 that compute one model (context_parallel 2)",

@@ -141,7 +141,7 @@ class Scheduler:
             return
         directory = Path(run.directory)
         projection = self._make_projection(directory, spec.tracking)
-        context = RunContext(self._event_log, self._fleet, run.id, dataset, projection)
+        context = RunContext(self._event_log, self._fleet, run.id, spec, dataset, projection)
         try:
             projection.spec(run.spec)
             self._trackers.begin(spec.tracking, directory, partial(self._note, context))

@@ -119,8 +119,7 @@ def _not_together(spec: RunSections) -> Iterator[KeyProblemView]:
 RULES: tuple[Callable[[RunSections], Iterator[KeyProblemView]], ...] = (
     _size,
     learning.batch,
-    learning.changing_ranks,
-    learning.whole_models,
+    learning.ranks_of_trainer,
     _sampling,
     placing.placement,
     placing.engine_over_hosts,

@@ -51,16 +51,6 @@ def batch(spec: RunSections) -> Iterator[KeyProblemView]:
         )
 
 
-def changing_ranks(spec: RunSections) -> Iterator[KeyProblemView]:
-    """Problems of a trainer group that grows and shrinks by itself."""
-    trainer = spec.trainer
-    least, most = trainer.min_ranks or trainer.ranks, trainer.max_ranks or trainer.ranks
-    if least > trainer.ranks:
-        yield problem("trainer.min_ranks", f"{least} is above trainer.ranks", f"use at most {trainer.ranks}")
-    if most < trainer.ranks:
-        yield problem("trainer.max_ranks", f"{most} is below trainer.ranks", f"use at least {trainer.ranks}")
-
-
 def _minibatches(spec: RunSections) -> Iterator[KeyProblemView]:
     """Not of episodes, whose minibatches are counted in chunks."""
     for where, algorithm in () if spec.acts_in_environments else spec.algorithms.items():
@@ -84,9 +74,14 @@ def model_ranks(trainer: TrainerSection) -> int:
     return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
-def whole_models(spec: RunSections) -> Iterator[KeyProblemView]:
-    """Problems of ranks that cannot be divided into those of whole models, or of whole sets of experts."""
+def ranks_of_trainer(spec: RunSections) -> Iterator[KeyProblemView]:
+    """Problems of numbers of ranks: their bounds, and whole models or sets of experts that cannot be made of them."""
     trainer, options, size = spec.trainer, spec.trainer.backend_options, model_ranks(spec.trainer)
+    least, most = trainer.min_ranks or trainer.ranks, trainer.max_ranks or trainer.ranks
+    if least > trainer.ranks:
+        yield problem("trainer.min_ranks", f"{least} is above trainer.ranks", f"use at most {trainer.ranks}")
+    if most < trainer.ranks:
+        yield problem("trainer.max_ranks", f"{most} is below trainer.ranks", f"use at least {trainer.ranks}")
     if trainer.ranks % size:
         sizes = " x ".join(f"{name} {options[name]}" for name in SIZES[trainer.backend] if name in options)
         reason = f"{trainer.ranks} ranks are no multiple of the {size} that compute one model ({sizes})"

@@ -79,8 +79,6 @@ def _check_batch(section: AlgorithmSection, algorithm: Algorithm) -> None:
             f"{section.name} compares the samples of a group, and {section.group_size} is too few; use at least "
             f"{algorithm.least_group}",
         )
-    if section.group_size == 1 and algorithm.refill.drop_equal:
-        raise _unfit("algorithm.options.drop_equal", "a group of one is always equal; leave it out")
     if section.prompts_per_step < minibatches:
         raise _unfit(
             "algorithm.options.minibatches",

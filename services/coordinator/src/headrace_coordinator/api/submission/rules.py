@@ -54,9 +54,8 @@ def names(submission: Submission) -> Iterator[KeyProblemView]:
         if known and name not in known:
             fix = choose(name, known)
             if key == "rollout.engine" and name in EXTRAS:
-                fix = (
-                    f"install headrace-rollout[{name}] where a rollout instance runs and restart that; {fix}"
-                )
+                fix = f"install headrace-rollout[{name}] where a rollout instance runs and restart that, or set "
+                fix += f"rollout.engine: {' or '.join(sorted(known))}"
             if key == "trainer.backend" and name in BACKEND_EXTRAS:
                 fix = f"install headrace-trainer[{name}] where the trainers run and restart them; {fix}"
             if key == "environment.backend" and name in SIMULATORS:
@@ -177,13 +176,11 @@ OF_FLEET: tuple[Rule, ...] = (
 """What another fleet would satisfy."""
 LOCAL: tuple[Rule, ...] = (
     local_rules.models,
-    local_rules.engine_heads,
-    local_rules.draft_vocabulary,
+    local_rules.engine_model,
     local_rules.data,
     local_rules.trackers,
     local_rules.fork,
-    local_rules.suite_limit,
-    local_rules.heldout_answers,
+    local_rules.answers,
 )
 """What no instance mends."""
 RULES = (*OF_FLEET, *LOCAL)
