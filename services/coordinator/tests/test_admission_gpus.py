@@ -279,7 +279,7 @@ def test_an_evaluation_of_drafted_answers_keeps_to_what_their_check_knows():
 
     both = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1}
     assert refused("vllm", **both) == ["sampling.min_p"]
-    assert refused("sglang", **both)[:2] == ["sampling.top_p", "sampling.min_p"]
+    assert {*refused("sglang", **both)} == {"sampling.top_p", "sampling.min_p"}
     assert refused("vllm", temperature=0.7, top_p=0.9) == []
 
 
