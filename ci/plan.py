@@ -156,7 +156,12 @@ LINT = [
     script("ceilings", "-m", "ci.ceilings"),
 ]
 
-_UNITS = [_tests(name, f"{folder}/tests", timeout_s=1200, shares=True) for name, folder in UNITS.items()]
+_WAITING = {"cli", "rollout", "servicekit"}
+"""Units that start processes and wait for them: they use half of a core (the end of `make test` says how much)."""
+_UNITS = [
+    _tests(name, f"{folder}/tests", timeout_s=1200, shares=True, waits=name in _WAITING)
+    for name, folder in UNITS.items()
+]
 
 _IMAGES = "integration_tests/compose/test_compose_images.py"
 
