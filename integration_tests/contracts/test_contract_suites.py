@@ -56,7 +56,7 @@ def asked(spec):
         data = error
     submission = Submission(run, FleetView({}, {}, []), data, evaluated=evaluated)
     if problems := problems_of(submission, (local_rules.data, local_rules.answers)):
-        raise Impossible(in_users_keys(problems, evaluated))
+        raise Impossible(in_users_keys(problems, evaluated.suite))
     return submission
 
 

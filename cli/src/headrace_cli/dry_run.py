@@ -43,7 +43,7 @@ def check_with(client: Client, spec: dict[str, Any]) -> dict[str, Any]:
 def warnings(spec: dict[str, Any]) -> list[dict[str, str]]:
     """What is valid and rarely meant, by key; nothing where another release's schema made it valid."""
     from headrace_schema.rules.combinations import doubtful_values
-    from headrace_schema.rules.embodied import no_policy_directory
+    from headrace_schema.rules.environments import no_policy_directory
     from headrace_schema.spec import RunSpec
     from headrace_schema.workflow import acts_in_environments
     from pydantic import ValidationError

@@ -1,85 +1,23 @@
-"""What a run of conversations may leave out, and what of its agent, roles and tasks does not fit. Knows no fleet."""
+"""What of the agent, the roles and the tasks of a run of conversations does not fit. Knows no fleet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from pydantic import ValidationError
+from collections.abc import Iterator
 
 from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules.asked import EPISODES
-from headrace_schema.sections.agent import AGENT_SECONDS, AGENTS, ONLINE, AgentSection
+from headrace_schema.sections.agent import AGENTS, AgentSection
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.policies import OWN
 from headrace_schema.sections.run import RunSections
-from headrace_schema.workflow import CONVERSATIONS
 
-BACKEND = "conversation"
-ONLINE_ALGORITHM = "reinforce_pp"
-"""Needs no groups: it compares the samples of a whole step."""
-ONLINE_STEP_S = 30 * 86400.0
 SEEDED = ("reasoning_gym", "textarena")
 """Libraries whose environments begin by their seed alone; tasks are LIBRARY:NAME."""
 ASKING = ("skyrl_gym",)
 """Libraries whose environments ask what a data item says."""
 UNREWARDED = ("tools", "exchange")
 """Built-in environments that give no reward: scorers judge what was said."""
-
-
-def with_conversation_defaults(given: Any) -> Any:
-    """Fills in what an agentic spec may leave out: the backend, where conversations begin, and the reward."""
-    if not isinstance(given, Mapping) or given.get("workflow") != CONVERSATIONS:
-        return given
-    spec, environment = dict(given), given.get("environment")
-    agent = given.get("agent")
-    if isinstance(agent, Mapping) and agent.get("online") is not None:
-        return _with_online_defaults(spec)
-    if started := _started(agent):
-        environment = (
-            {**started, **(environment or {})} if isinstance(environment, Mapping | None) else environment
-        )
-    tasks = None
-    if isinstance(environment, Mapping):
-        tasks = environment.get("tasks")
-        spec["environment"] = {"backend": BACKEND, **environment}
-    if isinstance(data := spec.get("data", {}), Mapping):
-        spec["data"] = data = {"source": EPISODES, **data}
-        options = data.get("options", {})
-        if data["source"] == EPISODES and isinstance(options, Mapping) and tasks is not None:
-            spec["data"] = {**data, "options": {"tasks": tasks, **options}}
-    spec.setdefault("reward", {"scorers": [{"name": "episode"}]})
-    return spec
-
-
-def _with_online_defaults(spec: dict[str, Any]) -> dict[str, Any]:
-    """Of a run that outside clients speak with: no data, groups of one, and steps that wait for people."""
-    filled: dict[str, dict[str, Any]] = {
-        "data": {"source": EPISODES, "options": {"tasks": [ONLINE]}},
-        "algorithm": {"name": ONLINE_ALGORITHM, "group_size": 1},
-        "limits": {"step_timeout_s": ONLINE_STEP_S},
-        "reward": {"scorers": [{"name": "episode"}]},
-    }
-    for key, section in filled.items():
-        own = spec.get(key, {})
-        if isinstance(own, Mapping):
-            spec[key] = {**section, **own}
-    return spec
-
-
-def _started(agent: Any) -> dict[str, Any]:
-    """The environment's keys that follow from what an agent is; none where the section is wrong or missing."""
-    try:
-        section = AgentSection.model_validate(agent)
-    except ValidationError:
-        return {}
-    return {
-        "backend": AGENTS,
-        "tasks": [section.task],
-        "options": section.starting,
-        "max_episode_s": AGENT_SECONDS,
-    }
 
 
 def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
@@ -91,10 +29,6 @@ def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
         return
     yield from _roles(spec.environment)
     yield from _tasks(spec) if spec.agent is None else _agent(spec.agent, spec.environment)
-    count, least = spec.environment.count, spec.rollout.instances * len(spec.environment.tasks)
-    if count < least:
-        reason = f"{count} environments are too few: each of {spec.rollout.instances} rollout instances has one a task"
-        yield problem("environment.count", reason, f"the nearest valid value is {least}")
 
 
 def _roles(environment: EnvironmentSection) -> Iterator[KeyProblemView]:
@@ -186,9 +120,7 @@ def _tasks(spec: RunSections) -> Iterator[KeyProblemView]:
     if {scorer.name for scorer in spec.reward.scorers} == {"episode"} and {*tasks} <= {*UNREWARDED}:
         reason = f"the scorer episode takes the environment's rewards, and {tasks[0]} gives none"
         yield problem("reward.scorers", reason, "name scorers that judge what was said, such as exact")
-    if len({*tasks}) < len(tasks):
-        yield problem("environment.tasks", "a task is named twice", "name each task once")
-    elif len(tasks) > 1 and source != EPISODES:
+    if len(tasks) > 1 and source != EPISODES:
         reason = (
             f"an item of {source} does not say with which of {len(tasks)} environments it is spoken about"
         )
@@ -197,7 +129,3 @@ def _tasks(spec: RunSections) -> Iterator[KeyProblemView]:
         if task.endswith((".py", ".py:")):
             reason = f"{task} names a file but no class in it"
             yield problem(f"environment.tasks[{index}]", reason, f"write {task.rstrip(':')}:Class")
-    listed = spec.data.options.get("tasks") if source == EPISODES else None
-    if strange := {*listed} - {*tasks} if isinstance(listed, list) else set():
-        reason = f"{', '.join(sorted(map(str, strange)))} is not among environment.tasks"
-        yield problem("data.options.tasks", reason, "leave data.options.tasks out")

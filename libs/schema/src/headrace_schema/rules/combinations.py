@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules import learning, placing
-from headrace_schema.rules.acting import scorer_problems, simulator_problems
+from headrace_schema.rules.acting import beside_problems
 from headrace_schema.rules.agentic import agentic_problems
-from headrace_schema.rules.embodied import embodied_problems
+from headrace_schema.rules.environments import environment_problems
 from headrace_schema.rules.features import Resolved
 from headrace_schema.rules.table import conflicts
 from headrace_schema.rules.workflow import workflow_problems
@@ -126,10 +126,9 @@ RULES: tuple[Callable[[RunSections], Iterator[KeyProblemView]], ...] = (
     placing.helpers,
     _evaluation,
     _reward,
-    simulator_problems,
-    scorer_problems,
+    beside_problems,
     workflow_problems,
-    embodied_problems,
+    environment_problems,
     agentic_problems,
     _not_together,
 )

@@ -8,7 +8,7 @@ from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.generating import HOSTS, engine_gpus, engine_hosts
 from headrace_schema.sections.run import RunSections
-from headrace_schema.sections.running import APART, EVERY
+from headrace_schema.sections.running import APART, is_every
 
 
 def placement(spec: RunSections) -> Iterator[KeyProblemView]:
@@ -34,7 +34,7 @@ def placement(spec: RunSections) -> Iterator[KeyProblemView]:
         devices: list[str] = getattr(section, key)
         if len(set(devices)) < len(devices):
             yield problem(f"placement.{key}", "a device is named twice", "name each device once")
-        elif devices and len(devices) < users and not any(_is_every(name) for name in devices):
+        elif devices and len(devices) < users and not any(map(is_every, devices)):
             own = "trainer.max_ranks" if most > spec.trainer.ranks else "trainer.ranks"
             what = "rollout.instances" if key == "rollout" else own
             reason, fix = f"{what}: {users}", f"set {what}: {len(devices)}"
@@ -46,10 +46,6 @@ def placement(spec: RunSections) -> Iterator[KeyProblemView]:
                 f"{len(devices)} devices are too few for {reason}",
                 f"name at least {users} devices, or {fix}",
             )
-
-
-def _is_every(name: str) -> bool:
-    return name.rpartition("/")[2] == EVERY
 
 
 def engine_over_hosts(spec: RunSections) -> Iterator[KeyProblemView]:

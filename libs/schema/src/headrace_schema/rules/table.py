@@ -133,6 +133,10 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
             "{spec.trainer.backend} trains language models, and a robot policy has a backend of its own",
             "remove it",
         ),
+        f.OWN_SOURCE: (
+            "{spec.data.source} has questions, and an episode begins with a start state",
+            "set data.source: episodes, or leave data.source out",
+        ),
         f.CONTEXT: "a robot policy has a backend of its own, whose ranks have whole episodes",
     },
     f.AGENTIC: {

@@ -81,10 +81,10 @@ def _checkpoint(asked: EvaluationSpec, origin: Origin) -> tuple[RunView, Checkpo
     raise Impossible([origin.no_checkpoint_of("checkpoint.step", wanted)])
 
 
-def suite_evaluation(submission: Submission, evaluated: Evaluated) -> SuiteEvaluation:
+def suite_evaluation(submission: Submission) -> SuiteEvaluation:
     """What the run of an evaluation keeps of it, once its rules hold."""
-    data = submission.data
-    assert isinstance(data, Dataset)
+    evaluated, data = submission.evaluated, submission.data
+    assert evaluated is not None and isinstance(data, Dataset)
     made = SuiteEvaluation(
         spec=evaluated.asked.model_dump(mode="json"),
         model=evaluated.model,

@@ -13,7 +13,7 @@ from headrace_schema.model_size import text_config
 from headrace_schema.openings import role_model
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import KeyProblemView, RunView
-from headrace_schema.rules.embodied import no_policy_directory
+from headrace_schema.rules.environments import no_policy_directory
 from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_schema.spec import RunSpec
 

@@ -150,7 +150,7 @@ class Submissions:
     async def _queue(self, submission: Submission, key: str, body: str) -> str:
         spec, now = submission.settled, self._event_log.now()
         run = f"{spec.name}-{self._new_id()}"
-        evaluation = suite_evaluation(submission, submission.evaluated) if submission.evaluated else None
+        evaluation = suite_evaluation(submission) if submission.evaluated else None
         submitted = ev.RunSubmitted(
             at=now,
             run=run,
