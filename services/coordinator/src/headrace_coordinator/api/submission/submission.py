@@ -194,7 +194,9 @@ class Submission:
         )
 
     def _instead(self) -> Iterator[tuple[str, list[str]]]:
-        plug_ins = [("rollout.engine", "rollout", "engine", self.engine, ENGINE_FEATURES)]
+        plug_ins: list[tuple[str, str, str, str, Sequence[str]]] = [
+            ("rollout.engine", "rollout", "engine", self.engine, ENGINE_FEATURES)
+        ]
         if self.evaluated is None:
             for key, algorithm in self.spec.algorithms.items():
                 plug_ins.append((key, "trainer", self.registry, algorithm.name, ("off_policy",)))
