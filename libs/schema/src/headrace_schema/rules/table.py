@@ -122,7 +122,7 @@ _ALIKE = "devices that move while answers are made make no two runs alike"
 _UNASKED = "nobody asks held-out questions: the clients lead each conversation"
 _LATER = "remove it, and evaluate checkpoints with headrace eval"
 _DECODING = "the last answers of a step decode beside those of the next ones, so no device is idle in a step"
-_LOST = "runs that share give their devices away while they generate, and what others compute is lost"
+_AWAY = "runs that share give their devices away while they generate, and "
 _SEES = "{run.images}, and "
 _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.ROBOT: {
@@ -214,8 +214,8 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.STREAMED: f"{_ONE_SIDE}, so nothing can stream to the other",
         f.TRAINER_HELPERS: "a helper's devices are the run's own until the step ends",
     },
-    f.SIMULATORS: {f.SHARE: _LOST},
-    f.SCORERS: {f.SHARE: _LOST},
+    f.SIMULATORS: {f.SHARE: f"{_AWAY}an episode would be lost"},
+    f.SCORERS: {f.SHARE: f"{_AWAY}what a reward model computes would be lost"},
     f.OVER_HOSTS: {
         **dict.fromkeys(
             (f.AUTO, f.HYBRID, f.SHARE), "its hosts change devices together, at the ends of stages"
