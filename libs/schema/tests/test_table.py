@@ -120,7 +120,8 @@ def asks(feature: Feature) -> dict[str, Any]:
     if feature.said in ASKS:
         return ASKS[feature.said]
     if feature.needs:
-        where = "algorithm" if feature.needs == "off_policy" else "rollout.engine"
+        sort = next(sort for sort in ("engine", "backend", "algorithm") if sort in feature.said)
+        where = {"engine": "rollout.engine", "backend": "trainer.backend"}.get(sort, sort)
         return {"@instead": {f"{where}:{feature.needs}": ["able"]}}
     found: dict[str, Any] = {}
     for part in feature.said.split(" with "):

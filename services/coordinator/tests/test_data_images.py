@@ -304,7 +304,12 @@ def test_groups_with_many_bytes_of_images_go_in_several_messages(monkeypatch):
 def test_what_cannot_take_images_is_refused_by_its_key(lines, tmp_path):
     features = frozenset({"transformers:images", "vllm:resume_from_prefix"})
     rollout = {"engines": frozenset({"transformers", "vllm"}), "engine_features": features}
-    capabilities = {**FLEET.capabilities, "rollout": rollout}
+    trainer = {
+        **FLEET.capabilities["trainer"],
+        "backends": frozenset({"fsdp", "megatron"}),
+        "backend_features": frozenset({"fsdp:images"}),
+    }
+    capabilities = {**FLEET.capabilities, "rollout": rollout, "trainer": trainer}
     fleet = replace(FLEET, capabilities=capabilities)
     data = {
         "source": "jsonl",

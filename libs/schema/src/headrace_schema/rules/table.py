@@ -105,7 +105,7 @@ class Row:
 
 def _named(found: str, feature: Feature) -> str:
     """The key of a plug-in's name, for a feature that is of one."""
-    return f"{found}.name" if feature.needs and not found.endswith("engine") else found
+    return f"{found}.name" if feature.needs and found.endswith("algorithm") else found
 
 
 _WHOLE = {
@@ -240,13 +240,16 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     },
     f.CRITIC_HEAD: {f.CRITIC_PATH: "a value head reads the policy's own hidden states"},
     f.GROUP_OF_ONE: {f.DROP_EQUAL: "a group of one is always equal"},
-    f.POLICIES: {f.OTHER_BACKEND: "{spec.trainer.backend} trains one policy"},
-    f.MEGATRON: {
-        f.CRITIC: "{spec.algorithm.name} learns with a critic, which megatron does not have",
-        f.CHANGING: f"{_OTHER_RANKS}megatron needs whole models",
-        f.TRAINER_HELPERS: "megatron takes no gradients of helpers",
-        f.SHARED_PREFIX: "Megatron's layers attend along rows, and follow no tree of prefixes",
+    f.ONE_POLICY: {f.POLICIES: "{spec.trainer.backend} trains one policy"},
+    f.NO_CRITIC: {
+        f.CRITIC: "{spec.algorithm.name} learns with a critic, which {spec.trainer.backend} does not have"
     },
+    f.FIXED_RANKS: {f.CHANGING: f"{_OTHER_RANKS}{{spec.trainer.backend}} needs whole models"},
+    f.NO_HELP: {f.TRAINER_HELPERS: "{spec.trainer.backend} takes no gradients of helpers"},
+    f.NO_TREES: {
+        f.SHARED_PREFIX: "layers of {spec.trainer.backend} attend along rows, and follow no tree of prefixes"
+    },
+    f.NO_LOW_RANK: {f.LORA: "{spec.trainer.backend} has no adapters"},
     f.UNDIVIDED: {
         f.SEQUENCE: "it divides what tensor-parallel ranks would all have, and tensor_parallel is 1"
     },
@@ -259,7 +262,6 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.SHARD_RANKS: "experts that are divided have one copy in the whole trainer group",
     },
     f.OFFLOADS_ALL: {f.SHARD_KEPT: "it keeps what offload: parameters moves to the host"},
-    f.OTHER_BACKEND: {f.LORA: "{spec.trainer.backend} has no adapters"},
     f.LORA: {
         f.TRAINER_HELPERS: "a helper holds the published weights, in which adapters are merged and get no gradient of "
         "their own",
@@ -312,7 +314,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.ENABLE_LORA: f"{_SEES}a vision tower's rows are not those of prompts",
         f.NO_IMAGES: f"{_SEES}{{run.engine}} takes none here",
         f.DRAFTS: f"{_SEES}prompts with images are not drafted for",
-        f.OTHER_BACKEND: f"{_SEES}{{spec.trainer.backend}} trains on text alone",
+        f.TEXT_ALONE: f"{_SEES}{{spec.trainer.backend}} trains on text alone",
         f.BLIND: f"{_SEES}{{family}} is no family whose images are read",
     },
 }

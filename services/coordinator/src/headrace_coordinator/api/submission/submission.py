@@ -34,6 +34,8 @@ ENGINE_FEATURES = (
     *("top_p_after_others", "penalty_counts_prompt"),
 )
 """What rows of the table ask of an engine."""
+BACKEND_FEATURES = ("adapters", "changing_ranks", "critic", "helpers", "images", "policies", "shared_prefix")
+"""What rows of the table ask of a training backend."""
 LOOKED_AT = 512
 """Training items, spread over all of them."""
 CHARACTERS = 8
@@ -195,7 +197,8 @@ class Submission:
 
     def _instead(self) -> Iterator[tuple[str, list[str]]]:
         plug_ins: list[tuple[str, str, str, str, Sequence[str]]] = [
-            ("rollout.engine", "rollout", "engine", self.engine, ENGINE_FEATURES)
+            ("rollout.engine", "rollout", "engine", self.engine, ENGINE_FEATURES),
+            ("trainer.backend", "trainer", "backend", self.spec.trainer.backend, BACKEND_FEATURES),
         ]
         if self.evaluated is None:
             for key, algorithm in self.spec.algorithms.items():
