@@ -13,7 +13,6 @@ from headrace_schema.rules.environments import environment_problems
 from headrace_schema.rules.features import Resolved
 from headrace_schema.rules.table import conflicts
 from headrace_schema.rules.workflow import workflow_problems
-from headrace_schema.sections.generating import SamplingSection
 from headrace_schema.sections.run import RunSections
 
 MAX_SLOTS_PER_STEP = 2**20
@@ -61,21 +60,12 @@ def _size(spec: RunSections) -> Iterator[KeyProblemView]:
         )
 
 
-def truncated_sampling(sampling: SamplingSection) -> Iterator[KeyProblemView]:
-    """The keys of a distribution whose log-probs the trainer cannot compare."""
-    neutral: dict[str, float] = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
-    for key, value in neutral.items():
-        if getattr(sampling, key) != value:
-            yield problem(
-                f"sampling.{key}",
-                "truncated or penalised sampling is refused on policy (the kept set does not travel)",
-                f"set {key}: {value}",
-            )
-
-
 def _sampling(spec: RunSections) -> Iterator[KeyProblemView]:
     sampling, context = spec.sampling, spec.model.max_context
-    yield from truncated_sampling(sampling)
+    for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
+        if getattr(sampling, name) != neutral:
+            reason = "truncated or penalised sampling is refused on policy (the kept set does not travel)"
+            yield problem(f"sampling.{name}", reason, f"set {name}: {neutral}")
     for key, tokens in (
         ("sampling", sampling.max_new_tokens),
         ("evaluation", spec.evaluation.max_new_tokens),
