@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from headrace_coordinator.api.submission.rules import together
+from headrace_coordinator.api.submission.rules import conflicting
 from headrace_coordinator.api.submission.submission import Submission
 from submission_parts import BOTH, FLEET, GPUS, SPAN, evaluated, problems, spans, spec_of
 
@@ -269,7 +269,7 @@ def test_an_evaluation_of_drafted_answers_keeps_to_what_their_check_knows():
     def refused(engine, **sampling):
         options = {"speculative": {"method": "ngram"}}
         spec = spec_of(rollout={"engine": engine, "engine_options": options})
-        return [each.key for each in together(evaluated(spec, fleet, **sampling))]
+        return [each.key for each in conflicting(evaluated(spec, fleet, **sampling))]
 
     capable = {
         "engines": frozenset({"sglang", "vllm"}),

@@ -65,7 +65,7 @@ def names(submission: Submission) -> Iterator[KeyProblemView]:
             yield problem(key, f"no {kind} instance has {name!r} among its {facet}", fix)
 
 
-def together(submission: Submission) -> Iterator[KeyProblemView]:
+def conflicting(submission: Submission) -> Iterator[KeyProblemView]:
     """What the table says does not go together, of a spec on this fleet."""
     return conflicts(submission.resolved)
 
@@ -166,7 +166,7 @@ def _stem(name: str) -> str:
 
 OF_FLEET: tuple[Rule, ...] = (
     names,
-    together,
+    conflicting,
     options,
     tasks,
     simulated_on_gpus,
