@@ -4,8 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from headrace_coordinator.api.submission.rules import conflicting, problems_of
+from headrace_coordinator.api.submission.rules import problems_of
 from headrace_schema.problems import sentence
+from headrace_schema.rules.table import conflicts
 from submission_parts import BOTH, FLEET, GPUS, ONE, SPAN, evaluated, problems, spans, spec_of, submission_of
 
 
@@ -136,7 +137,7 @@ def test_answers_that_the_engine_would_sample_otherwise_are_refused():
 
     def refused(engine: str, **sampling: float) -> list[str]:
         submission = evaluated(spec_of(rollout={"engine": engine}), fleet, **sampling)
-        return [sentence(each) for each in conflicting(submission)]
+        return [sentence(each) for each in conflicts(submission.resolved)]
 
     both = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
     top_p, penalty = refused("sglang", **both)

@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from headrace_coordinator.api.submission.rules import conflicting
 from headrace_coordinator.api.submission.submission import Submission
+from headrace_schema.rules.table import conflicts
 from submission_parts import BOTH, FLEET, GPUS, SPAN, evaluated, problems, spans, spec_of
 
 
@@ -269,7 +269,7 @@ def test_an_evaluation_of_drafted_answers_keeps_to_what_their_check_knows():
     def refused(engine, **sampling):
         options = {"speculative": {"method": "ngram"}}
         spec = spec_of(rollout={"engine": engine, "engine_options": options})
-        return [each.key for each in conflicting(evaluated(spec, fleet, **sampling))]
+        return [each.key for each in conflicts(evaluated(spec, fleet, **sampling).resolved)]
 
     capable = {
         "engines": frozenset({"sglang", "vllm"}),

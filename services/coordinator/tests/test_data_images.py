@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from headrace.rollout.v1 import rollout_pb2
-from headrace_coordinator.api.submission.rules import conflicting
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.packed import PackedItems
 from headrace_coordinator.data.sources import open_source
 from headrace_coordinator.run.step.dispatch import by_size
 from headrace_schema.problems import Impossible
+from headrace_schema.rules.table import conflicts
 from headrace_schema.sections.generating import DataSection
 from PIL import Image
 from submission_parts import FLEET, spec_of, submission_of
@@ -320,7 +320,7 @@ def test_what_cannot_take_images_is_refused_by_its_key(lines, tmp_path):
     def refused(kind="qwen2_5_vl", **changes):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         spec = spec_of(model={"path": str(tmp_path)}, data=data, **changes)
-        return {each.key: each.fix for each in conflicting(submission_of(spec, fleet))}
+        return {each.key: each.fix for each in conflicts(submission_of(spec, fleet).resolved)}
 
     assert refused() == {}
     assert refused(rollout={"engine": "vllm"}) == {"rollout.engine": "set rollout.engine: transformers"}

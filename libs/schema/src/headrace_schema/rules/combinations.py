@@ -49,77 +49,52 @@ def doubtful_values(spec: RunSections) -> Iterator[KeyProblemView]:
         )
 
 
-def _size(spec: RunSections) -> Iterator[KeyProblemView]:
-    group, prompts = spec.algorithm.group_size, spec.algorithm.prompts_per_step
+def _values(spec: RunSections) -> Iterator[KeyProblemView]:
+    """Values that cannot be, whatever else the run asks for: sizes, texts that are empty, names that are taken."""
+    group, prompts, context = (
+        spec.algorithm.group_size,
+        spec.algorithm.prompts_per_step,
+        spec.model.max_context,
+    )
     if spec.slots_per_step > MAX_SLOTS_PER_STEP:
         key, other = ("group_size", prompts) if group >= prompts else ("prompts_per_step", group)
-        yield problem(
-            f"algorithm.{key}",
-            f"{group:,} samples of {prompts:,} prompts are more than the {MAX_SLOTS_PER_STEP:,} answers of one step",
-            f"use at most {max(1, MAX_SLOTS_PER_STEP // other)}",
-        )
-
-
-def _sampling(spec: RunSections) -> Iterator[KeyProblemView]:
-    sampling, context = spec.sampling, spec.model.max_context
+        most = f"the {MAX_SLOTS_PER_STEP:,} answers of one step"
+        reason = f"{group:,} samples of {prompts:,} prompts are more than {most}"
+        yield problem(f"algorithm.{key}", reason, f"use at most {max(1, MAX_SLOTS_PER_STEP // other)}")
     for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
-        if getattr(sampling, name) != neutral:
+        if getattr(spec.sampling, name) != neutral:
             reason = "truncated or penalised sampling is refused on policy (the kept set does not travel)"
             yield problem(f"sampling.{name}", reason, f"set {name}: {neutral}")
-    for key, tokens in (
-        ("sampling", sampling.max_new_tokens),
-        ("evaluation", spec.evaluation.max_new_tokens),
-    ):
-        if context is not None and tokens is not None and tokens >= context:
-            yield problem(
-                f"{key}.max_new_tokens",
-                f"{tokens} new tokens leave no room for a prompt within model.max_context: {context}",
-                f"use less than {context}",
-            )
-    if any(not text for text in sampling.stop):
+    for key, section in (("sampling", spec.sampling), ("evaluation", spec.evaluation)):
+        if context is not None and (section.max_new_tokens or 0) >= context:
+            room = f"no room for a prompt within model.max_context: {context}"
+            reason = f"{section.max_new_tokens} new tokens leave {room}"
+            yield problem(f"{key}.max_new_tokens", reason, f"use less than {context}")
+    if any(not text for text in spec.sampling.stop):
         yield problem("sampling.stop", "an empty text ends every answer at once", "remove it")
-
-
-def _evaluation(spec: RunSections) -> Iterator[KeyProblemView]:
     for name in sorted(spec.evaluation.data.keys() & {"heldout", "baseline_prefill"}):
-        yield problem(
-            f"evaluation.data.{name}", "is the name of another kind of evaluation", "use another name"
-        )
-
-
-def _reward(spec: RunSections) -> Iterator[KeyProblemView]:
+        reason = "is the name of another kind of evaluation"
+        yield problem(f"evaluation.data.{name}", reason, "use another name")
     for part, scorers in spec.reward.sets().items():
         if all(scorer.weight == 0 for scorer in scorers):
-            yield problem(
-                f"reward.{part}", "every weight is 0, so every answer is worth the same", "weigh one scorer"
-            )
+            reason = "every weight is 0, so every answer is worth the same"
+            yield problem(f"reward.{part}", reason, "weigh one scorer")
         for index, scorer in enumerate(scorers):
             if scorer.name.endswith((".py", ".py:")):
-                yield problem(
-                    f"reward.{part}[{index}].name",
-                    f"{scorer.name} names a file but no function in it",
-                    f"write {scorer.name.rstrip(':')}:function",
-                )
-
-
-def _not_together(spec: RunSections) -> Iterator[KeyProblemView]:
-    return conflicts(Resolved(spec))
+                reason, fix = f"{scorer.name} names a file but no function in it", scorer.name.rstrip(":")
+                yield problem(f"reward.{part}[{index}].name", reason, f"write {fix}:function")
 
 
 RULES: tuple[Callable[[RunSections], Iterator[KeyProblemView]], ...] = (
-    _size,
+    _values,
     learning.batch,
     learning.ranks_of_trainer,
-    _sampling,
     placing.placement,
-    placing.engine_over_hosts,
-    placing.helpers,
-    _evaluation,
-    _reward,
+    placing.processes,
     beside_problems,
     workflow_problems,
     environment_problems,
     agentic_problems,
-    _not_together,
+    lambda spec: conflicts(Resolved(spec)),
 )
 """In the order in which a user reads the problems: numbers and names first, then what does not go together."""

@@ -40,7 +40,12 @@ def batch(spec: RunSections) -> Iterator[KeyProblemView]:
             f"{algorithm.prompts_per_step} groups cannot be shared evenly by trainer.ranks: {ranks}{replicas}",
             f"the nearest valid value is {max(1, round(algorithm.prompts_per_step / shares)) * shares}",
         )
-    yield from _minibatches(spec)
+    # Of episodes, minibatches are counted in chunks.
+    for where, each in () if spec.acts_in_environments else spec.algorithms.items():
+        count, prompts = each.options.get("minibatches", 1), each.prompts_per_step
+        if each.name in GROUP_RELATIVE | OTHERS and isinstance(count, int) and count > prompts:
+            reason = f"{count} minibatches of whole groups cannot be made of {prompts} prompts a step"
+            yield problem(f"{where}.options.minibatches", reason, f"the nearest valid value is {prompts}")
     schedule = spec.optimizer.schedule
     total = schedule.total_steps or spec.steps
     if schedule.warmup_steps > total:
@@ -49,15 +54,6 @@ def batch(spec: RunSections) -> Iterator[KeyProblemView]:
             f"the warm-up of {schedule.warmup_steps} steps does not end within the schedule's {total}",
             f"the nearest valid value is {total}",
         )
-
-
-def _minibatches(spec: RunSections) -> Iterator[KeyProblemView]:
-    """Not of episodes, whose minibatches are counted in chunks."""
-    for where, algorithm in () if spec.acts_in_environments else spec.algorithms.items():
-        count, prompts = algorithm.options.get("minibatches", 1), algorithm.prompts_per_step
-        if algorithm.name in GROUP_RELATIVE | OTHERS and isinstance(count, int) and count > prompts:
-            reason = f"{count} minibatches of whole groups cannot be made of {prompts} prompts a step"
-            yield problem(f"{where}.options.minibatches", reason, f"the nearest valid value is {prompts}")
 
 
 def doubtful_adapter_rate(spec: RunSections) -> Iterator[KeyProblemView]:

@@ -48,34 +48,29 @@ def placement(spec: RunSections) -> Iterator[KeyProblemView]:
             )
 
 
-def engine_over_hosts(spec: RunSections) -> Iterator[KeyProblemView]:
-    """Problems of an engine that spans hosts: it has equal parts, and devices of its own for whole stages."""
-    options, instances = spec.rollout.engine_options, spec.rollout.instances
+def processes(spec: RunSections) -> Iterator[KeyProblemView]:
+    """Numbers of instances that make no whole engines over hosts, and of helpers beside them.
+
+    A trainer checks as a run opens whether its algorithm takes help.
+    """
+    options, instances, placement = spec.rollout.engine_options, spec.rollout.instances, spec.placement
     hosts, gpus = engine_hosts(options), engine_gpus(options)
-    if hosts == 1:
-        return
-    whole = max(hosts, instances - instances % hosts)
     if instances % hosts:
         reason = f"{instances} instances make no whole engines of {hosts} hosts"
+        whole = max(hosts, instances - instances % hosts)
         yield problem("rollout.instances", reason, f"the nearest valid value is {whole}")
     if gpus % hosts:
-        reason = f"{gpus} devices cannot be divided among {hosts} hosts"
-        yield problem(
-            HOSTS, reason, "make tensor_parallel_size times pipeline_parallel_size a multiple of it"
-        )
-
-
-def helpers(spec: RunSections) -> Iterator[KeyProblemView]:
-    """Problems of the numbers of helpers; a trainer checks as a run opens whether its algorithm takes help."""
-    placement, fix = spec.placement, ", or set trainer.helpers: 0"
+        fix = "make tensor_parallel_size times pipeline_parallel_size a multiple of it"
+        yield problem(HOSTS, f"{gpus} devices cannot be divided among {hosts} hosts", fix)
     # Beside owners that learn meanwhile, a rollout that decodes no more helps too: then all of them may.
     beside = placement.mode == "disaggregated" and placement.pipelined and not placement.share
     wanted = spec.trainer.helpers + (not beside)
-    if spec.trainer.helpers and spec.rollout.instances < wanted:
+    if spec.trainer.helpers and instances < wanted:
         reason = "a helper takes the devices of one rollout"
         if not beside:
             reason += " while another one decodes what is left"
-        yield problem("trainer.helpers", reason, f"set rollout.instances: {wanted}{fix}")
+        fix = f"set rollout.instances: {wanted}, or set trainer.helpers: 0"
+        yield problem("trainer.helpers", reason, fix)
     if spec.rollout.helpers > spec.trainer.ranks:
         fix = f"use at most trainer.ranks: {spec.trainer.ranks}, or set rollout.helpers: 0"
         yield problem("rollout.helpers", "each decodes on the devices of one rank", fix)

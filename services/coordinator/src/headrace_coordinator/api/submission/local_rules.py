@@ -19,7 +19,6 @@ from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.data.dataset import WARMUP_BYTES, Dataset
-from headrace_coordinator.trackers import tracker_problems
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 PRESETS = ("smollm2", "tiny", "tiny_vision")
@@ -100,11 +99,6 @@ def data(submission: Submission) -> Iterator[KeyProblemView]:
         )
         fix = "leave out long items (data.options.longest_question), or set trainer.warmup.steps: 0"
         yield problem("trainer.warmup.steps", reason, fix)
-
-
-def trackers(submission: Submission) -> Iterator[KeyProblemView]:
-    """Trackers that cannot be had."""
-    yield from tracker_problems(submission.spec.tracking)
 
 
 def answers(submission: Submission) -> Iterator[KeyProblemView]:

@@ -16,6 +16,7 @@ from headrace_coordinator.api.submission import local_rules
 from headrace_coordinator.api.submission.device_rules import devices, instances
 from headrace_coordinator.api.submission.fleet_view import EXTRAS
 from headrace_coordinator.api.submission.submission import Submission
+from headrace_coordinator.trackers import tracker_problems
 
 BACKEND_EXTRAS = ("megatron",)
 """Training backends that are an extra of headrace-trainer."""
@@ -63,11 +64,6 @@ def names(submission: Submission) -> Iterator[KeyProblemView]:
                     f"start the fleet with headrace up --sim {name} (once: make simulators SIM={name}); {fix}"
                 )
             yield problem(key, f"no {kind} instance has {name!r} among its {facet}", fix)
-
-
-def conflicting(submission: Submission) -> Iterator[KeyProblemView]:
-    """What the table says does not go together, of a spec on this fleet."""
-    return conflicts(submission.resolved)
 
 
 def options(submission: Submission) -> Iterator[KeyProblemView]:
@@ -166,7 +162,7 @@ def _stem(name: str) -> str:
 
 OF_FLEET: tuple[Rule, ...] = (
     names,
-    conflicting,
+    lambda submission: conflicts(submission.resolved),
     options,
     tasks,
     simulated_on_gpus,
@@ -178,7 +174,7 @@ LOCAL: tuple[Rule, ...] = (
     local_rules.models,
     local_rules.engine_model,
     local_rules.data,
-    local_rules.trackers,
+    lambda submission: iter(tracker_problems(submission.spec.tracking)),
     local_rules.fork,
     local_rules.answers,
 )
