@@ -257,6 +257,38 @@ def test_all_mistakes_are_named_at_once():
     }
 
 
+STALE: dict[str, Any] = {"algorithm.max_staleness": 1}
+ROBOT: dict[str, Any] = {
+    "workflow": "embodied",
+    "model": {"policy": {"kind": "mlp"}},
+    "environment.tasks": ["reach-v3"],
+    "algorithm.name": "ppo",
+    "data.source": "episodes",
+}
+
+
+@pytest.mark.parametrize("wrong", [-1, 17, 1.5, True, "1"])
+def test_staleness_is_a_whole_number_from_0_to_16(wrong: object):
+    assert list(problems_of({"algorithm.max_staleness": wrong})) == ["algorithm.max_staleness"]
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "install"),
+    [
+        (STALE, "auto", "in_flight"),
+        ({**STALE, "placement.mode": "hybrid"}, "hybrid", "in_flight"),
+        ({**STALE, "placement.rollout": "0", "placement.trainer": "1"}, "disaggregated", "in_flight"),
+        ({**STALE, "rollout.install": "abort_and_resume"}, "auto", "abort_and_resume"),
+        ({**STALE, **ROBOT}, "auto", "drain"),
+        ({**STALE, "algorithm.options.clip_high": 0.3}, "auto", "in_flight"),
+        ({"algorithm.options": {"old_log_probs": "engine", "clip_high": 0.3}}, "auto", "in_flight"),
+    ],
+)
+def test_what_older_answers_take_stays_as_it_is_given(values, mode, install):
+    spec = RunSpec.model_validate(with_values(values))
+    assert (spec.placement.mode, spec.install) == (mode, install)
+
+
 KEYS = st.sampled_from([*RunSpec.model_fields, "lr", "x"])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
