@@ -25,7 +25,7 @@ from headrace_coordinator.api.submission.evaluations import (
 )
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.local_rules import fork
-from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of
+from headrace_coordinator.api.submission.rules import OF_FLEET, problems_of
 from headrace_coordinator.api.submission.submission import Origin, Submission
 from headrace_coordinator.api.submission.trials import check_environment, check_scorers
 from headrace_coordinator.aside import CHECKING
@@ -92,12 +92,9 @@ class Submissions:
             Impossible: with every problem, in the keys of what was asked.
         """
         submission = await self._resolve(asked)
-        problems = await CHECKING.run(partial(problems_of, submission, LOCAL))
-        lacks = await CHECKING.run(partial(problems_of, submission, OF_FLEET))
-        if lacks and not problems:
+        if await CHECKING.run(partial(problems_of, submission, OF_FLEET)):
             submission = await self._once_restarted(submission)
-            lacks = await CHECKING.run(partial(problems_of, submission, OF_FLEET))
-        problems = [*lacks, *problems]
+        problems = await CHECKING.run(partial(problems_of, submission))
         problems = problems or await check_scorers(submission.spec, self._fleet, self._trials)
         problems = problems or await check_environment(submission, self._fleet, self._trials)
         if not problems and submission.spec.from_checkpoint is not None:
