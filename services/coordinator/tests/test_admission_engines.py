@@ -4,8 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from headrace_coordinator.api.submission.rules import answers, problems_of
+from headrace_coordinator.api.submission.rules import problems_of
 from headrace_schema.problems import sentence
+from headrace_schema.rules.table import conflicts
 from submission_parts import BOTH, FLEET, GPUS, ONE, SPAN, evaluated, problems, spans, spec_of, submission_of
 
 
@@ -63,7 +64,6 @@ def test_an_engine_over_hosts_names_what_it_needs():
     assert "on 2" in over(6, 3)[HOSTS] and "headrace join" in over(6, 3)[HOSTS]
     for size, changes, problem in (
         (5, {}, rf"{HOSTS}: 5 devices cannot be divided among 2 hosts"),
-        (8, {"placement": {"mode": "auto"}}, r"placement\.mode: .*set collocated or disaggregated"),
         (8, {"trainer": {"helpers": 1}}, r"trainer\.helpers: .*answers prompts alone"),
     ):
         with pytest.raises(ValueError, match=problem):
@@ -132,11 +132,12 @@ def test_answers_that_the_engine_would_sample_otherwise_are_refused():
     features = frozenset(
         {"sglang:resume_from_prefix", "vllm:top_p_after_others", "vllm:penalty_counts_prompt"}
     )
-    fleet = replace(FLEET, capabilities={"rollout": {"engine_features": features}})
+    engines = {"engines": frozenset({"sglang", "vllm"}), "engine_features": features}
+    fleet = replace(FLEET, capabilities={"rollout": engines})
 
     def refused(engine: str, **sampling: float) -> list[str]:
         submission = evaluated(spec_of(rollout={"engine": engine}), fleet, **sampling)
-        return [sentence(each) for each in answers(submission)]
+        return [sentence(each) for each in conflicts(submission.resolved)]
 
     both = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
     top_p, penalty = refused("sglang", **both)

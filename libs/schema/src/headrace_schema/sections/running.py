@@ -70,6 +70,11 @@ def overlap(names: list[str], others: list[str]) -> bool:
     return bool({*names} & {*others}) or EVERY in (*names, *others)
 
 
+def is_every(name: str) -> bool:
+    """Whether a name stands for all devices, of the fleet or of one host."""
+    return name.rpartition("/")[2] == EVERY
+
+
 Devices = Annotated[list[str], BeforeValidator(_devices), Field(max_length=MAX_DEVICES)]
 
 

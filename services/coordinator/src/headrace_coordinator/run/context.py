@@ -79,13 +79,14 @@ class RunContext:
         event_log: EventLog,
         fleet: Fleet,
         run_id: str,
+        spec: RunSpec,
         dataset: Dataset,
         projection: Projection,
     ) -> None:
         self.event_log = event_log
         self.fleet = fleet
         self.run_id = run_id
-        self.spec = RunSpec.model_validate(self.state.spec)
+        self.spec = spec
         self.dataset = dataset
         self.projection = projection
         self.workers = WorkerGroup(fleet, run_id, self.spec)

@@ -9,6 +9,7 @@ import msgspec
 from headrace_schema.sections.generating import engine_hosts, engines_apart, instance_gpus
 from headrace_schema.sections.running import APART, PlacementSection
 from headrace_schema.spec import RunSpec
+from headrace_schema.workflow import acts_in_environments
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.leases import all_gpus
@@ -79,7 +80,7 @@ def demand_of(run: RunState) -> Demand:
         engine=spec["rollout"]["engine"],
         backend=spec["trainer"]["backend"],
         algorithm=spec["algorithm"]["name"],
-        acts=spec["workflow"] == "embodied",
+        acts=acts_in_environments(spec["workflow"]),
         simulator=(spec.get("environment") or {}).get("backend", ""),
         disaggregated=apart,
         side_by_side=apart or _tries_both(placement, spec.get("steps", 0), helpers),
