@@ -176,11 +176,6 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
             "placement.trainer",
             "name at least 2 devices, or set trainer.max_ranks: 1",
         ),
-        (
-            {"trainer.max_ranks": 2, "placement.mode": "hybrid"},
-            "trainer.max_ranks",
-            "set another placement.mode",
-        ),
         ({"algorithm.clip_low": 0.2}, "algorithm.clip_low", "belong in algorithm.options"),
         ({"optimizer.schedule.warmup_steps": 11}, "optimizer.schedule.warmup_steps", "value is 10"),
         ({"data.prompt.system": "s", "data.prompt.chat": False}, "data.prompt.system", "chat: true"),
@@ -254,12 +249,6 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
             {"placement": {"rollout": "0-3", "trainer": "3-4"}},
             "placement.trainer",
             "make placement.rollout and placement.trainer equal",
-        ),
-        ({"placement": {"mode": "hybrid", "rollout": 0, "trainer": "0"}}, "placement.trainer", "0 generates"),
-        (
-            {"placement.mode": "hybrid", "trainer.ranks": 2, "algorithm.prompts_per_step": 4},
-            "trainer.ranks",
-            "set trainer.ranks: 1",
         ),
         ({"placement": {"mode": "auto", "trainer": "all"}}, "placement.trainer", "collocated, disaggregated"),
         (

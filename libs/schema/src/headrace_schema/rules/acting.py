@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.run import RunSections
-from headrace_schema.sections.running import APART, EVERY, PlacementSection, overlap
+from headrace_schema.sections.running import EVERY, PlacementSection, overlap
 
 SIMULATOR = "placement.simulator"
 REWARD = "placement.reward"
@@ -52,7 +52,7 @@ def scorer_problems(spec: RunSections) -> Iterator[KeyProblemView]:
         names: list[str] = getattr(placement, side)
         if overlap(names, placement.reward):
             yield scores_beside(sorted({*names} & {*placement.reward}) or placement.reward, side)
-    if placement.mode in APART and (both := sorted({*placement.trainer} & {*placement.reward})):
+    if placement.mode == "disaggregated" and (both := sorted({*placement.trainer} & {*placement.reward})):
         yield overlaps_trainer(REWARD, both, placement.mode)
     others = [*placement.simulator, *placement.reward]
     yield from refuse_trainer_elsewhere(placement, REWARD, others, "score")
@@ -70,7 +70,7 @@ def scores_beside(devices: Collection[str], side: str) -> KeyProblemView:
 
 def _turns_of_simulators(spec: RunSections) -> Iterator[KeyProblemView]:
     placement = spec.placement
-    if placement.mode in APART and (both := sorted({*placement.trainer} & {*placement.simulator})):
+    if placement.mode == "disaggregated" and (both := sorted({*placement.trainer} & {*placement.simulator})):
         yield overlaps_trainer(SIMULATOR, both, placement.mode)
     yield from refuse_trainer_elsewhere(placement, SIMULATOR, placement.simulator, "simulate")
 

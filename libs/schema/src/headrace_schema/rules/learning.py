@@ -90,9 +90,6 @@ def changing_ranks(spec: RunSections) -> Iterator[KeyProblemView]:
         yield problem(
             key, "a deterministic run keeps its ranks", f"remove {key}, or set deterministic: false"
         )
-    if spec.placement.mode == "hybrid" and most > 1:
-        reason = "hybrid placement gives the rollouts' devices to one rank within a step"
-        yield problem(key, reason, f"remove {key}, or set another placement.mode")
 
 
 def passes(spec: RunSections) -> Iterator[KeyProblemView]:

@@ -8,7 +8,7 @@ from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.generating import HOSTS, engine_gpus, engine_hosts
 from headrace_schema.sections.run import RunSections
-from headrace_schema.sections.running import APART, EVERY, SIDES
+from headrace_schema.sections.running import EVERY, SIDES
 
 
 def placement(spec: RunSections) -> Iterator[KeyProblemView]:
@@ -29,14 +29,12 @@ def placement(spec: RunSections) -> Iterator[KeyProblemView]:
             "collocated placement takes turns on the same devices",
             "make placement.rollout and placement.trainer equal, or set placement.mode: disaggregated",
         )
-    if section.mode in APART and shared:
+    if section.mode == "disaggregated" and shared:
         yield problem(
             "placement.trainer",
             f"{', '.join(shared)} generates too; {section.mode} placement needs disjoint devices",
-            "name other devices, or set placement.mode: collocated",
+            "name other devices, or set placement.mode: collocated or hybrid",
         )
-    if section.mode == "hybrid":
-        yield from _hybrid(spec)
     if section.mode == "disaggregated" and section.memory == "offloaded":
         yield problem(
             "placement.memory",
@@ -47,6 +45,10 @@ def placement(spec: RunSections) -> Iterator[KeyProblemView]:
     engines = spec.rollout.instances * spec.engines
     for key, users in (("rollout", engines), ("trainer", max(most, spec.trainer.ranks))):
         devices: list[str] = getattr(section, key)
+        if (
+            key == "trainer" and devices and section.mode == "hybrid"
+        ):  # Once answers are complete it has the others' too.
+            devices = list(dict.fromkeys([*devices, *section.rollout, *section.simulator, *section.reward]))
         if len(set(devices)) < len(devices):
             yield problem(f"placement.{key}", "a device is named twice", "name each device once")
         elif devices and len(devices) < users and not any(_is_every(name) for name in devices):
@@ -65,14 +67,6 @@ def placement(spec: RunSections) -> Iterator[KeyProblemView]:
 
 def _is_every(name: str) -> bool:
     return name.rpartition("/")[2] == EVERY
-
-
-def _hybrid(spec: RunSections) -> Iterator[KeyProblemView]:
-    if spec.trainer.ranks > 1:
-        reason = "hybrid placement gives the rollouts' devices to one rank within a step"
-        yield problem(
-            "trainer.ranks", reason, "set trainer.ranks: 1, or placement.mode: disaggregated or collocated"
-        )
 
 
 def engine_over_hosts(spec: RunSections) -> Iterator[KeyProblemView]:

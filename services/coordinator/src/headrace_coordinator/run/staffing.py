@@ -175,14 +175,14 @@ class Staffing:
         ]
         config = self._trainer_config()
         for trainer in workers.trainers:
-            await open_run(workers, trainer, lambda trainer: self._open_trainer(trainer, config))
+            await open_run(workers, trainer, lambda each: each.open_run(config, workers.state.directory))
         workers.adopt_leases()
 
     async def staff_helpers(self) -> None:
         """The granted trainers that help and can be opened: a run does without the others."""
-        config = self._trainer_config()
+        config, directory = self._trainer_config(), self.workers.state.directory
         self.workers.helpers = await self._open_what_can_be(
-            "trainer", self.workers.helpers, TrainerClient, lambda helper: self._open_trainer(helper, config)
+            "trainer", self.workers.helpers, TrainerClient, lambda helper: helper.open_run(config, directory)
         )
 
     async def staff_decoders(self) -> None:
@@ -217,9 +217,6 @@ class Staffing:
             workers = self.workers
             await helper.join(workers.state.trainer_group_generation, 1, name, workers.fleet_timeout)
             helper.joined = True
-
-    async def _open_trainer(self, trainer: TrainerClient, config: str) -> None:
-        await trainer.open_run(config, self.workers.state.directory)
 
     @property
     def _fitted(self) -> RunSpec:

@@ -10,12 +10,13 @@ from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules import acting
 from headrace_schema.sections.generating import HOSTS, engine_gpus, engine_hosts
-from headrace_schema.sections.running import APART, SIDES
+from headrace_schema.sections.running import SIDES
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.fleet_view import FleetView, gpus_of
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.domain.devices.demand import devices_each
+from headrace_coordinator.domain.devices.placement import Placement, placement_of
 from headrace_coordinator.domain.devices.places import named_devices
 
 
@@ -58,8 +59,9 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
                     name, shown, extra="" if shown else "wait until an instance has registered devices"
                 )
                 yield problem(f"placement.{key}[{index}]", f"there is no device {name!r}", fix)
-    ahead = spec.algorithm.max_staleness > 0
-    apart = placement.mode in APART or (placement.mode == "auto" and ahead)
+    ahead, gpus = spec.algorithm.max_staleness > 0, any(name.startswith("gpu:") for name in shown)
+    resolved = placement_of(placement, ahead=ahead, gpus=gpus)
+    apart = resolved.apart and not resolved.spans
     if apart and (both := sorted({*meant["rollout"]} & {*meant["trainer"]})):
         yield problem(
             "placement.trainer",
@@ -67,18 +69,17 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
             "name other devices, or set placement.mode: collocated",
         )
         return
-    gpus = any(name.startswith("gpu:") for name in shown)
     each = devices_each(spec, fleet.devices)
     if gpus:
-        yield from _on_gpus(spec)
+        yield from _on_gpus(spec, resolved, meant)
         yield from _weights(spec, fleet)
     if each > 1 and (wrong := list(_engines(spec, fleet, meant, each))):
         yield from wrong
         return
     if placement.reward:
-        yield from _scorers(spec, fleet, meant)
+        yield from _scorers(spec, fleet, meant, apart=apart)
     if placement.simulator:
-        yield from _simulators(spec, fleet, meant)
+        yield from _simulators(spec, fleet, meant, apart=apart)
         if placement.joint is None:
             return
     if placement.reward:
@@ -166,7 +167,7 @@ def _weights(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
 
 
 def _simulators(
-    spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]]
+    spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]], *, apart: bool
 ) -> Iterator[KeyProblemView]:
     there = [device for device in fleet.devices if device in fleet.simulate]
     simulates = named_devices(spec.placement.simulator, there, fleet.hosts)
@@ -177,13 +178,15 @@ def _simulators(
         ):
             fix = "name a device that one sees, or start simulators with --devices auto"
             yield problem(f"placement.simulator[{index}]", f"no simulator instance sees {name!r}", fix)
-    if spec.placement.mode in APART and (both := sorted({*simulates} & {*meant["trainer"]})):
+    if apart and (both := sorted({*simulates} & {*meant["trainer"]})):
         yield acting.overlaps_trainer(acting.SIMULATOR, both, spec.placement.mode)
     if spec.placement.joint is None and simulates and len(both_sides) <= spec.rollout.instances:
         yield acting.too_few_to_simulate(len(both_sides), spec.rollout.instances)
 
 
-def _scorers(spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]]) -> Iterator[KeyProblemView]:
+def _scorers(
+    spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]], *, apart: bool
+) -> Iterator[KeyProblemView]:
     there = [device for device in fleet.devices if device in fleet.score]
     for index, name in enumerate(spec.placement.reward):
         known = named_devices([name], fleet.devices, fleet.hosts)
@@ -193,21 +196,27 @@ def _scorers(spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]]
     for side in ("rollout", "simulator"):
         if both := sorted({*meant["reward"]} & {*meant[side]}):
             yield acting.scores_beside(both, side)
-    if spec.placement.mode in APART and (both := sorted({*meant["reward"]} & {*meant["trainer"]})):
+    if apart and (both := sorted({*meant["reward"]} & {*meant["trainer"]})):
         yield acting.overlaps_trainer(acting.REWARD, both, spec.placement.mode)
 
 
-def _on_gpus(spec: RunSpec) -> Iterator[KeyProblemView]:
-    placement = spec.placement
-    if placement.mode == "hybrid":
-        yield problem(
-            "placement.mode",
-            "hybrid gives one rank several devices, and on GPUs a rank computes on one",
-            "set placement.mode: disaggregated, or collocated with trainer.helpers",
-        )
-    elif placement.memory == "resident" and placement.mode in ("collocated", "auto"):
+def _on_gpus(
+    spec: RunSpec, placement: Placement, meant: Mapping[str, Sequence[str]]
+) -> Iterator[KeyProblemView]:
+    if spec.placement.memory == "resident" and (placement.turns or spec.placement.mode == "auto"):
         reason = "an engine takes the memory that it finds on a GPU, and leaves a trainer no room beside it"
         yield problem("placement.memory", reason, "set placement.memory: offloaded")
+    if not placement.spans:
+        return
+    fix = "or placement.mode: disaggregated, with trainer.helpers on the rollouts' GPUs"
+    if spec.algorithm.max_staleness:
+        reason = "on GPUs the ranks of a hybrid placement sleep while answers are made"
+        yield problem("algorithm.max_staleness", reason, f"set 0, {fix}")
+    others = {device for side in ("rollout", "simulator", "reward") for device in meant[side]}
+    if meant["trainer"] and spec.trainer.ranks <= len({*meant["trainer"]} - others):
+        reason = "on GPUs a rank computes on one, and these ranks have as many that nobody else has"
+        most = len({*meant["trainer"]} | others)
+        yield problem("trainer.ranks", reason, f"set one for each GPU ({most}), {fix}")
 
 
 def _fitting(

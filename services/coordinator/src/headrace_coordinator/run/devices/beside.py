@@ -152,7 +152,7 @@ class SimulatorLeases(BesideLeases):
 
     @override
     def devices(self) -> set[str]:
-        section, workers = self._workers.section, self._workers
+        section, workers = self._workers.placement.section, self._workers
         if not section.simulator:
             return set()
         instances = workers.fleet.event_log.state.instances.values()
