@@ -37,7 +37,6 @@ from headrace_coordinator.waits import WaitTimeout
 log = logging.getLogger(__name__)
 DECISION_S = 900.0
 """How long a run that stops waits for the reply to a CommitStep that it has sent."""
-
 FOREVER_S = 1e9
 GROUP_LOST = frozenset({"TRAINER_GROUP_LOST", "RENDEZVOUS_TIMEOUT"})
 """Reasons of refusals by a trainer whose group has lost another rank, or could not be formed with it."""
@@ -136,14 +135,8 @@ class RunLoop:
         failed = totals.scorer_failed
         if self.context.judged or totals.judged or not failed:
             return None
-        return Outcome(
-            run_states.FAILED,
-            cause_first(
-                failed,
-                "no answer has a verdict: the scorer failed at every one, at the first so",
-                "reward.scorers",
-            ),
-        )
+        what = "no answer has a verdict: the scorer failed at every one, at the first so"
+        return Outcome(run_states.FAILED, cause_first(failed, what, "reward.scorers"))
 
     async def _prepare(self) -> None:
         """Instances opened, leases held, trainer group formed, ledger and trainer at one version."""
@@ -155,16 +148,13 @@ class RunLoop:
         context.leases.assign()
         await context.devices.hand_devices_to_trainers()
         await form_trainer_group(context)
-        await (
-            context.recall()
-        )  # So that a commit that `converge` records knows the items of the steps before it.
+        await context.recall()  # A commit that `converge` records knows the items of the steps before it.
         self._published = await converge(context)
         context.regrouping = False
         await context.recall()
         if context.state.origin_checkpoint and not context.state.last_checkpoint:
-            await self._checkpointer.save(
-                wait=True
-            )  # The origin may delete the checkpoint that this run began with.
+            # The origin may delete the checkpoint that this run began with.
+            await self._checkpointer.save(wait=True)
         context.agreement_due = True
         if context.state.state in (run_states.PLANNING, run_states.RECOVERING):
             self._move(run_states.RUNNING, "training")
@@ -363,9 +353,8 @@ class RunLoop:
     async def _take_turns(self, misfit: PlacementError) -> bool:
         """Lets a run with `auto` take turns on the devices that are left; False if it takes turns already."""
         context = self.context
-        if context.spec.placement.mode != "auto" or context.workers.placement.turns:
-            return False
-        if context.spec.algorithm.max_staleness:
+        ahead = context.spec.algorithm.max_staleness
+        if context.spec.placement.mode != "auto" or context.workers.placement.turns or ahead:
             return False
         plan = ev.PlanAdopted(
             at=self._event_log.now(),

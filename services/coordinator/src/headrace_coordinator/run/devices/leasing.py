@@ -29,8 +29,8 @@ class WorkerLeases:
 
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
-        self.simulators = SimulatorLeases(workers)
-        self.scorers = ScorerLeases(workers)
+        self.simulators = SimulatorLeases(workers, self.acquire)
+        self.scorers = ScorerLeases(workers, self.acquire)
         self.lock = asyncio.Lock()
         """Held while devices change hands."""
         self.joined = False
@@ -76,9 +76,17 @@ class WorkerLeases:
         """Leases their assigned devices to `workers`: all or none. Parameters as of `LeaseManager.acquire`."""
         run, timeout = self.workers.run, self.workers.fleet_timeout
         joint = self.workers.placement.section.joint
-        part = joint.rollout if joint and stage == GENERATE else 1.0
+        parts = {GENERATE: joint.rollout, SIMULATE: joint.simulator} if joint else {}
         requests = [
-            LeaseRequest(w.incarnation, run, stage, w.devices, w.instance.host, w.instance.boot_id, part)
+            LeaseRequest(
+                w.incarnation,
+                run,
+                stage,
+                w.devices,
+                w.instance.host,
+                w.instance.boot_id,
+                parts.get(stage, 1.0),
+            )
             for w in workers
         ]
         epochs = await self._manager.acquire(requests, timeout, patience, waited)
