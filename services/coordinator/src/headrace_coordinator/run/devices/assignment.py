@@ -188,10 +188,12 @@ def _seat_on_gpus(workers: Sequence[WorkerClient], devices: Sequence[str], each:
     for worker in workers:
         own = [device for device in left if device in worker.instance.devices][:each]
         if len(own) < each:
+            what, fix = "a GPU", ""
+            if each > 1:
+                what, fix = f"an instance of {each} GPUs ({SEVERAL})", ", or use a smaller size"
             raise PlacementError(
-                f"{key}: an instance of {each} GPUs ({SEVERAL}) is wanted and "
-                f"{worker.instance.instance} sees {len(own)} of those that are left for it ({', '.join(left)}); let "
-                "it see more (CUDA_VISIBLE_DEVICES, --gpus, --devices), or use a smaller size"
+                f"{key}: {what} is wanted and {worker.instance.instance} sees {len(own)} of those that are left for it "
+                f"({', '.join(left)}); let it see more (CUDA_VISIBLE_DEVICES, --gpus, --devices){fix}"
             )
         left = [device for device in left if device not in own]
         worker.devices = tuple(own)
