@@ -108,7 +108,6 @@ def test_devices_of_simulators_say_the_mode_too(placement: dict[str, Any], mode:
     [
         ({"simulator": "1"}, "placement.rollout"),
         ({"simulator": "1", "rollout": "0"}, "placement.trainer"),
-        ({"mode": "hybrid", "rollout": "0", "simulator": "1-2", "trainer": "2"}, "placement.simulator"),
         ({"mode": "collocated", "rollout": "0", "simulator": "1", "trainer": "2"}, "placement.trainer"),
         ({"rollout,simulator": "0", "trainer": "1"}, "placement.simulator"),
         ({"rollout,trainer": "0", "simulator": ["1", "1"]}, "placement.simulator"),

@@ -183,7 +183,6 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
             "placement.trainer",
             "make placement.rollout and placement.trainer equal",
         ),
-        ({"placement": {"mode": "hybrid", "rollout": 0, "trainer": "0"}}, "placement.trainer", "0 generates"),
         ({"reward.scorers": [{"name": "exact", "weight": 0}]}, "reward.scorers", "every weight is 0"),
         ({"reward.scorers": [{"name": "my/own.py"}]}, "reward.scorers[0].name", "write my/own.py:function"),
     ],

@@ -34,11 +34,31 @@ def test_an_engine_that_installs_between_answers_only_is_told_how_older_answers_
 def test_what_a_gpu_cannot_do_is_refused_with_what_would_fit():
     resident = {"placement": {"mode": "collocated", "memory": "resident"}}
     assert "set placement.memory: offloaded" in problems(resident, GPUS)["placement.memory"]
-    assert (
-        "collocated with trainer.helpers"
-        in problems({"placement": {"mode": "hybrid"}}, GPUS)["placement.mode"]
-    )
     assert problems(resident, BOTH) == {}, "on CPU slots"
+
+
+HYBRID = {"mode": "hybrid", "rollout": "0-1", "trainer": "2-3"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "key", "words"),
+    [
+        ({"trainer": {"ranks": 2}}, "trainer.ranks", "set one for each GPU (4)"),
+        ({"algorithm": {"max_staleness": 1}}, "algorithm.max_staleness", "sleep while answers are made"),
+        ({"placement": {**HYBRID, "memory": "resident"}}, "placement.memory", "offloaded"),
+    ],
+)
+def test_hybrid_on_gpus_wants_a_rank_on_each_and_one_step_at_a_time(changed, key, words):
+    fleet = replace(
+        GPUS, devices=[f"h/gpu:{n}" for n in range(4)], instances={"rollout": 2, "trainer": 4, "reward": 1}
+    )
+    spec = {"placement": HYBRID, "trainer": {"ranks": 4}, "algorithm": {"prompts_per_step": 4}}
+    assert problems(spec, fleet) == {}
+    whole = {**spec, "placement": {**HYBRID, "trainer": "0-3"}}
+    assert problems(whole, fleet) == {}, "the trainer's devices may be said to be all"
+    cores = replace(fleet, devices=[f"h/cpu:{n}" for n in range(4)])
+    assert "generates too" in problems(whole, cores)["placement.trainer"]
+    assert words in problems({**spec, **{k: {**spec[k], **v} for k, v in changed.items()}}, fleet)[key]
 
 
 HOSTS = "rollout.engine_options.hosts"

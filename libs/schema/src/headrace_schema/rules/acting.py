@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.run import RunSections
-from headrace_schema.sections.running import APART, JointSection, PlacementSection, is_every, overlap
+from headrace_schema.sections.running import JointSection, PlacementSection, is_every, overlap
 
 SIMULATOR = "placement.simulator"
 REWARD = "placement.reward"
@@ -36,7 +36,7 @@ def beside_problems(spec: RunSections) -> Iterator[KeyProblemView]:
         elif names:
             if len({*names}) < len(names):
                 yield problem(key, "a device is named twice", "name each device once")
-            if placement.mode in APART and (both := sorted({*placement.trainer} & {*names})):
+            if placement.mode == "disaggregated" and (both := sorted({*placement.trainer} & {*names})):
                 yield overlaps_trainer(key, both, placement.mode)
             if placement.mode == "collocated" and not overlap(
                 placement.trainer, [*placement.rollout, *others]

@@ -54,12 +54,6 @@ def _changing(run: Resolved) -> Iterator[str]:
             yield f"trainer.{name}"
 
 
-def _several_ranks(run: Resolved) -> Iterator[str]:
-    for name in ("ranks", "max_ranks"):
-        if (getattr(run.spec.trainer, name) or 1) > 1:
-            yield f"trainer.{name}"
-
-
 def _one_update(run: Resolved, algorithm: AlgorithmSection) -> Iterator[str]:
     """Not of episodes, whose minibatches are counted in chunks."""
     given = algorithm.options
@@ -159,7 +153,7 @@ NAMED = Feature(
 )
 OFFLOADED = value("placement.memory", "offloaded", undo="remove placement.memory")
 RESIDENT = value("placement.memory", "resident", undo="set placement.memory: offloaded")
-RESIDENT_IN_TURNS = also(RESIDENT, value(MODE, "collocated", "auto", undo=""))
+RESIDENT_IN_TURNS = also(RESIDENT, value(MODE, "collocated", "auto", "hybrid", undo=""))
 _STREAMED = unlike("placement.flow", "sequential", undo="set placement.flow: sequential")
 STREAMED = also(_STREAMED, APART)
 SIMULATORS = key("placement.simulator", "remove placement.simulator")
@@ -167,7 +161,6 @@ SCORERS = key("placement.reward", "remove placement.reward")
 JOINT = key("placement.joint")
 TRAINER_HELPERS = key("trainer.helpers", "set trainer.helpers: 0")
 ROLLOUT_HELPERS = key("rollout.helpers", "set rollout.helpers: 0")
-RANKS = Feature("`trainer.ranks` or `max_ranks` above 1", _several_ranks, "set {key}: 1")
 CHANGING = Feature("`trainer.min_ranks` or `max_ranks` other than `ranks`", _changing, "remove {it}")
 OVER_HOSTS = when(
     f"`{HOSTS}`", HOSTS, lambda spec: engine_hosts(spec.rollout.engine_options) > 1, f"leave {HOSTS} out"

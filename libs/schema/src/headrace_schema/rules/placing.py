@@ -8,7 +8,7 @@ from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.generating import HOSTS, engine_gpus, engine_hosts
 from headrace_schema.sections.run import RunSections
-from headrace_schema.sections.running import APART, is_every
+from headrace_schema.sections.running import is_every
 
 
 def placement(spec: RunSections) -> Iterator[KeyProblemView]:
@@ -22,16 +22,19 @@ def placement(spec: RunSections) -> Iterator[KeyProblemView]:
             "collocated placement takes turns on the same devices",
             "make placement.rollout and placement.trainer equal, or set placement.mode: disaggregated",
         )
-    if section.mode in APART and shared:
+    if section.mode == "disaggregated" and shared:
         yield problem(
             "placement.trainer",
             f"{', '.join(shared)} generates too; {section.mode} placement needs disjoint devices",
-            "name other devices, or set placement.mode: collocated",
+            "name other devices, or set placement.mode: collocated or hybrid",
         )
     most = spec.trainer.max_ranks or spec.trainer.ranks
     engines = spec.rollout.instances * spec.engines
     for key, users in (("rollout", engines), ("trainer", max(most, spec.trainer.ranks))):
         devices: list[str] = getattr(section, key)
+        if key == "trainer" and devices and section.mode == "hybrid":
+            # Once answers are complete it has the others' too.
+            devices = list(dict.fromkeys([*devices, *section.rollout, *section.simulator, *section.reward]))
         if len(set(devices)) < len(devices):
             yield problem(f"placement.{key}", "a device is named twice", "name each device once")
         elif devices and len(devices) < users and not any(map(is_every, devices)):

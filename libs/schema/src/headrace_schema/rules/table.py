@@ -198,7 +198,6 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.AUTO: {f.SHARE: "a run that measures placements needs its devices to itself"},
     f.MEASURED: {f.TRAINER_HELPERS: "steps in which devices move say nothing of another placement"},
     f.HYBRID: {
-        f.RANKS: "hybrid placement gives the rollouts' devices to one rank within a step",
         f.SHARE: f"{_ONE_SIDE}, and hybrid holds both",
         f.TRAINER_HELPERS: "the trainer group takes the rollouts' devices itself when the tail ends",
     },
@@ -226,10 +225,6 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         ),
     },
     f.GPUS: {
-        f.HYBRID: (
-            "hybrid gives one rank several devices, and on GPUs a rank computes on one",
-            "set placement.mode: disaggregated, or collocated with trainer.helpers",
-        ),
         f.RESIDENT_IN_TURNS: "an engine takes the memory that it finds on a GPU, and leaves a trainer no room beside "
         "it",
     },
