@@ -109,8 +109,8 @@ def test_branches_come_with_prompts_of_their_own():
         (member,) = read_group(message, SamplingSection(), 32).members
         return member
 
-    _, other = read().branches
-    assert other.tokens[:2] == [4, 5] and other.trained[0] == 2
+    _, found = read().branches
+    assert found.tokens[:2] == [4, 5] and found.trained[0] == 2
     del other.segments[0]
     with pytest.raises(Refusal, match="the first id is sampled"):
         read()
