@@ -25,8 +25,6 @@ from headrace_servicekit.registry import PluginError
 from headrace_servicekit.rpc.addresses import advertised_host
 from headrace_servicekit.rpc.errors import ServiceError
 
-from headrace_rollout.conversations.players import Player
-from headrace_rollout.conversations.template import TurnTemplate
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig, Weights
 from headrace_rollout.engines.beside import EngineBeside, Frozen
@@ -42,6 +40,8 @@ from headrace_rollout.runs.opened import (
     Retention,
     TextRun,
 )
+from headrace_rollout.sessions.template import TurnTemplate
+from headrace_rollout.sessions.turns import Player
 from headrace_rollout.wire import weights_of
 from headrace_rollout.workloads import acting_policy
 
@@ -149,7 +149,7 @@ def _text_run(
         policy = _player(config, build(settings), codec)
         others, engine = _players(config, settings, policy, build)
         pools = Pools(blobs, token, config.environment.step_timeout_s)
-        return ConversationRun(name, config, engine, codec, policy.template, pools, others)
+        return ConversationRun(name, config, engine, codec, policy, pools, others)
     if config.agent is not None and config.agent.online is not None:
         return _online_run(name, config, config.agent, build(settings), codec)
     return TextRun(name, config, build(settings), codec)
@@ -159,7 +159,7 @@ def _online_run(
     name: str, config: RolloutConfig, agent: AgentSection, engine: Engine, codec: TextCodec
 ) -> OnlineRun:
     from headrace_rollout.endpoint.answers import Terms
-    from headrace_rollout.endpoint.desk import Desk
+    from headrace_rollout.sessions.drivers.online import Desk
 
     assert agent.online is not None
     blind = _blind(engine, codec, config)
@@ -175,21 +175,13 @@ def _online_run(
         lambda _: None,
         tuple(sampling.stop),
     )
-    terms = Terms(
-        name,
-        stream,
-        codec,
-        template,
-        agent.online.max_turns,
-        engine.max_context_tokens,
-        agent.tool_calls,
-        asked=agent.sampling == "request",
-    )
+    terms = Terms(name, agent.tool_calls, agent.online.max_turns, asked=agent.sampling == "request")
+    policy = Player(engine, codec, template)
 
     def kept(key: SlotKey) -> bool:
         return retention.has(key.prompt_ordinal, key.sample_index)
 
-    desk = Desk(config.endpoint_key, agent.online, terms, config.group_size, kept)
+    desk = Desk(config.endpoint_key, agent.online, terms, policy, stream, config.group_size, kept)
     return OnlineRun(name, config, engine, codec, desk, retention=retention)
 
 

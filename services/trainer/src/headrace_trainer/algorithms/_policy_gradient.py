@@ -135,9 +135,9 @@ class PolicyGradient(Generic[Chosen]):
         return TurnCredit(self.options.turn_discount) if self.options.credit == "turn" else None
 
     @property
-    def siblings(self) -> str:
+    def branch_weights(self) -> str:
         """By the option of that name."""
-        return self.options.siblings
+        return self.options.branch_weights
 
     @property
     def critic(self) -> CriticPlan | None:
