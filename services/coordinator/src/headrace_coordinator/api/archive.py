@@ -8,9 +8,8 @@ import json
 from collections.abc import Callable
 
 from headrace_schema.resources.views import RunView
-from pydantic import ValidationError
 
-from headrace_coordinator.api.reading.presenters import run_view, summary_view
+from headrace_coordinator.api.reading.presenters import run_view
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
@@ -70,9 +69,9 @@ class Archive:
         """An archived run; UNAVAILABLE when its summary cannot be read."""
         path = self._event_log.history.directory(run_id) / SUMMARY
         try:
-            view = summary_view(json.loads(path.read_bytes()))
+            view = RunView.from_json(json.loads(path.read_bytes()))
             # The data directory may have been moved since the run ended.
             return view.model_copy(update={"run_directory": str(path.parents[1])})
-        except (OSError, ValueError, ValidationError) as error:
+        except (OSError, ValueError, TypeError) as error:
             message = f"the summary of run {run_id} cannot be read: {path}: {error}"
             raise Refused("UNAVAILABLE", message) from error

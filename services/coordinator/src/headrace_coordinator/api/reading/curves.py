@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headrace_schema.resources.overviews import CurvesView, RewindView, ScorePointView
+from headrace_schema.resources.views import StepView
 
-from headrace_coordinator.api.reading.presenters import finite, step_view
+from headrace_coordinator.api.reading.presenters import finite
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.projections.tensorboard import step_scalars
 from headrace_coordinator.store.run_files import RunFiles
@@ -25,7 +26,7 @@ def read_spark(files: RunFiles) -> list[float | None]:
 def read_curves(files: RunFiles, points: int) -> CurvesView:
     """At most `points` steps at even distances, the newest one among them."""
     newest = [record.sequence for index in (files.steps, files.evaluations) if (record := index.last())]
-    views = [step_view(event.view) for event in _steps(files, points)]
+    views = [StepView.from_json(event.view) for event in _steps(files, points)]
     rows = [step_scalars(view) for view in views]
     names = sorted({name for row in rows for name in row})
     live = files.live_evaluations()

@@ -13,16 +13,13 @@ from typing import TypeVar
 
 from headrace_schema.resources.evaluations import EvaluationView
 from headrace_schema.resources.overviews import CurvesView
-from headrace_schema.resources.views import CertificateView, CheckpointView, EventView, StepView
+from headrace_schema.resources.views import CertificateView, CheckpointView, EventView, PolicyView, StepView
 
 from headrace_coordinator.api.reading.curves import read_curves
 from headrace_coordinator.api.reading.presenters import (
     brief_event_view,
     certificate_view,
-    evaluation_view,
     event_view,
-    policy_view,
-    step_view,
 )
 from headrace_coordinator.api.reading.reads import Page, Reads
 from headrace_coordinator.domain import events as ev
@@ -81,7 +78,7 @@ class Past:
         def look(files: RunFiles) -> Page[StepView, int]:
             found = files.pages(files.steps, files.live_steps(), after)
             committed = ((place, event) for place, event in found if isinstance(event, ev.StepCommitted))
-            return _page(committed, size, lambda event: step_view(event.view))
+            return _page(committed, size, lambda event: StepView.from_json(event.view))
 
         return await self._look(run_id, look)
 
@@ -91,7 +88,7 @@ class Past:
         def look(files: RunFiles) -> Page[EvaluationView, int]:
             found = files.pages(files.evaluations, files.live_evaluations(), after)
             made = ((place, event) for place, event in found if isinstance(event, ev.Evaluated))
-            return _page(made, size, lambda event: evaluation_view(event.view))
+            return _page(made, size, lambda event: EvaluationView.from_json(event.view))
 
         return await self._look(run_id, look)
 
@@ -131,7 +128,7 @@ class Past:
                 views.append(
                     CheckpointView(
                         name=event.name,
-                        version=policy_view(version),
+                        version=PolicyView.of(version),
                         step=event.step,
                         size_bytes=_size(directory / event.name),
                     )
