@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from headrace_servicekit.process.ports import LOOPBACK
@@ -28,11 +28,16 @@ from headrace_cli.commands.starting import (
     start,
     telling,
 )
+from headrace_cli.connection import Answer, asking, connect, find_target
 from headrace_cli.errors import user_error
 from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan, host_name
 from headrace_cli.output import console, error_console, print_json, styled
+from headrace_cli.show.fleet import devices_table, instances_table, isolation_lines
+from headrace_cli.show.runs import runs_list
 
 if TYPE_CHECKING:
+    from headrace.client import Client
+
     from headrace_cli.launcher.data_dir import DataDir
     from headrace_cli.launcher.repair import Examination
 
@@ -294,31 +299,27 @@ def _asks() -> bool:
     return typer.confirm("keep the damaged files aside and go on from what is good?")
 
 
-def status(data_dir: DataDirOption = DEFAULT_DATA_DIR, url: Url = None, as_json: JsonFlag = False) -> None:
+@asking
+def status(client: Client) -> Answer:
     """Show the fleet: services, devices and runs. Exit code 1 when none answers."""
-    from headrace_cli.connection import connect, find_target
+    instances, leases, runs = client.instances(), client.leases(), client.list()
+    found = {"instances": instances, "devices": leases.devices, "leases": leases.leases, "runs": runs}
+    document = {"url": client.base_url} | {key: [item.raw for item in rows] for key, rows in found.items()}
 
-    with connect(find_target(url, data_dir)) as client:
-        instances, leases, runs = client.instances(), client.leases(), client.list()
-    if as_json:
-        documents = {"instances": instances, "devices": leases.devices, "leases": leases.leases, "runs": runs}
-        print_json(
-            {"url": client.base_url} | {key: [item.raw for item in rows] for key, rows in documents.items()}
+    def text() -> Any:
+        from rich.console import Group
+
+        width = console().width
+        return Group(
+            instances_table(instances, coordinator=client.base_url, width=width),
+            *isolation_lines(instances),
+            devices_table(leases, width),
+            runs_list(runs[:10], width)
+            if runs
+            else "no runs yet: headrace run submit examples/tiny.yaml --watch",
         )
-        return
-    from headrace_cli.show.fleet import devices_table, instances_table, isolation_lines
-    from headrace_cli.show.runs import runs_list
 
-    out = console()
-    out.print(instances_table(instances, coordinator=client.base_url, width=out.width))
-    for line in isolation_lines(instances):
-        out.print(line, markup=False)
-    out.print(devices_table(leases, out.width))
-    out.print(
-        runs_list(runs[:10], console().width)
-        if runs
-        else "no runs yet: headrace run submit examples/tiny.yaml --watch"
-    )
+    return document, text
 
 
 def open_dashboard(
@@ -328,8 +329,6 @@ def open_dashboard(
     as_json: JsonFlag = False,
 ) -> None:
     """Open the dashboard in a browser and print its address: a link that is good once and for a minute."""
-    from headrace_cli.connection import connect, find_target
-
     with connect(find_target(url, data_dir)) as client:
         link = client.link()
     show_link(link, browser, as_json)

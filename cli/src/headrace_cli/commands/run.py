@@ -9,9 +9,10 @@ import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
 from headrace_cli.commands.results import PATIENCE_S, certificates, endpoint, export, logs, trajectories
-from headrace_cli.connection import CHECKING, connect, find_target, saying
+from headrace_cli.connection import CHECKING, Answer, asking, connect, find_target, saying, show
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused, user_error
 from headrace_cli.output import console, error_console, print_json
+from headrace_cli.show.runs import heldout, policies_table, run_table, runs_list, steps_table
 
 if TYPE_CHECKING:
     from headrace.client import Client, Run
@@ -110,7 +111,7 @@ def _show_submitted(client: Client, run: Run, watch: bool, as_json: bool, done: 
     if watch:
         _watch(client, run.id, as_json)
     else:
-        _show_steered(run, as_json, f"{done}; next: headrace run watch {run.id}")
+        show(_steered(run, f"{done}; next: headrace run watch {run.id}"), as_json)
 
 
 def _show_check(answer: dict[str, Any], as_json: bool) -> None:
@@ -126,36 +127,28 @@ def _show_check(answer: dict[str, Any], as_json: bool) -> None:
 
 
 @app.command("list")
-def list_runs(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+@asking
+def list_runs(client: Client) -> Answer:
     """List runs, newest first: state, place in the queue, progress, and why or what each waits for."""
-    with connect(find_target(url, data_dir)) as client:
-        runs = client.list()
-    if as_json:
-        print_json({"runs": [item.raw for item in runs]})
-        return
-    from headrace_cli.show.runs import runs_list
-
-    console().print(runs_list(runs, console().width) if runs else "no runs")
+    runs = client.list()
+    document = {"runs": [item.raw for item in runs]}
+    return document, lambda: runs_list(runs, console().width) if runs else "no runs"
 
 
 @app.command()
-def get(
-    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
-) -> None:
+@asking
+def get(client: Client, run: RunId) -> Answer:
     """Show one run with its last steps."""
-    with connect(find_target(url, data_dir)) as client:
-        found = client.get(run)
-        steps = [] if as_json else client.metrics(run)
-    if as_json:
-        print_json(found.raw)
-        return
-    from headrace_cli.show.runs import heldout, policies_table, run_table, steps_table
+    found = client.get(run)
 
-    console().print(run_table(found))
-    if steps:
-        console().print(steps_table(steps[-12:], heldout(found), console().width))
-    if (policies := policies_table(steps)) is not None:
-        console().print(policies)
+    def text() -> Any:
+        from rich.console import Group
+
+        steps = client.metrics(run)
+        tables = [run_table(found), steps and steps_table(steps[-12:], heldout(found), console().width)]
+        return Group(*filter(None, [*tables, policies_table(steps)]))
+
+    return found.raw, text
 
 
 @app.command()
@@ -196,84 +189,69 @@ def _draw(client: Client, run_id: str) -> Run:
         run = follow(client, run_id, reporter).run
     finally:
         reporter.close()
-    from headrace_cli.show.runs import run_table
-
     console().print(run_table(run))
     return run
 
 
-def _show_steered(run: Run, as_json: bool, sentence: str) -> None:
-    if as_json:
-        print_json(run.raw)
-    else:
-        console().print(f"run {run.id} is {run.state}; {sentence}", markup=False)
+def _steered(run: Run, sentence: str) -> Answer:
+    return run.raw, lambda: f"run {run.id} is {run.state}; {sentence}"
 
 
 @app.command()
+@asking
 def pause(
+    client: Client,
     run: RunId,
     now: Annotated[
         bool, typer.Option("--now", help="At once; the current step is made again on resume.")
     ] = False,
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Pause a run after its current step."""
-    with connect(find_target(url, data_dir)) as client:
-        _show_steered(client.pause(run, now=now), as_json, f"go on with: headrace run resume {run}")
+    return _steered(client.pause(run, now=now), f"go on with: headrace run resume {run}")
 
 
 @app.command()
-def resume(
-    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
-) -> None:
+@asking
+def resume(client: Client, run: RunId) -> Answer:
     """Go on with a paused run."""
-    with connect(find_target(url, data_dir)) as client:
-        _show_steered(client.resume(run), as_json, f"watch it with: headrace run watch {run}")
+    return _steered(client.resume(run), f"watch it with: headrace run watch {run}")
 
 
 @app.command("set")
+@asking
 def set_keys(
+    client: Client,
     run: RunId,
     changes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="Such as trainer.ranks=2.")],
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Change a run from its next step on: the ranks of its trainer group."""
-    with connect(find_target(url, data_dir)) as client:
-        changed = client.set(run, changes)
+    changed = client.set(run, changes)
     wanted = changed.wanted_ranks
     sentence = f"from its next step on it has {wanted} ranks" if wanted else f"it has {changed.ranks} ranks"
-    _show_steered(changed, as_json, f"{sentence}; see: headrace run get {run}")
+    return _steered(changed, f"{sentence}; see: headrace run get {run}")
 
 
 @app.command()
-def cancel(
-    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
-) -> None:
+@asking
+def cancel(client: Client, run: RunId) -> Answer:
     """End a run; the checkpoints that it has stay."""
-    with connect(find_target(url, data_dir)) as client:
-        cancelled = client.cancel(run)
-    _show_steered(cancelled, as_json, cancelled.reason if cancelled.ended else f"see: headrace run get {run}")
+    cancelled = client.cancel(run)
+    return _steered(cancelled, cancelled.reason if cancelled.ended else f"see: headrace run get {run}")
 
 
 @app.command()
+@asking
 def label(
+    client: Client,
     run: RunId,
     tags: Tags = None,
     note: Annotated[str | None, typer.Option(help="What you say of it.", show_default=False)] = None,
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Give a run tags in place of those it has, or a note; `--tag "" --note ""` removes both."""
     if tags is None and note is None:
         raise user_error("--tag", "nothing is given", "write --tag WORD, --note TEXT, or both")
-    with connect(find_target(url, data_dir)) as client:
-        found = client.label(run, None if tags is None else [tag for tag in tags if tag], note)
-    _show_steered(found, as_json, "labelled")
+    found = client.label(run, None if tags is None else [tag for tag in tags if tag], note)
+    return _steered(found, "labelled")
 
 
 @app.command()
@@ -293,10 +271,7 @@ def delete(
             kept = f"its checkpoints and files below {found.raw['run_directory']}"
             typer.confirm(f"Delete run {run} ({found.state}), {kept}, for ever?", abort=True, err=True)
         client.delete(run)
-    if as_json:
-        print_json({"id": run})
-    else:
-        console().print(f"run {run} is deleted", markup=False)
+    show(({"id": run}, lambda: f"run {run} is deleted"), as_json)
 
 
 app.command()(export)
