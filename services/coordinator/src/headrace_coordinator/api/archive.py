@@ -44,10 +44,10 @@ class Archive:
             await self.once()
 
     async def once(self) -> None:
-        """Archives what is due now. Files first: only what is synced may leave the state."""
+        """Archives what is due now. Files first: only what is in them may leave the state."""
         for run in self._due():
             await self._event_log.flush()
-            await self._event_log.history.synced()
+            await self._event_log.history.written()
             data = run_view(run, []).model_dump_json().encode()
             try:
                 await self._event_log.history.sweep(run.id)
