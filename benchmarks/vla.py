@@ -137,8 +137,8 @@ def rollout_and_bare(directory: Path, environments: int, rounds: int, core: int)
 
 
 def _policy(directory: Path) -> Any:
-    from headrace_modelkit.presets.tiny_robot import tiny_fields, write_tiny_robot
-    from headrace_modelkit.robot.directory import load_policy
+    from headrace_robots.policies.directory import load_policy
+    from headrace_robots.tiny import tiny_fields, write_tiny_robot
 
     fields = tiny_fields("openvla_oft", ACTIONS, chunk_length=CHUNK)
     fields["text"] |= {**WIDTHS, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -152,7 +152,7 @@ class Bare:
     """The loop that one writes first: one batch for the policy, then one environment after the other."""
 
     def __init__(self, policy: Any, directory: Path, environments: int) -> None:
-        from headrace_modelkit.robot.language import instruction_encoder
+        from headrace_robots.policies.language import instruction_encoder
 
         self._policy = policy
         self._prompt = tuple(instruction_encoder(policy.config, str(directory / "policy"))(INSTRUCTION))
@@ -164,7 +164,7 @@ class Bare:
     def round(self, turn: int) -> float:
         """Seconds of one episode of each environment."""
         import torch
-        from headrace_modelkit.robot.policy import Observation
+        from headrace_robots.policies.policy import Observation
 
         acting = stepping = 0.0
         began = time.perf_counter()
@@ -328,8 +328,8 @@ def _counted() -> Iterator[Counter[str]]:
 async def _to_batch(directory: Path) -> int:
     """Bytes of STEPS pictures: what the environment's child wrote, and what the rollout's pool read."""
     from headrace.rollout.v1 import rollout_pb2
+    from headrace_robots.rollout.model import Decision
     from headrace_rollout.environments.pool import arrays_of
-    from headrace_rollout.robot.model import Decision
 
     written = 0
     async with _environment(directory) as environment:

@@ -15,7 +15,7 @@ pip="$env/bin/python -m pip install -q --no-compile --no-deps"
 torch=$(grep '^torch==' constraints/sglang.txt)
 $pip ${TORCH_FIND_LINKS:+--find-links "$TORCH_FIND_LINKS"} ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
 $pip -r constraints/sglang.txt
-$pip --no-build-isolation -e ./proto -e ./libs/servicekit -e ./libs/schema -e ./libs/modelkit -e ./services/rollout
+$pip --no-build-isolation -e ./proto -e ./libs/servicekit -e ./libs/schema -e ./libs/modelkit -e ./services/rollout -e ./plugins/sglang
 # Lines for the path, one that runs at the start of every process, also of those that SGLang starts.
 site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 printf '%s\n%s\nimport torchvision_cpu_shim\n' "$shims/sglang_cpu" "$shims/torchvision_cpu" >"$site/headrace_sglang_cpu.pth"

@@ -14,5 +14,5 @@ pip="$env/bin/python -m pip install -q --no-compile --no-deps"
 torch=$(grep '^torch==' constraints/megatron.txt)
 $pip ${TORCH_FIND_LINKS:+--find-links "$TORCH_FIND_LINKS"} ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
 $pip -r constraints/megatron.txt
-$pip --no-build-isolation -e ./proto -e ./libs/servicekit -e ./libs/schema -e ./libs/modelkit -e ./services/trainer
+$pip --no-build-isolation -e ./proto -e ./libs/servicekit -e ./libs/schema -e ./libs/modelkit -e ./services/trainer -e ./plugins/megatron
 touch "$stamp"

@@ -10,6 +10,7 @@ was not covered. Knows no test's content.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -50,15 +51,22 @@ def run_parts(parts: Sequence[Part], tally: Tally) -> None:
                 waiting.remove(part)
                 _begin(part, running, tally)
             for part, process in [*running.items()]:
+                before = _cpu_s()
                 status = process.poll()
                 if status is not None:
                     del running[part]
-                    _finish(part, process, status, tally)
+                    _finish(part, process, status, _cpu_s() - before, tally)
             time.sleep(POLL_S)
     finally:  # interrupted: what runs is ended, and what it said is shown
         for part, process in running.items():
             process.end(signal.SIGINT)
             print(f"\n=== {part.name}: interrupted\n{process.output()}", flush=True)
+
+
+def _cpu_s() -> float:
+    """Of all processes that have ended, with theirs: who has just ended has the difference."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _needed(parts: Sequence[Part], tally: Tally) -> list[Part]:
@@ -95,11 +103,12 @@ def _begin(part: Part, running: dict[Part, Running], tally: Tally) -> None:
     return None
 
 
-def _finish(part: Part, process: Running, status: int, tally: Tally) -> None:
+def _finish(part: Part, process: Running, status: int, cpu_s: float, tally: Tally) -> None:
     """Adds a part's outcome; a part that ends without a report counts as one test."""
     seconds = time.monotonic() - process.began
+    took = f"{seconds:.0f} s, {cpu_s / seconds:.2f} cores"
     if part.shares:
-        print(f"\n=== {part.name}: {seconds:.0f} s, status {status}\n{process.output()}", end="", flush=True)
+        print(f"\n=== {part.name}: {took}, status {status}\n{process.output()}", end="", flush=True)
     if part.needs and status == NO_TESTS:
         return _uncovered(part, tally, "it holds no tests to run")
     report = read_report(_report_file(part))
@@ -107,7 +116,7 @@ def _finish(part: Part, process: Running, status: int, tally: Tally) -> None:
     tally.passed += report.passed if part.needs else int(status == 0)
     tally.failed += failed
     tally.uncovered += [f"{part.name}: {text}" for text in report.skipped]
-    tally.lines.append(f"{part.name:<22} {seconds:7.1f} s  {_outcome(part, status, report)}")
+    tally.lines.append(f"{part.name:<22} {took:>18}  {_outcome(part, status, report)}")
     if part.inputs and not failed and _subject(part) == part.name:
         record_pass(part.name, part.inputs)
     return None
@@ -131,7 +140,7 @@ def _uncovered(part: Part, tally: Tally, why: str) -> None:
     in_ci = os.environ.get("CI") == "true"
     tally.failed += in_ci
     tally.uncovered.append(f"{part.name}: {why}")
-    tally.lines.append(f"{part.name:<22} {'':>7}    {'FAILED' if in_ci else 'not run'}: {why}")
+    tally.lines.append(f"{part.name:<22} {'':>18}  {'FAILED' if in_ci else 'not run'}: {why}")
 
 
 def main(arguments: list[str]) -> int:

@@ -18,6 +18,9 @@ PACKAGES = (
         "headrace_rollout",
     ),
     *("headrace_trainer", "headrace_simulator", "headrace_reward", "headrace_cli", "headrace.client"),
+    "headrace_robots",
+    "headrace_megatron",
+    "headrace_sglang",
     "headrace_simulation",
     "headrace_fake_world",
 )
@@ -26,6 +29,9 @@ UNITS = {
     "coordinator": "services/coordinator",
     "trainer": "services/trainer",
     "simulator": "services/simulator",
+    "robots": "plugins/robots",
+    "megatron-refusals": "plugins/megatron",
+    "sglang-parts": "plugins/sglang",
     "reward": "services/reward",
     "servicekit": "libs/servicekit",
     "rollout": "services/rollout",
@@ -80,17 +86,18 @@ _VLLM = (
     ),
 )
 _MEGATRON = (
-    *(f":(glob){_BACKENDS}/*.py", f"{_BACKENDS}/shared", f"{_BACKENDS}/megatron", "constraints/megatron.txt"),
-    *(":(glob)services/trainer/tests/test_trainer_megatron*.py", ":(glob)ci/*megatron.sh"),
+    *(f":(glob){_BACKENDS}/*.py", f"{_BACKENDS}/shared", "plugins/megatron", "constraints/megatron.txt"),
+    ":(glob)ci/*megatron.sh",
 )
 _SIMULATORS = (
-    *(f":(glob){_WORLDS}/*.py", f":(glob){_WORLDS}/backends/*.py", f"{_WORLDS}/backends/metaworld"),
     *(
-        f"{_WORLDS}/backends/maniskill",
-        "services/simulator/tests/contract_cases.py",
-        ":(glob)ci/*simulators.sh",
+        f":(glob){_WORLDS}/*.py",
+        f":(glob){_WORLDS}/backends/*.py",
+        "plugins/robots/src/headrace_robots/simulator",
     ),
-    *(f"services/simulator/tests/test_simulator_{name}.py" for name in ("contract", "knobs", "metaworld")),
+    *("plugins/robots/pyproject.toml", "plugins/robots/tests/simulator", ":(glob)ci/*simulators.sh"),
+    *(f"services/simulator/tests/{name}.py" for name in ("contract_cases", "test_simulator_contract")),
+    "services/simulator/tests/test_simulator_knobs.py",
     *(f"constraints/{name}.txt" for name in ("metaworld", "maniskill", "libero")),
 )
 _BROWSER = (
@@ -133,7 +140,7 @@ def _simulator(name: str, *options: str, timeout_s: int) -> Part:
 def _megatron(*options: str, timeout_s: int) -> Part:
     """The megatron backend against the fsdp one, in groups of up to four processes; makes its environment first."""
     command = ("sh", "ci/test_megatron.sh", "--durations=10", "--durations-min=5", *options)
-    return Part("megatron", command, timeout_s, "services/trainer/tests", True, inputs=_MEGATRON)
+    return Part("megatron", command, timeout_s, "plugins/megatron/tests", True, inputs=_MEGATRON)
 
 
 _MYPY = shlex.quote(str(BIN / "mypy"))
@@ -156,7 +163,12 @@ LINT = [
     script("ceilings", "-m", "ci.ceilings"),
 ]
 
-_UNITS = [_tests(name, f"{folder}/tests", timeout_s=1200, shares=True) for name, folder in UNITS.items()]
+_WAITING = {"cli", "rollout", "servicekit"}
+"""Units that start processes and wait for them: they use half of a core (the end of `make test` says how much)."""
+_UNITS = [
+    _tests(name, f"{folder}/tests", timeout_s=1200, shares=True, waits=name in _WAITING)
+    for name, folder in UNITS.items()
+]
 
 _IMAGES = "integration_tests/compose/test_compose_images.py"
 
@@ -227,6 +239,7 @@ NIGHTLY = [
     _nightly("others", "integration_tests", *_IGNORED, "cli/tests", "benchmarks/tests", timeout_s=14400),
     _nightly("trainer", "services/trainer/tests", timeout_s=3600),
     _nightly("rollout", "services/rollout/tests", timeout_s=1800),
+    _nightly("robots", "plugins/robots/tests", timeout_s=1800),
     _nightly("reward", "services/reward/tests", timeout_s=600),
     _nightly("simulator", "services/simulator/tests", timeout_s=600),
     _nightly("fake-world", "tools/fake_world/tests", timeout_s=1800),

@@ -15,14 +15,15 @@ if [ ! -e "$pins" ]; then
   exit 2
 fi
 if [ ! -e "$environment/.complete" ] || [ "$pins" -nt "$environment/.complete" ] \
-  || [ services/simulator/pyproject.toml -nt "$environment/.complete" ]; then
+  || [ services/simulator/pyproject.toml -nt "$environment/.complete" ] \
+  || [ plugins/robots/pyproject.toml -nt "$environment/.complete" ]; then
   rm -rf "$environment"
   "$python" -m venv "$environment"
   pip="$environment/bin/python -m pip install -q --no-compile -c $pins"
   $pip hatchling editables
   # shellcheck disable=SC2086 # several options
   if [ "$sim" != metaworld ]; then $pip --no-deps ${TORCH_FROM:-} torch; fi
-  $pip --no-deps --no-build-isolation -e ./proto -e ./libs/schema -e ./libs/servicekit -e ./services/simulator
+  $pip --no-deps --no-build-isolation -e ./proto -e ./libs/schema -e ./libs/servicekit -e ./plugins/robots -e ./services/simulator
   $pip "headrace-simulator[$sim]" pytest pytest-asyncio pytest-timeout
   "$environment/bin/python" -m pip check
   touch "$environment/.complete"

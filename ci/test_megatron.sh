@@ -6,4 +6,4 @@ sh ci/megatron.sh "${PYTHON:-python3}"
 # Only what was installed: the checkout's own environment must not lend packages.
 unset PYTHONPATH
 exec .envs/megatron/bin/python -m pytest -p no:cacheprovider \
-  services/trainer/tests/test_trainer_megatron.py services/trainer/tests/test_trainer_megatron_refusals.py "$@"
+  plugins/megatron/tests "$@"

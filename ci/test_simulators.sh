@@ -9,6 +9,6 @@ sh ci/simulators.sh "$sim" "${PYTHON:-python3}"
 # Only what was installed: the checkout's own environment must not lend packages.
 unset PYTHONPATH
 tests="services/simulator/tests/test_simulator_contract.py services/simulator/tests/test_simulator_knobs.py"
-if [ "$sim" = metaworld ]; then tests="$tests services/simulator/tests/test_simulator_metaworld.py"; fi
+if [ "$sim" = metaworld ]; then tests="$tests plugins/robots/tests/simulator/test_robots_metaworld.py"; fi
 # shellcheck disable=SC2086 # several files
 BACKEND_UNDER_TEST=$sim exec ".envs/$sim/bin/python" -m pytest $tests "$@"

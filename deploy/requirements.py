@@ -18,18 +18,19 @@ COORDINATOR = (
     "libs/schema",
     "libs/planner",
 )  # the scaler runs in it too
+ROBOTS = "plugins/robots[policies]"
 IMAGES = {
     "coordinator": (*COORDINATOR, "services/coordinator"),
     "coordinator-reasoning-gym": (*COORDINATOR, "services/coordinator[reasoning-gym]"),
     "coordinator-data": (*COORDINATOR, "services/coordinator[reasoning-gym,datasets,vision]"),
     "reward": (*COMMON, "services/reward[math,reasoning-gym]"),
-    "simulator": (*COMMON, "services/simulator[gymnasium,vision]"),
-    "simulator-metaworld": (*COMMON, "services/simulator[metaworld]"),
-    "simulator-maniskill": (*COMMON, "services/simulator[maniskill]"),
-    "simulator-libero": (*COMMON, "services/simulator[libero]"),
-    "torch": (*COMMON, "libs/modelkit[vision]", "services/rollout", "services/trainer"),
-    "rollout-vllm": (*COMMON, "libs/modelkit[vision]", "services/rollout[vllm]"),
-    "rollout-sglang": (*COMMON, "libs/modelkit", "services/rollout[sglang]"),
+    "simulator": (*COMMON, "services/simulator[gymnasium,vision]", "plugins/robots"),
+    "simulator-metaworld": (*COMMON, "services/simulator", "plugins/robots[metaworld]"),
+    "simulator-maniskill": (*COMMON, "services/simulator", "plugins/robots[maniskill]"),
+    "simulator-libero": (*COMMON, "services/simulator", "plugins/robots[libero]"),
+    "torch": (*COMMON, "libs/modelkit[vision]", ROBOTS, "services/rollout", "services/trainer"),
+    "rollout-vllm": (*COMMON, "libs/modelkit[vision]", ROBOTS, "services/rollout[vllm]"),
+    "rollout-sglang": (*COMMON, "libs/modelkit", ROBOTS, "services/rollout", "plugins/sglang[engine]"),
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from headrace_modelkit.robot.demonstrations import Demonstrations, DemonstrationsNotReadable
+from headrace_robots.demonstrations import Demonstrations, DemonstrationsNotReadable
 
 ENVIRONMENT = '''
 import gymnasium

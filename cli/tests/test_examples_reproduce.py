@@ -12,11 +12,11 @@ from headrace_cli.dry_run import BY_RULES, check
 from headrace_cli.planning import explain_file, waits_for_batch
 from headrace_coordinator.data.sources import open_source
 from headrace_reward.scorers import choose
+from headrace_robots.trainer.algorithms import build_episode_algorithm
 from headrace_schema.spec import RunSpec
 from headrace_schema.yaml_text import read_yaml
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from headrace_trainer.algorithms._base import Barrier
-from headrace_trainer.algorithms.episodes import build_episode_algorithm
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 EVERY = sorted((EXAMPLES / "reproduce").glob("*.yaml"))

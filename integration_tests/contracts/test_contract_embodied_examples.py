@@ -12,9 +12,9 @@ from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.rules import problems_of
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.data import Dataset
+from headrace_robots.trainer.algorithms import EPISODE_ALGORITHMS
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.spec import RunSpec
-from headrace_trainer.algorithms.episodes import EPISODE_ALGORITHMS
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "embodied"
 EXAMPLES = sorted(FOLDER.glob("*.yaml"))

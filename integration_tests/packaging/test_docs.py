@@ -18,6 +18,7 @@ PAGES = [
     *ROOT.glob("docs/**/*.md"),
     *ROOT.glob("services/*/README.md"),
     *ROOT.glob("libs/*/README.md"),
+    *ROOT.glob("plugins/*/README.md"),
 ]
 MODULE = re.compile(r"\bheadrace_[a-z]+(?:\.[a-z_][a-zA-Z_]*)+")
 SOURCES = [*ROOT.glob("*/*/src"), *ROOT.glob("cli/src"), ROOT / "tools/simulation", ROOT / "tools/fake_world"]
@@ -32,6 +33,7 @@ FOLDERS = (
     "examples",
     "integration_tests",
     "libs",
+    "plugins",
     "services",
     "tools",
 )

@@ -22,19 +22,12 @@ names = [name for name in names if not name.startswith(extra) or name.endswith("
 wanted = [name for name in names if not name.endswith("__main__")]
 print(len([importlib.import_module(name) for name in wanted]))
 """
-OF_EXTRAS = (
-    "headrace_rollout.engines.vllm.",
-    "headrace_rollout.engines.sglang.",
-    "headrace_simulator.backends.maniskill.plates",
-    "headrace_simulator.backends.metaworld.speed",
-    "headrace_simulator.backends.maniskill.sapien",
-    "headrace_trainer.backends.megatron.",
-)
+OF_EXTRAS = ("headrace_rollout.engines.vllm.",)
 """What only an extra with an environment of its own can import; its options are read without it."""
 HAS = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1]) is not None)"
 COMMON = {"headrace-proto", "headrace-schema", "headrace-servicekit"}
 PLANNER = "headrace-planner"
-LIBRARIES = {"coordinator": {PLANNER}, "reward": set(), "simulator": set()}
+LIBRARIES = {"coordinator": {PLANNER}, "reward": set(), "simulator": {"headrace-robots"}}
 WITHOUT_TORCH = {
     "coordinator": {"reasoning-gym": "reasoning_gym"},
     "reward": {"math": "math_verify", "reasoning-gym": "reasoning_gym"},
@@ -122,10 +115,11 @@ def torch_source():
     "service", ["rollout", pytest.param("trainer", marks=pytest.mark.nightly)]
 )  # as above
 def test_a_service_on_torch_installs_alone(service, torch_environment, tmp_path):
-    needed = [*sorted(COMMON), "headrace-modelkit", f"headrace-{service}"]
+    needed = [*sorted(COMMON), "headrace-modelkit", "headrace-robots", f"headrace-{service}"]
     torch_environment.install(*needed)
     assert torch_environment.headrace_dists() == set(needed)
-    imports_all(torch_environment, f"headrace_{service}")
+    for package in (f"headrace_{service}", "headrace_robots.policies", f"headrace_robots.{service}"):
+        imports_all(torch_environment, package)
     directories = ["--data-dir", str(tmp_path), "--shm-dir", str(tmp_path / "shm")]
     starts_and_stops(torch_environment, f"headrace_{service}", *directories)
     torch_environment.pip("uninstall", "-q", "-y", *needed)

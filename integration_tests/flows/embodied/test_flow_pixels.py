@@ -1,7 +1,7 @@
 """Whole runs of policies that see pictures, with real services: drawn, carried, learned from, judged.
 
-Nightly: the parts are tested for every change (test_rollout_language, test_trainer_episode_pixels,
-test_modelkit_tiny_robot).
+Nightly: the parts are tested for every change (test_robots_language, test_robots_episode_pixels,
+test_robots_tiny).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from harness.environments import pictures
 from harness.fleet import Fleet
 from harness.ledger import audit
 from headrace.client import load_spec
-from headrace_modelkit.presets.tiny_robot import tiny_fields, write_tiny_robot
-from headrace_modelkit.robot.directory import load_policy
-from headrace_modelkit.robot.language import instruction_encoder
-from headrace_modelkit.robot.policy import Observation
+from headrace_robots.policies.directory import load_policy
+from headrace_robots.policies.language import instruction_encoder
+from headrace_robots.policies.policy import Observation
+from headrace_robots.tiny import tiny_fields, write_tiny_robot
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.nightly

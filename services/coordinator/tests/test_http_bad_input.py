@@ -5,10 +5,10 @@ import json
 
 import httpx
 import pytest
-from headrace_coordinator.api.http import make_app
 from headrace_schema.spec import RunSpec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from served_parts import Served
 
 RELAXED = settings(
     max_examples=150,
@@ -34,28 +34,27 @@ ACCEPTABLE = {200, 201, 401, 403, 404, 405, 409, 413, 415, 422, 503}
 
 
 @pytest.fixture
-def ask(fake_coordinator, spec_json, tmp_path):
+def ask(spec_json, tmp_path):
     """Sends one request to an API with one ended run; an exception in the API fails the test."""
-    app = make_app(fake_coordinator, runs_directory=tmp_path)
+    served = Served(tmp_path)
 
     async def send(method: str, path: str, **request) -> httpx.Response:
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
-        ) as client:
+        transport = httpx.ASGITransport(served.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await client.request(method, path, **request)
 
-    asyncio.run(send("POST", "/v1/runs", json=spec_json))
-    fake_coordinator.records["sums-0"] = fake_coordinator.records["sums-0"].model_copy(
-        update={"state": "SUCCEEDED"}
-    )
-
     def request(method: str, path: str, **request) -> None:
-        response = asyncio.run(send(method, path, **request))
+        response = runner.run(send(method, path, **request))
         assert response.status_code in ACCEPTABLE, (method, path, request, response.text)
         if response.status_code >= 400:
             assert set(response.json()) == {"reason", "message", "problems"}
 
-    return request
+    with asyncio.Runner() as runner:
+        runner.run(served.open())
+        runner.run(send("POST", "/v1/runs", json=spec_json))
+        runner.run(served.end("sums-0", "SUCCEEDED"))
+        yield request
+        runner.run(served.close())
 
 
 @RELAXED

@@ -1,28 +1,36 @@
 """Checkpoints and exports as tar files over the HTTP API."""
 
 import io
+import shutil
 import tarfile
 
 import httpx
 import pytest
-from headrace_coordinator.api.http import make_app
+from headrace_coordinator.domain import events as ev
+from history_parts import train
 
 BEARER = {"Authorization": "Bearer s3cret"}
 FILES = {"config.json": b"{}", "deep/weights.bin": bytes(range(256)) * 9000, "empty": b""}
 
 
 @pytest.fixture
-async def stored(api, fake_coordinator, run_id, tmp_path):
+async def stored(api, served, run_id):
     """A run with a checkpoint step-9 and an export on disk; step-4 is known and gone."""
+    directory = served.runs / run_id
     for folder in ("checkpoints/lineage-1/step-9", "model"):
         for name, content in FILES.items():
-            path = tmp_path / folder / name
+            path = directory / folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-    (tmp_path / "secret").write_text("no")
-    (tmp_path / "model/link").symlink_to(tmp_path / "secret")
-    places = {"run_directory": str(tmp_path), "export_path": str(tmp_path / "model")}
-    fake_coordinator.records[run_id] = fake_coordinator.records[run_id].model_copy(update=places)
+    (directory / "secret").write_text("no")
+    (directory / "model/link").symlink_to(directory / "secret")
+    await train(served.event_log, 9, run=run_id)
+    saved = [
+        ev.CheckpointSaved(at=0, run=run_id, name=f"lineage-1/step-{step}", number=step + 1, step=step)
+        for step in (4, 9)
+    ]
+    exported = ev.ModelExported(at=0, run=run_id, path=str(directory / "model"), number=10)
+    await served.post(*saved, exported)
     return f"/v1/runs/{run_id}"
 
 
@@ -44,16 +52,16 @@ async def test_a_checkpoint_and_an_export_come_whole(api, stored, run_id):
     assert answer.headers["content-disposition"] == f'attachment; filename="{run_id}-export.tar"'
 
 
-async def test_what_there_is_not_is_named(api, fake_coordinator, stored, run_id):
+async def test_what_there_is_not_is_named(api, served, stored, run_id):
     unknown = await api.get(f"{stored}/checkpoints/lineage-1/step-1")
     assert (
         unknown.status_code,
-        "it has lineage-1/step-9, lineage-1/step-4" in unknown.json()["message"],
+        "it has lineage-1/step-9" in unknown.json()["message"],
     ) == (404, True)
+    shutil.rmtree(served.runs / run_id / "checkpoints")
     away = await api.get(f"{stored}/checkpoints/lineage-1/step-4")
     assert away.status_code == 404 and "does not see" in away.json()["message"]
-    no_export = fake_coordinator.records[run_id].model_copy(update={"export_path": ""})
-    fake_coordinator.records[run_id] = no_export
+    await served.post(ev.ModelExported(at=0, run=run_id, path="", number=10))
     none = await api.get(f"{stored}/export")
     assert none.status_code == 404 and f"headrace run export {run_id}" in none.json()["message"]
 
@@ -73,8 +81,8 @@ async def test_a_file_that_shrinks_ends_the_answer_before_its_size(api, stored, 
         await api.get(f"{stored}/export")
 
 
-async def test_a_link_downloads_one_thing_once_without_the_token(fake_coordinator, stored, tmp_path):
-    transport = httpx.ASGITransport(make_app(fake_coordinator, runs_directory=tmp_path, token="s3cret"))
+async def test_a_link_downloads_one_thing_once_without_the_token(served, stored):
+    transport = httpx.ASGITransport(served.app_with("s3cret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8470") as client:
         links = [
             (await client.post("/v1/links", params={"download": f"{stored}/export"}, headers=BEARER)).json()

@@ -12,12 +12,12 @@ from headrace_servicekit import http_server
 
 
 @pytest.fixture
-async def http(api_app, monkeypatch):
+async def http(served, monkeypatch):
     """A real server on a free port."""
     monkeypatch.setattr(http_server, "UNREAD_S", 1.0)
     monkeypatch.setattr(http_server, "HEAD_S", 0.4)
     listening = serving.listen("127.0.0.1", 0)
-    http = http_server.make_server(api_app, timeout_graceful_shutdown=1)
+    http = http_server.make_server(served.app, timeout_graceful_shutdown=1)
     served = asyncio.create_task(http_server.serve(http, listening))
     while not http.started:  # noqa: ASYNC110  uvicorn has no event to wait for
         await asyncio.sleep(0.01)
@@ -59,53 +59,60 @@ async def ids(lines, count: int | None = None) -> list[int]:
     return found
 
 
-async def test_a_stream_carries_every_event_and_ends_with_the_run(server, run_id, fake_coordinator):
-    await fake_coordinator.emit(run_id, "RunSubmitted")
+async def all_ids(server, run_id) -> list[int]:
+    """Ids of the whole stream of a run that has ended."""
+    async with listening_to(server, run_id) as lines:
+        return await ids(lines)
+
+
+async def test_a_stream_carries_every_event_and_ends_with_the_run(server, run_id, served):
     async with listening_to(server, run_id) as lines:
         assert await anext(lines) == "retry: 1000"
         assert await anext(lines) == ""
         first = [await anext(lines) for _ in range(3)]
-        assert first[:2] == ["id: 1", "event: RunSubmitted"]
+        assert first[0].startswith("id: ") and first[1] == "event: run_submitted"
         assert json.loads(first[2].removeprefix("data: "))["run"] == run_id
-        await fake_coordinator.emit(run_id, "StepCommitted", text="two\nlines\r\n\u2028")
-        await fake_coordinator.emit(run_id, "RunEnded", state="SUCCEEDED")
+        await served.note(run_id, "two\nlines\r\n\u2028")
+        await served.end(run_id, "SUCCEEDED")
         rest = [line async for line in lines]
-    assert [line for line in rest if line.startswith("id:")] == ["id: 2", "id: 3"]
+    told = [line.removeprefix("event: ") for line in rest if line.startswith("event:")]
+    assert told == ["noted", "run_state_changed", "run_state_changed", "run_state_changed"]
     data = [json.loads(line[6:]) for line in rest if line.startswith("data: ")]
     assert data[0]["data"]["text"] == "two\nlines\r\n\u2028"
 
 
-async def test_a_reconnect_gets_exactly_the_missing_events(server, run_id, fake_coordinator):
+async def test_a_reconnect_gets_exactly_the_missing_events(server, run_id, served):
     for _ in range(5):
-        await fake_coordinator.emit(run_id, "Noted")
+        await served.note(run_id)
     async with listening_to(server, run_id) as lines:
         seen = await ids(lines, 3)
-    await fake_coordinator.emit(run_id, "Noted")
+    await served.note(run_id)
     async with listening_to(server, run_id, headers={"Last-Event-ID": str(seen[-1])}) as lines:
         seen += await ids(lines, 2)
-    await fake_coordinator.emit(run_id, "RunEnded", state="FAILED")
+    await served.end(run_id, "FAILED")
     # The header of a reconnecting client wins over the address that it was given first.
     async with listening_to(
         server, run_id, headers={"Last-Event-ID": str(seen[-1])}, params={"after": 1}
     ) as lines:
         seen += await ids(lines)
-    assert seen == [1, 2, 3, 4, 5, 6, 7]
-    async with listening_to(server, run_id, params={"after": 5}) as lines:
-        assert await ids(lines) == [6, 7]
-    async with listening_to(server, run_id, params={"after": 7}) as lines:
-        assert await ids(lines) == []
+    assert seen == await all_ids(server, run_id) and len(seen) == 9
+    for after in (4, 8):
+        async with listening_to(server, run_id, params={"after": seen[after]}) as lines:
+            assert await ids(lines) == seen[after + 1 :]
 
 
 async def test_silence_is_filled_with_comments(server, run_id):
     async with listening_to(server, run_id) as lines:
-        assert (await anext(lines)).startswith("retry")
+        assert await ids(lines, 1)
+        assert (await anext(lines)).startswith("event")
+        assert (await anext(lines)).startswith("data")
         comments = [line for _ in range(6) if (line := await anext(lines))]
     assert set(comments) == {": alive"}
 
 
-async def test_a_client_that_leaves_frees_its_stream(server, run_id, fake_coordinator):
+async def test_a_client_that_leaves_frees_its_stream(server, run_id, served):
     closed = asyncio.Event()
-    events = fake_coordinator.events
+    events = served.coordinator.past.events
 
     async def watched(*arguments):
         try:
@@ -114,7 +121,7 @@ async def test_a_client_that_leaves_frees_its_stream(server, run_id, fake_coordi
         finally:
             closed.set()
 
-    fake_coordinator.events = watched
+    served.coordinator.past.events = watched
     async with listening_to(server, run_id) as lines:
         await anext(lines)
         assert not closed.is_set()
@@ -122,12 +129,10 @@ async def test_a_client_that_leaves_frees_its_stream(server, run_id, fake_coordi
         await closed.wait()
 
 
-async def test_a_reader_that_never_reads_is_cut_off_and_goes_on_from_its_last_id(
-    server, run_id, fake_coordinator
-):
+async def test_a_reader_that_never_reads_is_cut_off_and_goes_on_from_its_last_id(server, run_id, served):
     """It takes no more than what buffers hold, and is not waited for."""
     taken, closed = [], asyncio.Event()
-    events = fake_coordinator.events
+    events = served.coordinator.past.events
 
     async def watched(*arguments):
         try:
@@ -137,14 +142,14 @@ async def test_a_reader_that_never_reads_is_cut_off_and_goes_on_from_its_last_id
         finally:
             closed.set()
 
-    fake_coordinator.events = watched
+    served.coordinator.past.events = watched
     host, port = server.removeprefix("http://").split(":")
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect((host, int(port)))
         reader.sendall(f"GET /v1/runs/{run_id}/events HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
         for _ in range(400):
-            await fake_coordinator.emit(run_id, "Noted", text="x" * 60_000)
+            await served.note(run_id, "x" * 60_000)
         async with asyncio.timeout(10):
             await closed.wait()
         assert len(taken) < 200, "what a reader leaves unread is bounded"
@@ -152,24 +157,22 @@ async def test_a_reader_that_never_reads_is_cut_off_and_goes_on_from_its_last_id
         with pytest.raises(ConnectionError):
             while reader.recv(1 << 20):
                 pass
-    assert b"id: 1\n" in head
-    fake_coordinator.events = events
-    await fake_coordinator.emit(run_id, "RunEnded", state="SUCCEEDED")
-    async with listening_to(server, run_id, headers={"Last-Event-ID": "1"}) as lines:
-        assert await ids(lines) == [*range(2, 402)]
+    assert f"id: {taken[0]}\n".encode() in head
+    served.coordinator.past.events = events
+    await served.end(run_id, "SUCCEEDED")
+    async with listening_to(server, run_id, headers={"Last-Event-ID": str(taken[0])}) as lines:
+        assert len(await ids(lines)) == 400 + 3
 
 
-async def test_a_connection_that_sends_no_whole_request_is_ended_and_a_stream_is_not(
-    server, run_id, fake_coordinator
-):
+async def test_a_connection_that_sends_no_whole_request_is_ended_and_a_stream_is_not(server, run_id, served):
     async with listening_to(server, run_id) as lines:
         await anext(lines)
         reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(server).port)
         writer.write(b"GET /healthz HTTP/1.1\r\nX-Slow: ")
         async with asyncio.timeout(10):
             assert await reader.read() == b""
-        await fake_coordinator.emit(run_id, "RunEnded", state="SUCCEEDED")
-        assert await ids(lines) == [1]
+        await served.end(run_id, "SUCCEEDED")
+        assert len(await ids(lines)) == 4
     writer.close()
 
 
@@ -182,7 +185,7 @@ async def test_a_wrong_place_to_go_on_from_is_named(server, run_id, given):
     assert [answer.json()["problems"][0]["key"] for answer in (header, query)] == ["last-event-id", "after"]
 
 
-async def test_many_streams_of_one_run_see_the_same(server, run_id, fake_coordinator):
+async def test_many_streams_of_one_run_see_the_same(server, run_id, served):
     async def listen() -> list[int]:
         async with listening_to(server, run_id) as lines:
             return await ids(lines)
@@ -190,9 +193,9 @@ async def test_many_streams_of_one_run_see_the_same(server, run_id, fake_coordin
     listeners = [asyncio.create_task(listen()) for _ in range(20)]
     await asyncio.sleep(0.1)
     for _ in range(10):
-        await fake_coordinator.emit(run_id, "Noted")
-    await fake_coordinator.emit(run_id, "RunEnded", state="CANCELLED")
-    assert await asyncio.gather(*listeners) == [list(range(1, 12))] * 20
+        await served.note(run_id)
+    await served.end(run_id, "CANCELLED")
+    assert await asyncio.gather(*listeners) == [await all_ids(server, run_id)] * 20
 
 
 @pytest.mark.parametrize("bound", ["MAX_STREAMS", "MAX_OF_CLIENT"])

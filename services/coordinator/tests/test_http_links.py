@@ -2,14 +2,14 @@
 
 import argparse
 import stat
-from types import SimpleNamespace
 
+import history_parts
 import httpx
 import pytest
 from headrace_coordinator.__main__ import parse
-from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.http.routes import dashboard
-from headrace_coordinator.fleet.online import OnlineSessions, endpoint_key
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.fleet.online import endpoint_key
 from headrace_coordinator.serving import Refusal, _http_token
 from headrace_servicekit.session_marks import own_key
 
@@ -17,9 +17,9 @@ BEARER = {"Authorization": "Bearer s3 cret"}
 
 
 @pytest.fixture
-async def guarded(fake_coordinator, tmp_path):
+async def guarded(served, tmp_path):
     """A client without the token of an API that asks for one."""
-    transport = httpx.ASGITransport(make_app(fake_coordinator, runs_directory=tmp_path, token="s3 cret"))
+    transport = httpx.ASGITransport(served.app_with("s3 cret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8470") as client:
         yield client
 
@@ -83,18 +83,15 @@ def test_a_named_file_that_is_missing_is_a_sentence(tmp_path):
 
 
 async def test_who_shows_no_key_of_a_run_is_told_of_no_lost_session_and_counts_none(
-    guarded, fake_coordinator, tmp_path
+    guarded, served, tmp_path
 ):
     """Its rollout instance is gone. The address needs no token of the API, so that anybody may ask."""
-    online = OnlineSessions()
-    fake_coordinator.fleet = SimpleNamespace(online={"sums-0": online})
-    fake_coordinator.endpoints = lambda run: []
-    fake_coordinator.endpoint_key = lambda run: endpoint_key(tmp_path)
-    key, session, path = (
-        endpoint_key(tmp_path),
-        "abcdef0123456789",
-        "/v1/runs/sums-0/endpoint/v1/chat/completions",
-    )
+    spec = {**history_parts.SPEC, "agent": {"online": True}}
+    run = ev.RunSubmitted(at=1.0, run="sums-0", spec=spec, directory=str(tmp_path))
+    admitted = ev.RunAdmitted(at=1.0, run="sums-0", rollouts=["gone"], trainers=[], devices=[])
+    await served.post(run, admitted)
+    key, session = endpoint_key(tmp_path), "abcdef0123456789"
+    online, path = served.fleet.online["sums-0"], "/v1/runs/sums-0/endpoint/v1/chat/completions"
     for shown in ("", "sk-headrace-guessed", own_key("guessed", session), "é"):
         headers = {"X-Headrace-Session": session, "Authorization": f"Bearer {shown}".encode()}
         answer = await guarded.post(path, headers=headers)

@@ -6,8 +6,8 @@ from pathlib import Path
 import headrace_coordinator
 import httpx
 import pytest
-from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.http.routes.dashboard import page_files
+from history_parts import train
 
 FOLDER = Path(headrace_coordinator.__file__).parent / "dashboard"
 
@@ -27,8 +27,8 @@ async def test_the_page_and_all_that_it_loads_are_served_under_a_strict_policy(a
     assert not re.search(r"<script>|<style|\son\w+=|style=|javascript:|https?://", page.text)
 
 
-async def test_the_docs_are_swagger_ui_from_here_without_a_token_or_another_host(fake_coordinator, tmp_path):
-    transport = httpx.ASGITransport(make_app(fake_coordinator, runs_directory=tmp_path, token="s3cret"))
+async def test_the_docs_are_swagger_ui_from_here_without_a_token_or_another_host(served, tmp_path):
+    transport = httpx.ASGITransport(served.app_with("s3cret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://coordinator:8470") as client:
         page = await client.get("/docs")
         assert page.status_code == 200 and (await client.head("/docs")).status_code == 200
@@ -56,8 +56,8 @@ async def test_nothing_else_is_served(api, name):
     assert (answer.status_code, answer.json()["reason"]) == (404, "NOT_FOUND")
 
 
-async def test_the_page_needs_no_token_and_data_does(fake_coordinator, tmp_path):
-    transport = httpx.ASGITransport(make_app(fake_coordinator, runs_directory=tmp_path, token="s3cret"))
+async def test_the_page_needs_no_token_and_data_does(served, tmp_path):
+    transport = httpx.ASGITransport(served.app_with("s3cret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://coordinator:8470") as client:
         assert (await client.get("/")).status_code == 200
         assert (await client.get("/v1/run-summaries")).status_code == 401
@@ -78,13 +78,14 @@ def test_the_files_are_small_and_no_text_becomes_markup():
     assert "MIT License" in (FOLDER / "vendor" / "uPlot.LICENSE.txt").read_text()
 
 
-async def test_runs_in_short_are_filtered_and_paged(api, spec_json):
+async def test_runs_in_short_are_filtered_and_paged(api, served, spec_json):
     ids = [(await api.post("/v1/runs", json=spec_json)).json()["id"] for _ in range(3)]
+    await train(served.event_log, 2, run=ids[2])
     await api.post(f"/v1/runs/{ids[0]}:cancel")
     page = (await api.get("/v1/run-summaries?page_size=2")).json()
     assert [run["id"] for run in page["summaries"]] == ids[:0:-1]
     assert (page["total"], page["states"]) == (3, {"CANCELLED": 1, "QUEUED": 2})
-    assert "spec" not in page["summaries"][0] and page["summaries"][0]["rewards"] == [0.25, None]
+    assert "spec" not in page["summaries"][0] and page["summaries"][0]["rewards"] == [0.5, 0.5]
     rest = (
         await api.get("/v1/run-summaries", params={"page_size": 2, "page_token": page["next_page_token"]})
     ).json()
@@ -102,17 +103,18 @@ async def test_runs_in_short_are_filtered_and_paged(api, spec_json):
     assert (await api.get("/v1/run-summaries?page_token=nonsense")).status_code == 422
 
 
-async def test_curves_and_newest_events_of_a_run(api, run_id, fake_coordinator):
+async def test_curves_and_newest_events_of_a_run(api, run_id, served):
+    await train(served.event_log, 1, run=run_id)
     curves = (await api.get(f"/v1/runs/{run_id}/curves?points=2")).json()
-    assert (curves["steps"], curves["series"]) == ([1], {"train/reward": [None]})
+    assert curves["steps"] == [1] and curves["series"]["train/reward"] == [0.5]
     assert (await api.get(f"/v1/runs/{run_id}/curves?points=1")).status_code == 422
     for number in range(3):
-        await fake_coordinator.emit(run_id, "noted", text=str(number))
+        await served.note(run_id, str(number))
     first = (await api.get(f"/v1/runs/{run_id}/newest-events?page_size=2")).json()
-    assert [event["id"] for event in first["events"]] == [3, 2]
+    assert [event["data"]["text"] for event in first["events"]] == ["2", "1"]
     token = first["next_page_token"]
     rest = (await api.get(f"/v1/runs/{run_id}/newest-events?page_token={token}")).json()
-    assert [event["id"] for event in rest["events"]] == [1]
+    assert rest["events"][0]["data"]["text"] == "0"
     assert (await api.get("/v1/runs/none/curves")).status_code == 404
 
 

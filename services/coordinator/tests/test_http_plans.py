@@ -36,14 +36,14 @@ def changed(path: str, value):
     return made
 
 
-async def test_a_plan_is_predicted_and_explained(api, fake_coordinator):
+async def test_a_plan_is_predicted_and_explained(api, served):
     answer = await api.post("/v1/plans", json=REQUEST)
     assert answer.status_code == 200, answer.text
     plan = answer.json()
     assert plan["devices"] == {"gpu": 16} and plan["lower_bound_s"] <= plan["step_s"]
     assert {bar["stage"] for bar in plan["timeline"]} == {"generate", "score", "learn"}
     assert plan["fit_errors"]["learn"] < 0.05
-    assert fake_coordinator.records == {}
+    assert served.event_log.state.runs == {}
 
 
 async def test_a_plan_is_simulated_on_request(api):

@@ -2,8 +2,6 @@
 
 import json
 
-import httpx
-from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.http.routes.fleet import MOST_CHARACTERS, READ_BYTES, read_log
 
 
@@ -63,14 +61,12 @@ def test_a_name_leads_out_of_the_folder_nowhere(tmp_path):
         assert read_log(logs, name, "info", 10) is None, name
 
 
-async def test_the_route_answers_lines_and_says_where_to_look_without_a_file(fake_coordinator, tmp_path):
+async def test_the_route_answers_lines_and_says_where_to_look_without_a_file(api, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rollout-0.log").write_text(record("warning", "slow") + "\n" + record("info", "ok"))
-    app = make_app(fake_coordinator, runs_directory=tmp_path / "runs")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as api:
-        found = (await api.get("/v1/instances/rollout-0/logs?level=warning")).json()
-        assert [line["text"] for line in found["lines"]] == ["slow"]
-        missing = await api.get("/v1/instances/trainer-7/logs")
-        assert missing.status_code == 404
-        assert "docker compose logs" in missing.json()["message"]
-        assert (await api.get("/v1/instances/rollout-0/logs?level=loud")).status_code == 422
+    found = (await api.get("/v1/instances/rollout-0/logs?level=warning")).json()
+    assert [line["text"] for line in found["lines"]] == ["slow"]
+    missing = await api.get("/v1/instances/trainer-7/logs")
+    assert missing.status_code == 404
+    assert "docker compose logs" in missing.json()["message"]
+    assert (await api.get("/v1/instances/rollout-0/logs?level=loud")).status_code == 422

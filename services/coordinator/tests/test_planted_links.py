@@ -1,18 +1,17 @@
 """Links that users' code planted below the runs: no download follows one, and nothing is written through one."""
 
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from headrace_coordinator.api.http.downloads import _entries, _pieces
 from headrace_coordinator.api.http.routes.fleet import read_log
-from headrace_coordinator.api.recordings import Recordings, Videos
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.projections.lines import LineFile, read_lines, write_whole
 from headrace_coordinator.projections.videos import Recording, Video, write_recordings
 from headrace_coordinator.store.run_files import RunFiles
-from headrace_servicekit.recording.recorder import Recorder, RunRecorder
+from headrace_servicekit.recording.recorder import RunRecorder
+from history_parts import train
 
 SECRET = b"a token outside"
 VIDEO = Video.of(3, 0, DataItem("a-question", "", ""), success=True).name
@@ -28,9 +27,9 @@ DOORS = {
 
 
 @pytest.fixture
-async def run(api, fake_coordinator, run_id, tmp_path):
+async def run(api, served, run_id):
     """A run's directory with something behind each door."""
-    directory = tmp_path / "runs" / run_id
+    directory = served.runs / run_id
     for folder, name in DOORS.values():
         (directory / folder).mkdir(parents=True, exist_ok=True)
         (directory / folder / name).write_bytes(b"its own")
@@ -40,10 +39,11 @@ async def run(api, fake_coordinator, run_id, tmp_path):
     recorder.begin(1)
     await recorder.end(lambda: ("{}", []))
     recorder.close()
-    places = {"run_directory": str(directory), "export_path": str(directory / "model")}
-    fake_coordinator.records[run_id] = fake_coordinator.records[run_id].model_copy(update=places)
-    reads = SimpleNamespace(run=fake_coordinator.run)
-    fake_coordinator.recordings, fake_coordinator.videos = Recordings(reads, Recorder()), Videos(reads)
+    await train(served.event_log, 9, run=run_id)
+    await served.post(
+        ev.CheckpointSaved(at=0, run=run_id, name="lineage-1/step-9", number=10, step=9),
+        ev.ModelExported(at=0, run=run_id, path=str(directory / "model"), number=10),
+    )
     return directory
 
 

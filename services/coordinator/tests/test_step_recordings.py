@@ -2,19 +2,19 @@
 
 import io
 import tarfile
-from types import SimpleNamespace
 
 import grpc
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
-from headrace_coordinator.api.recordings import Recordings
+from headrace_coordinator.domain import events as ev
 from headrace_coordinator.fleet.grpc_client import GrpcInstanceClient
 from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_servicekit.recording.files import read_recording
 from headrace_servicekit.recording.recorder import Recorder, RunRecorder, read_wanted
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
+from history_parts import train
 
 HEADER = common_pb2.CommandHeader(run="runs/r-1")
 
@@ -42,7 +42,7 @@ async def told(tmp_path):
     )
     address = await server.start()
     recorder = Recorder()
-    run = recorder.open(RunRecorder("runs/r-1", tmp_path / "r-1" / "recordings", keep="all"))
+    run = recorder.open(RunRecorder("runs/r-1", tmp_path / "runs" / "r-1" / "recordings", keep="all"))
     run.based("c", 1, "d", 0)
     run.begin(1)
     yield run, GrpcInstanceClient("reward", address, "reward-x", None, recorder)
@@ -71,17 +71,13 @@ async def test_a_client_tells_of_calls_of_their_streams_and_of_refusals(told):
 
 
 @pytest.fixture
-def asked(fake_coordinator, tmp_path):
-    """The API over recordings of r-1: it works at step 4 of 9, and r-2 has ended."""
-
-    def view(run_id):
-        state = "SUCCEEDED" if run_id == "r-2" else "RUNNING"
-        return SimpleNamespace(state=state, run_directory=str(tmp_path / run_id))
-
-    state = SimpleNamespace(evaluation=None, ledger=SimpleNamespace(step=3), spec={"steps": 9})
-    recorder = Recorder()
-    fake_coordinator.recordings = Recordings(SimpleNamespace(run=view, find=lambda _: state), recorder)
-    return SimpleNamespace(state=state, recorder=recorder)
+async def asked(api, served, spec_json):
+    """Of r-0, which has ended, and r-1, which has made 3 steps of 9."""
+    for _ in range(2):
+        await api.post("/v1/runs", json={**spec_json, "name": "r", "steps": 9})
+    await served.end("r-0", "SUCCEEDED")
+    await train(served.event_log, 3, run="r-1")
+    return served
 
 
 async def test_recordings_are_listed_and_downloaded(api, asked, told):
@@ -113,20 +109,22 @@ async def test_a_step_that_can_be_recorded_is_noted_and_others_are_refused_by_th
     api, asked, tmp_path
 ):
     assert (await api.post("/v1/runs/r-1:record?step=4")).json()["wanted"] == [4]
-    assert read_wanted(tmp_path / "r-1" / "recordings") == {4}
+    assert read_wanted(tmp_path / "runs" / "r-1" / "recordings") == {4}
     for run, step, says in (
         ("r-1", 3, "was not recorded; ask for one of 4 to 9"),
         ("r-1", 10, "no such step"),
-        ("r-2", 4, "SUCCEEDED"),
+        ("r-0", 4, "SUCCEEDED"),
     ):
         refused = await api.post(f"/v1/runs/{run}:record?step={step}")
         assert refused.status_code == 409 and says in refused.json()["message"], refused.json()
-    working = asked.recorder.open(RunRecorder("runs/r-1", tmp_path / "r-1" / "recordings"))
+    working = asked.fleet.recorder.open(RunRecorder("runs/r-1", tmp_path / "runs" / "r-1" / "recordings"))
     working.begin(5)
-    asked.state.ledger.step = 4
+    await train(asked.event_log, 1, 3, run="r-1")
     late = await api.post("/v1/runs/r-1:record?step=5")
     assert late.status_code == 409 and "ask for one of 6 to 9" in late.json()["message"]
     assert (await api.post("/v1/runs/r-1:record?step=6")).json()["wanted"] == [4, 6]
     assert working.needs_base(6)
-    asked.state.evaluation = "suite"
-    assert "evaluation" in (await api.post("/v1/runs/r-1:record?step=7")).json()["message"]
+    suite = {"spec": {"samples": 1, "suite": {"name": "items"}}, "model": "m", "items": 1}
+    spec = asked.event_log.state.runs["r-1"].spec
+    await asked.post(ev.RunSubmitted(at=1.0, run="r-2", spec=spec, directory=str(tmp_path), evaluation=suite))
+    assert "evaluation" in (await api.post("/v1/runs/r-2:record?step=7")).json()["message"]

@@ -20,7 +20,7 @@ from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
-from headrace_modelkit.weights import below, copy_out, weight_layout
+from headrace_modelkit.weights import below, copy_out, state_tensors, weight_layout
 from headrace_rollout.__main__ import mount
 from headrace_rollout.endpoint.routes import make_app
 from headrace_rollout.engines import ENGINES
@@ -32,15 +32,16 @@ from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights import WeightServicer, WeightStore
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from collector import Collector
 from endpoint_desk import Desk
-from episode_rig import SimulatorProcess
 from model_weights import weights_of_model
 from rollout_calls import RUN
 from rollout_rig import Published, Rollout
+from simulator_rig import SimulatorProcess
 
 TURNS = 8
 """Of a test's loop for each round of decoding: a call over gRPC takes more than ten."""
@@ -286,3 +287,17 @@ async def desk() -> AsyncIterator[Desk]:
     transport = httpx.ASGITransport(make_app(made.endpoint))
     async with httpx.AsyncClient(transport=transport, base_url="http://endpoint") as made.client:
         yield made
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A trainer's checkpoint of a model: its masters by name."""
+
+    def write(model, name="step-1"):
+        directory = tmp_path / name
+        directory.mkdir()
+        tensors = {key: value.detach().clone() for key, value in state_tensors(model)}
+        save_file(tensors, directory / "weights.safetensors")
+        return str(directory)
+
+    return write

@@ -4,6 +4,7 @@ import grpc
 import pytest
 import torch
 from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.errors import message_of, reason_of
 
 RUN = "runs/test"
@@ -33,3 +34,12 @@ def check_log_probs(trajectory, model):
                 wanted = [float(log_probs[at + n - 1, token]) for n, token in enumerate(tokens)]
                 assert list(segment.tokens.log_probs) == pytest.approx(wanted, abs=1e-4)
             at += len(tokens)
+
+
+def install_files(rollout, number=1, digest="", checkpoint=""):
+    """Installs weights that the instance reads from disk."""
+    request = rollout_pb2.InstallPolicyRequest(
+        header=HEADER, files=rollout_pb2.PolicyFiles(checkpoint=checkpoint)
+    )
+    request.version.number, request.version.digest = number, digest
+    return rollout.stub.InstallPolicy(request)

@@ -1,8 +1,6 @@
 """What a run may say about an engine of another project: without it here, and what no engine has to be asked for."""
 
-import sys
 from importlib.util import find_spec
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,17 +15,14 @@ from headrace_rollout.engines.hosted.options import (
     check_names,
     parallel_size,
 )
-from headrace_rollout.engines.sglang.options import REFUSED_ARGUMENTS as OF_SGLANG
-from headrace_rollout.engines.vllm.options import REFUSED_ARGUMENTS as OF_VLLM
+from headrace_rollout.engines.vllm.options import REFUSED_ARGUMENTS
 from headrace_servicekit.registry import PluginError
 
 
-@pytest.mark.parametrize("name", ["sglang", "vllm"])
-def test_an_engine_that_is_not_installed_names_the_extra(name):
-    if find_spec(name) is not None:
-        pytest.skip(f"{name} is installed here")
-    with pytest.raises(PluginError, match=rf"install headrace-rollout\[{name}\]"):
-        ENGINES.choose(name, {}).build(None)
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_an_engine_that_is_not_installed_names_the_extra():
+    with pytest.raises(PluginError, match=r"install headrace-rollout\[vllm\]"):
+        ENGINES.choose("vllm", {}).build(None)
 
 
 @pytest.mark.parametrize(
@@ -76,35 +71,38 @@ def test_devices_that_cannot_divide_the_heads_are_refused_before_anything_is_loa
 
 
 @pytest.mark.parametrize(
-    ("refused", "name", "sentence"),
+    ("name", "sentence"),
     [
-        (OF_VLLM, "nnodes", "Headrace says where the ranks"),
-        (OF_SGLANG, "node_rank", "set rollout.engine_options.hosts of vLLM"),
-        (OF_VLLM, "data_parallel_size_local", "enable_expert_parallel"),
-        (OF_SGLANG, "quantization", "use rollout.engine: vllm, which can"),
+        ("nnodes", "Headrace says where the ranks"),
+        ("data_parallel_size_local", "enable_expert_parallel"),
     ],
 )
-def test_what_is_not_offered_says_why_and_what_is(refused, name, sentence):
+def test_what_is_not_offered_says_why_and_what_is(name, sentence):
     with pytest.raises(PluginError, match=sentence):
         check_names(
-            {name: 2}, [name], own={}, fixed=frozenset(), engine="it", listed_in="it", refused=refused
+            {name: 2},
+            [name],
+            own={},
+            fixed=frozenset(),
+            engine="it",
+            listed_in="it",
+            refused=REFUSED_ARGUMENTS,
         )
 
 
 @pytest.mark.parametrize(
-    ("engine", "speculative", "sentence"),
+    ("speculative", "sentence"),
     [
-        ("vllm", {"method": "draft"}, "draft needs one"),
-        ("vllm", {"method": "ngram", "model": "small"}, "ngram has none"),
-        ("vllm", {"method": "draft", "model": "small", "longest_match": 3}, "longest_match: has no effect"),
-        ("vllm", {"method": "ngram", "shortest_match": 9}, "shortest_match: 9 is above longest_match"),
-        ("vllm", {"method": "ngram", "tokens": 0}, "speculative.tokens"),
-        ("sglang", {"method": "draft", "model": "small"}, "set method: ngram"),
+        ({"method": "draft"}, "draft needs one"),
+        ({"method": "ngram", "model": "small"}, "ngram has none"),
+        ({"method": "draft", "model": "small", "longest_match": 3}, "longest_match: has no effect"),
+        ({"method": "ngram", "shortest_match": 9}, "shortest_match: 9 is above longest_match"),
+        ({"method": "ngram", "tokens": 0}, "speculative.tokens"),
     ],
 )
-def test_drafts_are_described_whole(engine, speculative, sentence):
+def test_drafts_are_described_whole(speculative, sentence):
     with pytest.raises(PluginError, match=sentence):
-        ENGINES.choose(engine, {"speculative": speculative})
+        ENGINES.choose("vllm", {"speculative": speculative})
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(model_config, tmp_path):
@@ -115,11 +113,3 @@ def test_a_draft_model_of_another_vocabulary_is_refused(model_config, tmp_path):
         check_draft(Speculation(method="draft", model=str(tmp_path)), model_config)
     check_draft(Speculation(method="draft", model=model_config.path), model_config)
     check_draft(Speculation(method="ngram"), model_config)
-
-
-def test_sglang_drafts_from_the_sequence_with_an_nvidia_gpu_alone(model_config, monkeypatch):
-    monkeypatch.setitem(sys.modules, "headrace_rollout.engines.sglang.arguments", MagicMock())
-    monkeypatch.setitem(sys.modules, "headrace_rollout.engines.sglang.backend", MagicMock())
-    chosen = ENGINES.choose("sglang", {"speculative": {"method": "ngram"}})
-    with pytest.raises(PluginError, match="without an NVIDIA GPU SGLang takes the likeliest token"):
-        chosen.build(MagicMock(model=model_config))

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from episode_rig import SimulatorProcess, open_pool
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
 from headrace_servicekit.rpc.digests import trajectory_digest
 from rollout_calls import HEADER, check_log_probs
+from simulator_rig import SimulatorProcess, open_pool
 
 # It sends the requests that the openai client sends, and does as its item says.
 AGENT = """

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from episode_rig import SimulatorProcess, open_pool
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.loading import load_model
@@ -19,6 +18,7 @@ from headrace_schema.openings import RolloutConfig
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import trajectory_digest
 from rollout_calls import HEADER, check_log_probs, refused
+from simulator_rig import SimulatorProcess, open_pool
 from transformers import AutoTokenizer
 
 # What it says depends on seed and turn alone; what its item says is done.

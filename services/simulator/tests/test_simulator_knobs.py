@@ -111,7 +111,7 @@ def test_a_scene_that_is_built_anew_keeps_what_was_turned():
 
 @pytest.mark.skipif(UNDER_TEST != "maniskill", reason="things to put on a plate")
 def test_unseen_objects_are_those_that_are_not_trained_on():
-    from headrace_simulator.backends.maniskill.things import TRAINED
+    from headrace_robots.simulator.maniskill.things import TRAINED
 
     options, name = {"obs_mode": "state"}, "PutOnPlatePrimitives-v1"
     things = []

@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 import pytest
 from headrace.simulator.v1 import simulator_pb2
+from headrace_robots.simulator.isaaclab import IsaacLabBackend
 from headrace_servicekit.rpc.errors import message_of
 from headrace_simulator.backends import create
 from headrace_simulator.backends.base import BackendError
-from headrace_simulator.backends.isaaclab import IsaacLabBackend
 from headrace_simulator.backends.options import require
 
 OK = simulator_pb2.OUTCOME_STATUS_OK

@@ -14,14 +14,14 @@ import pytest
 from contract_cases import UNDER_TEST
 from gymnasium import spaces
 from headrace.simulator.v1 import simulator_pb2
+from headrace_robots.simulator.isaaclab import FORM as BY_IDS
+from headrace_robots.simulator.isaaclab import batched as isaac
+from headrace_robots.simulator.maniskill.backend import FORM as BY_INDEX
 from headrace_servicekit.rpc.errors import message_of
 from headrace_servicekit.rpc.tensors import decode_tensor
 from headrace_simulator import backends
 from headrace_simulator.backends.base import BackendError, Start
 from headrace_simulator.backends.batched import Batched, bound_memory, require_gpu
-from headrace_simulator.backends.isaaclab import FORM as BY_IDS
-from headrace_simulator.backends.isaaclab import batched as isaac
-from headrace_simulator.backends.maniskill.backend import FORM as BY_INDEX
 from headrace_simulator.pipes import MEMORY_PART
 
 torch = pytest.importorskip("torch")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,40 +31,6 @@ from headrace_trainer.learning.samples import Branch, Group, Member, Sequence
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from trainer_calls import TORCH_TYPES, TrainerClient, digest_of, random_sequences, settled_group
-
-
-@pytest.fixture(scope="session")
-def robots() -> ModuleType:
-    """`robot_play.py`: environments, episodes, settled groups of them."""
-    spec = importlib.util.spec_from_file_location("robot_play", Path(__file__).parent / "robot_play.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def robot_config() -> Callable[..., dict[str, Any]]:
-    """Builds the JSON of OpenRun for a new `mlp`, and a short PPO; `options` are the algorithm's."""
-
-    def make(name: str = "ppo", *, group_size: int = 1, options: Any = (), **sections: Any) -> dict[str, Any]:
-        policy = {"kind": "mlp", "state_size": 6, "bounds": {"low": [-1.0, -1.0], "high": [1.0, 1.0]}}
-        return {
-            "model": {"policy": policy | sections.pop("policy", {})},
-            "algorithm": {
-                "name": name,
-                "group_size": group_size,
-                "prompts_per_step": 4,
-                "options": dict(options),
-            },
-            "optimizer": {"lr": 1e-3, "beta2": 0.999, "eps": 1e-5, "grad_clip": 0.5},
-            "checkpoint": {"keep": 2},
-            "seed": 1,
-            "steps": 10,
-            **sections,
-        }
-
-    return make
 
 
 @pytest.fixture(scope="session", autouse=True)

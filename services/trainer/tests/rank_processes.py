@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["headrace_trainer.service"]
-    + [f"headrace_trainer.backends.{name}.backend" for name in ("fsdp", "megatron")]  # as far as it is there
+    # The last one as far as it is there.
+    ["headrace_trainer.service", "headrace_trainer.backends.fsdp.backend", "headrace_megatron.backend"]
 )
 RUN = "import runpy, sys; sys.argv = arguments; runpy.run_path(arguments[0], run_name='__main__')"
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import grpc
 import pytest
-import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.process.capacity import HostMemory
 from headrace_servicekit.rpc.errors import reason_of
@@ -15,7 +12,6 @@ from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
 from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.backends.robot.whole import WholeRobot
 from headrace_trainer.errors import Refusal
 from headrace_trainer.memory import (
     COPY,
@@ -172,17 +168,6 @@ def test_a_refusal_says_how_many_ranks_would_fit_or_that_none_do(make_config):
     none = planned(config, rooms=Rooms(ROOMY.host, Room("GPU memory", 1, 1)))
     with pytest.raises(Refusal, match="more ranks alone do not help"):
         check_rooms(none, Rooms(ROOMY.host, Room("GPU memory", 1, 1)))
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_a_robot_policy_that_does_not_fit_is_told_that_more_ranks_do_not_help(kind, robot_config):
-    config = TrainerConfig.model_validate(robot_config())
-    group = SimpleNamespace(device=torch.device(kind), rank=0, world_size=2)
-    plan = WholeRobot(config, build_algorithm(config.algorithm), group).memory_plan(ROOMY)
-    room = Room("host memory" if kind == "cpu" else "GPU memory", 1, 1)
-    rooms = Rooms(room, None) if kind == "cpu" else Rooms(ROOMY.host, room)
-    with pytest.raises(Refusal, match=f"give more {room.name}: more ranks alone do not help"):
-        check_rooms(plan, rooms)
 
 
 def test_what_all_ranks_of_a_host_need_is_refused_before_anything_is_loaded():

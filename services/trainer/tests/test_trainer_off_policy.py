@@ -17,7 +17,6 @@ from headrace_servicekit.registry import PluginError
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm, functional
 from headrace_trainer.algorithms._base import TokenBatch
-from headrace_trainer.algorithms.episodes import EPISODE_ALGORITHMS, build_episode_algorithm
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.figures import staleness_figures
@@ -204,24 +203,18 @@ def test_stale_samples_are_corrected_for_unless_the_options_say_otherwise():
     assert build_algorithm(section(max_staleness=1)).options.correction == "truncate"
     assert build_algorithm(section(max_staleness=4, correction="none")).options.correction == "none"
     assert build_algorithm(section(max_staleness=1, old_log_probs="engine")).options.correction is None
-    assert build_episode_algorithm(section("ppo", max_staleness=1)).options.correction == "truncate"
 
 
 def test_an_algorithm_that_is_right_on_policy_only_refuses_older_samples_by_name():
-    for registry, build in ((ALGORITHMS, build_algorithm), (EPISODE_ALGORITHMS, build_episode_algorithm)):
-        for name in registry.names():
-            reason = build(section(name)).on_policy_only
-            assert ("off_policy" in registry.find(name).features) is (not reason), name
-            if not reason:
-                build(section(name, max_staleness=16))
-                continue
-            with pytest.raises(
-                Refusal, match=f"{name} is right on samples of the newest version only"
-            ) as caught:
-                build(section(name, max_staleness=1))
-            assert (
-                caught.value.metadata["key"] == "algorithm.max_staleness" and reason in caught.value.message
-            )
+    for name in ALGORITHMS.names():
+        reason = build_algorithm(section(name)).on_policy_only
+        assert ("off_policy" in ALGORITHMS.find(name).features) is (not reason), name
+        if not reason:
+            build_algorithm(section(name, max_staleness=16))
+            continue
+        with pytest.raises(Refusal, match=f"{name} is right on samples of the newest version only") as caught:
+            build_algorithm(section(name, max_staleness=1))
+        assert caught.value.metadata["key"] == "algorithm.max_staleness" and reason in caught.value.message
     assert build_algorithm(section("opo")).on_policy_only
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc
 import numpy as np
 import pytest
-import torch
 from headrace.trainer.v1 import trainer_pb2 as pb
-from headrace_modelkit.robot.directory import policy_config
-from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
 from rank_processes import RankProcess, end
-from two_ranks_parts import address_of
+from two_ranks_parts import address_of, regroup, rendezvous
 
 pytestmark = pytest.mark.timeout(600)
 SETTINGS = {
@@ -44,29 +39,6 @@ async def other(process, tmp_path, make_config, trainer_client):
         found = trainer_client(channel, tmp_path / "run", make_config)
         yield found
         await found.close_run()
-
-
-def rendezvous() -> str:
-    return f"127.0.0.1:{free_port()}"
-
-
-async def regroup(leader, others, generation, number):
-    """The leader with `others` in a new group, with the state that it had in the one before."""
-    await leader.leave(generation - 1, carry=True)
-    state = await leader.state()
-    assert (state.phase, state.generation) == (pb.STEP_PHASE_UNSPECIFIED, 0)
-    assert state.carried_number == number
-    where, members = rendezvous(), [leader, *others]
-    await asyncio.gather(
-        *(member.join(generation, rank, len(members), where) for rank, member in enumerate(members))
-    )
-    found = await leader.take_up(number)
-    again = await leader.take_up(number)
-    assert again.version == found.version
-    state = await leader.state()
-    assert (state.phase, state.generation) == (pb.STEP_PHASE_IDLE, generation)
-    assert state.carried_number == 0 and state.version == found.version
-    return found.version
 
 
 async def step(client, make_settled, settled_digest, version):
@@ -173,35 +145,3 @@ async def test_nothing_is_carried_out_of_a_step_and_only_what_is_carried_is_take
     restored = await client.restore("", 7)  # what is loaded in its place drops it
     assert restored.version.number == 7
     assert (await client.state()).carried_number == 0
-
-
-async def test_a_robot_policy_learns_on_one_rank_then_two_then_one_as_on_one(
-    client, other, robot_config, robots, fetched_weights, settled_digest
-):
-    config = robot_config(options={"epochs": 2, "minibatch_size": 40}, optimizer={"lr": 1e-4})
-    policy = policy_config(config["model"]["policy"]).build(config["seed"])
-    played = robots.play(policy, [robots.Reach() for _ in range(6)], range(6), 0)
-
-    async def run(changes) -> dict[str, torch.Tensor]:
-        version, generation = (await client.open(config)).version, 1
-        for index in range(3):
-            if (members := changes.get(index)) is not None:
-                generation += 1
-                for each in members:
-                    await each.open_run(config)
-                assert (await regroup(client, members, generation, version.number)) == version
-            groups = [robots.settled(6 * index + p, [each], version) for p, each in enumerate(played)]
-            number = version.number + 1
-            await client.begin(index, 1, version.number, number)
-            await client.learn(index, 1, groups)
-            reply = await client.commit(index, 1, version.number, number, settled_digest(groups))
-            await client.record(index, 1, number)
-            version = reply.version
-        last = await fetched_weights(client, version.number)
-        await client.close_run()
-        return last
-
-    expected = await run({})
-    found = await run({1: [other], 2: []})
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)

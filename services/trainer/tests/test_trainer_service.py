@@ -306,7 +306,7 @@ def test_capabilities_and_help_need_no_torch():
     code = (
         "import sys; from headrace_trainer import __main__; "
         "from headrace_trainer.algorithms import ALGORITHMS; assert 'grpo' in ALGORITHMS.names();"
-        "from headrace_trainer.backends import BACKENDS; assert BACKENDS.names() == ['fsdp', 'megatron'];"
+        "from headrace_trainer.backends import BACKENDS; assert 'fsdp' in BACKENDS.installed();"
         "assert len(ALGORITHMS.capabilities(exit)) == len(ALGORITHMS.names()) and BACKENDS.capabilities(print);"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )

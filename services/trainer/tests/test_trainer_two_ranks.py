@@ -15,7 +15,6 @@ import pytest
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit.broadcasting import Broadcasts
-from headrace_modelkit.robot.directory import policy_config
 from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
@@ -196,33 +195,6 @@ async def test_two_ranks_train_adapters_beside_bf16_weights(
     trajectory = make_settled(0, version=restored.version).members[1].trajectory
     values = [[s.values for s in (await c.infer([trajectory])).sequences] for c in (leader, client)]
     np.testing.assert_allclose(values[0], values[1], atol=3e-2)
-
-
-async def test_two_ranks_learn_from_episodes_as_one_does(
-    pair, client, robot_config, robots, fetched_weights, settled_digest
-):
-    leader, follower, _ = pair
-    options = {"epochs": 2, "minibatch_size": 40, "reward_scale": 0.1}
-    config = robot_config(options=options, trainer={"ranks": 2}, optimizer={"lr": 1e-4})
-    await form(leader, follower, config)
-    restored, _ = await asyncio.gather(leader.restore("", 1), follower.restore("", 1))
-    policy = policy_config(config["model"]["policy"]).build(config["seed"])
-    episodes = robots.play(policy, [robots.Reach() for _ in range(6)], range(6), 0)
-    groups = [robots.settled(prompt, [each], restored.version) for prompt, each in enumerate(episodes)]
-    alone = (await client.open(config)).version
-    replies = []
-    for trainer in (leader, client):
-        await trainer.begin(0, 1, alone.number, 2)
-        await trainer.learn(0, 1, groups)
-        replies.append(await trainer.commit(0, 1, alone.number, 2, settled_digest(groups)))
-        await trainer.record(0, 1, 2)
-    two, one = (dict(reply.figures) for reply in replies)
-    assert two.keys() == one.keys() and two["optimizer_steps"] == 8
-    for name in ("loss", "grad_norm", "entropy", "approx_kl", "value_loss", "explained_variance"):
-        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
-    found, expected = [await fetched_weights(trainer, 2) for trainer in (leader, client)]
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, atol=1e-5, err_msg=name)
 
 
 async def test_two_ranks_use_the_weights_of_the_last_commit(

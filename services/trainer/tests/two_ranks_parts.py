@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc.errors import reason_of
 
@@ -22,12 +23,10 @@ async def address_of(port_file: Path) -> str:
 
 
 async def form(leader, follower, config, generation=1):
-    rendezvous = f"127.0.0.1:{free_port()}"
+    where = rendezvous()
     for rank in (leader, follower):
         await rank.open_run(config)
-    await asyncio.gather(
-        leader.join(generation, 0, 2, rendezvous), follower.join(generation, 1, 2, rendezvous)
-    )
+    await asyncio.gather(leader.join(generation, 0, 2, where), follower.join(generation, 1, 2, where))
 
 
 async def train(client, make_settled, settled_digest, version, count):
@@ -58,3 +57,26 @@ async def until_lease(follower, *, holds: bool) -> None:
                 await follower.begin(0, 1, 1, 2)
             if (reason_of(caught.value) == "NOT_LEADER") is holds:
                 return
+
+
+def rendezvous() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+async def regroup(leader, others, generation, number):
+    """The leader with `others` in a new group, with the state that it had in the one before."""
+    await leader.leave(generation - 1, carry=True)
+    state = await leader.state()
+    assert (state.phase, state.generation) == (pb.STEP_PHASE_UNSPECIFIED, 0)
+    assert state.carried_number == number
+    where, members = rendezvous(), [leader, *others]
+    await asyncio.gather(
+        *(member.join(generation, rank, len(members), where) for rank, member in enumerate(members))
+    )
+    found = await leader.take_up(number)
+    again = await leader.take_up(number)
+    assert again.version == found.version
+    state = await leader.state()
+    assert (state.phase, state.generation) == (pb.STEP_PHASE_IDLE, generation)
+    assert state.carried_number == 0 and state.version == found.version
+    return found.version

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace_modelkit.robot.openvla.vit import PUBLISHED
-from headrace_modelkit.robot.scaling import ActionBounds
+from headrace_robots.policies.openvla.vit import PUBLISHED
+from headrace_robots.policies.scaling import ActionBounds
 
 ACTIONS, STATE = 7, 8
 """Numbers of an action and of a state: LIBERO's."""

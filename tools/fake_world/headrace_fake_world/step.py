@@ -19,15 +19,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from headrace_robots.trainer.backend.episodes import Chunks, Credits, StepChunks
+from headrace_robots.trainer.sizes import WORDS, chunks_of
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import choose_backend
 from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout
 from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
-from headrace_trainer.backends.fsdp.layouts.robot_sizes import WORDS, chunks_of
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.backends.robot.episodes import Chunks, Credits, StepChunks
 from headrace_trainer.checkpoints.parts import copy_state
 from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning.samples import LentPictures, Rows, Sequence
@@ -172,10 +172,12 @@ def planned(case: Case) -> tuple[Layout, MemoryPlan]:
     """
     config = case.config(case.write(Path(_models().name), case.layers))
     chosen = choose_backend(config.trainer)
-    algorithm = run_kind(config).algorithm()
+    kind = run_kind(config)
     assert isinstance(chosen.options, FsdpOptions)
     ranks_here = min(case.ranks, GPUS_PER_HOST)
-    layout, plan = choose_layout(config, algorithm, chosen.options, case.ranks, ranks_here, rooms_of())
+    layout, plan = choose_layout(
+        config, kind.algorithm(), chosen.options, case.ranks, ranks_here, rooms_of(), kind.sizes
+    )
     if case.layout is None:
         check_host(plan, rooms_of(), ranks_here)
         check_rooms(plan, rooms_of())

@@ -10,9 +10,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 from headrace_schema.references import Unread, literals, resolved
@@ -48,8 +50,8 @@ class Plugin:
 
     `build` is called with the validated options, then with what the service gives; written as "module:attribute"
     it is imported only then. `check`, where there is one, is called so before anything is built, and raises for what
-    cannot be. `packages` are distributions whose versions change what the plug-in does; `features` names
-    what it offers that others of its kind may not.
+    cannot be. `packages` are distributions whose versions change what the plug-in does, `modules` those that must be
+    there to build it; `features` names what it offers that others of its kind may not.
     """
 
     build: Callable[..., Any] | str
@@ -58,6 +60,15 @@ class Plugin:
     packages: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     check: Callable[..., None] | str | None = None
+    modules: tuple[str, ...] = ()
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its modules are there; imports none but the packages around them."""
+        try:
+            return all(find_spec(module) is not None for module in self.modules)
+        except ModuleNotFoundError:
+            return False
 
     def factory(self) -> Callable[..., Any]:
         """What builds it; raises ImportError or AttributeError where a reference leads nowhere."""
@@ -149,6 +160,14 @@ class Registry(Generic[Made]):
         """Every name, sorted; imports nothing."""
         return list(self._points())
 
+    def installed(self) -> list[str]:
+        """Names of the plug-ins that can be built here; one that cannot be imported is none of them."""
+        found = []
+        for name in self.names():
+            with suppress(PluginError):
+                found += [name] if self.find(name).is_installed else []
+        return found
+
     def find(self, name: str) -> Plugin:
         """The plug-in of a name. Raises PluginError: unknown, published twice, or broken."""
         points = self._points().get(name, [])
@@ -175,6 +194,10 @@ class Registry(Generic[Made]):
             return Chosen(name, found, found.options.model_validate(dict(options)), self.options_key)
         except ValidationError as error:
             raise PluginError([self._below(each) for each in explain(error, found.options)]) from error
+
+    def build_all(self) -> list[Made]:
+        """All plug-ins with their defaults, by name. Raises PluginError as `find` does."""
+        return [self.choose(name, {}).build() for name in self.names()]
 
     def capabilities(self, warn: Callable[[str], object]) -> list[str]:
         """One "name={JSON Schema of its options}" for each plug-in that loads; `warn` is called for the others."""

@@ -28,13 +28,14 @@ async def mount(instance: Instance) -> Close:
     from headrace_servicekit.rpc.blobs import BlobServicer
     from headrace_servicekit.weights.transfer import WeightServicer
 
-    from headrace_rollout.engines import ENGINES, installed_engines
+    from headrace_rollout.engines import ENGINES
     from headrace_rollout.moving import MovedCaches
     from headrace_rollout.service import RolloutServicer
 
+    installed = ENGINES.installed()
     instance.capabilities |= {
-        "engines": installed_engines(),
-        "engine_features": ENGINES.features(installed_engines()),
+        "engines": installed,
+        "engine_features": ENGINES.features(installed),
         "engine_options": ENGINES.capabilities(LOG.warning),
         "transports": ["cuda_ipc", "shm", "collective", "delta", "grpc"],
     }

@@ -165,12 +165,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def RunEpisodes(
         self, request_iterator: AsyncIterator[rollout_pb2.RunEpisodesRequest], context: Context
     ) -> AsyncIterator[rollout_pb2.RunEpisodesResponse]:
-        """Runs episodes; see EpisodeStream."""
+        """Runs episodes, as the workload of the run's policy does."""
         opening = await _opening(request_iterator)
-        run = self._ready_run(opening).robot
-        from headrace_rollout.streams.episodes import EpisodeStream
-
-        stream = EpisodeStream(run, opening, self._serving(run))
+        run = self._ready_run(opening)
+        stream = run.run_episodes(opening, self._serving(run))
         async for response in self._serve(run, stream, request_iterator):
             yield response
 

@@ -11,7 +11,6 @@ import sys
 from typing import Any
 
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.robot.directory import policy_of
 from headrace_schema.openings import TrainerConfig
 from pydantic import ValidationError
 
@@ -31,20 +30,13 @@ def layout_on(config: TrainerConfig, gpu_bytes: int, host_bytes: int, ranks_per_
     backend = choose_backend(config.trainer)
     if not isinstance(backend.options, FsdpOptions):
         raise Refusal("INVALID", f"trainer.backend: {config.trainer.backend} chooses no layout; fsdp does")
-    policy = policy_of(config.model)
-    if policy is not None and not policy.large:
-        raise Refusal(
-            "INVALID", f"model: every rank has all of a policy of kind {policy.kind}: there is one layout"
-        )
     kind = run_kind(config)
-    algorithm = kind.algorithm() if policy is None else kind.check()
-    if policy is None:
-        backend.check(config, algorithm)
+    algorithm = kind.check()
     ranks = config.trainer.ranks
     ranks_here = max(1, min(ranks, ranks_per_host))
     device = Room("GPU memory", gpu_bytes, gpu_bytes) if gpu_bytes else None
     rooms = Rooms(Room("host memory", host_bytes, host_bytes), device)
-    _, plan = choose_layout(config, algorithm, backend.options, ranks, ranks_per_host, rooms)
+    _, plan = choose_layout(config, algorithm, backend.options, ranks, ranks_per_host, rooms, kind.sizes)
     check_host(plan, rooms, ranks_here)
     check_rooms(plan, rooms)
     return {

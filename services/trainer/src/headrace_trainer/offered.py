@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import logging
 
+from headrace_servicekit.registry import PluginError
+
 from headrace_trainer.algorithms import ALGORITHMS
-from headrace_trainer.algorithms.episodes import EPISODE_ALGORITHMS
-from headrace_trainer.backends import BACKENDS, installed_backends
+from headrace_trainer.backends import BACKENDS
+from headrace_trainer.workloads import WORKLOADS
 
 _LOG = logging.getLogger(__name__)
 
 
 def capabilities() -> dict[str, list[str]]:
     """By facet, as an instance registers them."""
-    return {
-        "backends": installed_backends(),
+    found = {
+        "backends": BACKENDS.installed(),
         "backend_options": BACKENDS.capabilities(_LOG.warning),
         "algorithms": ALGORITHMS.names(),
         "algorithm_options": ALGORITHMS.capabilities(_LOG.warning),
         "algorithm_features": ALGORITHMS.features(ALGORITHMS.names()),
-        "episode_algorithms": EPISODE_ALGORITHMS.names(),
-        "episode_algorithm_options": EPISODE_ALGORITHMS.capabilities(_LOG.warning),
-        "episode_algorithm_features": EPISODE_ALGORITHMS.features(EPISODE_ALGORITHMS.names()),
     }
+    try:
+        for workload in WORKLOADS.build_all():
+            found |= workload.facets()
+    except PluginError as error:
+        _LOG.warning("workloads are left out: %s", error)
+    return found

@@ -40,8 +40,7 @@ from headrace_trainer.learning.step import Begin, Commit, StepState
 from headrace_trainer.trainer import Trainer
 from headrace_trainer.wire import messages as wire
 from headrace_trainer.wire.calls import ComputeThread, Context, check_path, check_step, elsewhere, refusals
-from headrace_trainer.wire.episodes import fetch_bodies
-from headrace_trainer.wire.learn import LearnQueue, LearnStream
+from headrace_trainer.wire.learn import LearnQueue, LearnStream, fetch_bodies
 from headrace_trainer.wire.outputs import HelpingCalls, OutputCalls
 
 JOIN_TIMEOUT_S = 60.0

@@ -72,7 +72,7 @@ def _start_states(data: Any, tasks: Any) -> Any:
 def no_policy_directory(path: str) -> KeyProblemView:
     """What is wrong with a `model.path` of an embodied run that is no directory: no hub's id names a robot policy."""
     reason = f"there is no directory {path}, and a robot policy is one with policy.json: it comes from no hub by an id"
-    fix = "fetch a published checkpoint, convert it (python -m headrace_modelkit.robot.convert), and name its directory"
+    fix = "convert a published checkpoint (python -m headrace_robots.convert), and name its directory"
     return problem("model.path", reason, fix)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from headrace_servicekit.registry import Plugin
 
-from headrace_rollout.engines.sglang.options import SglangOptions
 from headrace_rollout.engines.transformers.options import TransformersOptions
 from headrace_rollout.engines.vllm.options import VllmOptions
 
@@ -28,10 +27,11 @@ TRANSFORMERS = Plugin(
     ),
 )
 VLLM = Plugin(
-    "headrace_rollout.engines.hosted.building:build_vllm",
+    "headrace_rollout.engines.vllm.building:build_vllm",
     options=VllmOptions,
     description="vLLM in processes of its own (extra headrace-rollout[vllm])",
     packages=("vllm",),
+    modules=("vllm",),
     features=(
         "resume_from_prefix",
         "inflight_update",
@@ -41,11 +41,4 @@ VLLM = Plugin(
         "images",
         *_DISTRIBUTIONS,
     ),
-)
-SGLANG = Plugin(
-    "headrace_rollout.engines.hosted.building:build_sglang",
-    options=SglangOptions,
-    description="SGLang in processes of its own (extra headrace-rollout[sglang])",
-    packages=("sglang",),
-    features=("resume_from_prefix", "inflight_update", "tensor_parallel"),
 )

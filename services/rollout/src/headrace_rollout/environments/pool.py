@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -27,9 +27,6 @@ from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 from headrace_rollout.engines.figures import BusyTime
 from headrace_rollout.wire import invalid
 
-if TYPE_CHECKING:
-    from headrace_rollout.robot.model import Decision
-
 MAX_OBSERVATION_BYTES = 1 << 28
 RESET_S = 300.0
 """Longest a reset may take. The simulator's own limits are shorter: this one is for a simulator that hangs."""
@@ -44,6 +41,13 @@ class PoolLost(Exception):
 
 class EnvironmentLost(Exception):
     """One environment's process died or hung; it is made anew at the next reset."""
+
+
+class Decision(Protocol):
+    """What a policy decided: `executed_CA` in the environment's units."""
+
+    @property
+    def executed_CA(self) -> np.ndarray: ...
 
 
 class Environment:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from headrace.common.v1 import common_pb2
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from headrace_rollout.conversations.template import TurnTemplate
     from headrace_rollout.endpoint.desk import Desk
     from headrace_rollout.environments.pool import Pools
-    from headrace_rollout.robot.engine import RobotEngine
-    from headrace_rollout.streams.base import AnyStream
+    from headrace_rollout.streams.base import AnyStream, SampleStream, Serving
 
 RETENTION_BYTES = 1 << 30
 """Trajectories that an instance keeps for one run, in bytes, before it takes no more work."""
@@ -128,7 +127,7 @@ class Retention:
 
 @dataclass(frozen=True, eq=False)
 class OpenedRun:
-    """What an instance holds for its run: a TextRun, ConversationRun or RobotRun, as `opening.open_run` decides."""
+    """What an instance holds for its run: a TextRun, ConversationRun or a workload's, as `opening.open_run` decides."""
 
     name: str
     config: RolloutConfig
@@ -162,12 +161,13 @@ class OpenedRun:
     def text(self) -> TextRun:
         """This run, if its policy is a language model; else raises ServiceError WRONG_POLICY."""
         raise _wrong_policy(
-            "the run's policy is a robot's: call RunEpisodes; it generates and scores no text"
+            "the run's policy acts in environments: call RunEpisodes; it generates and scores no text"
         )
 
-    @property
-    def robot(self) -> RobotRun:
-        """This run, if its policy acts in environments; else raises ServiceError WRONG_POLICY."""
+    def run_episodes(
+        self, opening: rollout_pb2.RunEpisodesOpen, serving: Serving
+    ) -> SampleStream[Any, rollout_pb2.RunEpisodesResponse]:
+        """A RunEpisodes stream, if the run's policy acts in environments; else raises ServiceError WRONG_POLICY."""
         raise _wrong_policy("the run's policy is a language model: call Generate; episodes need model.policy")
 
     def stop_waiting(self) -> None:
@@ -242,8 +242,8 @@ class TextRun(OpenedRun):
             "shared_prompt_tokens": figures["shared_prompt_tokens"],
             "moved_tokens": figures["moved_tokens"],
             "decode_steps": figures["decode_steps"],
-            **_ratio("mean_batch_rows", figures["decode_rows"], figures["decode_steps"]),
-            **_ratio("tokens_per_second", figures["sampled_tokens"], busy_s),
+            **ratio_of("mean_batch_rows", figures["decode_rows"], figures["decode_steps"]),
+            **ratio_of("tokens_per_second", figures["sampled_tokens"], busy_s),
         }
         samples, tokens = int(figures["samples"]), int(figures["sampled_tokens"])
         return common_pb2.StageMetrics(
@@ -282,35 +282,7 @@ class OnlineRun(TextRun):
         await super().close()
 
 
-@dataclass(frozen=True, eq=False)
-class RobotRun(OpenedRun):
-    """A run whose policy acts in environments."""
-
-    engine: RobotEngine
-    encode: Callable[[str], tuple[int, ...]]
-    """Ids of an instruction; none for a policy that reads no language."""
-
-    @property
-    @override
-    def robot(self) -> RobotRun:
-        return self
-
-    @override
-    def _figures(self) -> dict[str, float]:
-        return asdict(self.engine.figures)
-
-    @override
-    def _metrics_of(self, figures: Mapping[str, float]) -> common_pb2.StageMetrics:
-        values = {
-            "environment_steps": figures["environment_steps"],
-            "policy_calls": figures["policy_calls"],
-            **_ratio("mean_batch_rows", figures["chunks"], figures["policy_calls"]),
-        }
-        policy_s, episodes = figures["policy_s"], int(figures["episodes"])
-        return common_pb2.StageMetrics(wall_time=duration_of(policy_s), items=episodes, values=values)
-
-
-def _ratio(name: str, sum_of: float, count: float) -> dict[str, float]:
+def ratio_of(name: str, sum_of: float, count: float) -> dict[str, float]:
     """A mean by its name; nothing where nothing was counted."""
     return {name: sum_of / count} if count else {}
 

@@ -1,4 +1,4 @@
-"""Opens a run: decides whether its policy is of text or of a robot. Imports torch only as a run is opened."""
+"""Opens a run: of a language model, or of what a workload recognises. Imports torch only as a run is opened."""
 
 from __future__ import annotations
 
@@ -40,18 +40,14 @@ from headrace_rollout.runs.opened import (
     OnlineRun,
     OpenedRun,
     Retention,
-    RobotRun,
     TextRun,
 )
 from headrace_rollout.wire import weights_of
+from headrace_rollout.workloads import acting_policy
 
 if TYPE_CHECKING:
     import torch
-    from headrace_modelkit.robot.policy import PolicyConfig
     from headrace_modelkit.tokenizer import TextCodec
-EPISODES_SHARE = 0.125
-"""Share of the host's free memory that an instance's episodes may have before it takes no more work: they have images.
-"""
 
 
 @dataclass(frozen=True)
@@ -93,13 +89,16 @@ def open_run(
 
     Raises ServiceError INVALID for an unknown engine or wrong options, and MODEL_NOT_READABLE.
     """
-    from headrace_modelkit.robot.directory import policy_of
-
+    blobs = BlobReader(shm_dir, token)
     try:
-        policy = policy_of(config.model)
-        if policy is None:
-            return _text_run(name, config, leased, BlobReader(shm_dir, token), token, place)
-        return _robot_run(name, config, policy, devices_of(leased), BlobReader(shm_dir, token), token)
+        if (policy := acting_policy(config.model)) is None:
+            return _text_run(name, config, leased, blobs, token, place)
+        if config.workflow == CONVERSATIONS:
+            raise ModelNotReadable(
+                f"model.path: {config.model.path!r} holds a policy that acts, and a conversation is of a language "
+                "model; set workflow: embodied, or give another model"
+            )
+        return policy.open_run(name, config, devices_of(leased), blobs, token)
     except PluginError as error:
         code = grpc.StatusCode.INVALID_ARGUMENT
         raise ServiceError(code, "INVALID", str(error), **error.metadata) from error
@@ -119,7 +118,7 @@ def _text_run(
 
     if config.environment is not None and config.workflow != CONVERSATIONS:
         raise ModelNotReadable(
-            f"model.path: {config.model.path!r} holds no robot policy, and environment needs one; give a directory "
+            f"model.path: {config.model.path!r} holds no policy that acts, and environment needs one; give a directory "
             "with policy.json, or model.policy"
         )
     chosen = ENGINES.choose(config.rollout.engine, config.rollout.engine_options)
@@ -134,7 +133,7 @@ def _text_run(
         place.hosts if place else None,
     )
     if place is not None and place.hosts is None:
-        from headrace_rollout.engines.hosted.building import follow_vllm
+        from headrace_rollout.engines.vllm.building import follow_vllm
 
         part = follow_vllm(chosen.read_options(), settings, place.hello, place.leader, place.address, token)  # type: ignore[arg-type]
         return TextRun(name, config, part, codec)
@@ -308,38 +307,6 @@ def _blind(engine: Engine, codec: TextCodec, config: RolloutConfig) -> str:
     """Why messages of a conversation may have no images; empty: they may."""
     wrong = _images_refused(config.rollout.engine, engine, codec)
     return f"{wrong.key}: {wrong.problem}; {wrong.fix}" if wrong else ""
-
-
-def _robot_run(
-    name: str,
-    config: RolloutConfig,
-    policy: PolicyConfig,
-    devices: tuple[torch.device, ...],
-    blobs: BlobReader,
-    token: str | None,
-) -> RobotRun:
-    from headrace_modelkit.robot.directory import policy_type
-    from headrace_modelkit.robot.language import instruction_encoder
-
-    from headrace_rollout.robot.engine import RobotEngine
-
-    if config.workflow == CONVERSATIONS:
-        raise ModelNotReadable(
-            f"model.path: {config.model.path!r} holds a robot policy, and a conversation is of a language model; set "
-            "workflow: embodied, or give another model"
-        )
-    if config.environment is None:
-        raise ModelNotReadable("environment: a robot policy acts in environments; name them")
-    encode = instruction_encoder(policy, config.model.path)
-    dtype = policy_type(policy, config.model)
-    room = int(EPISODES_SHARE * host_memory().free_bytes)
-    return RobotRun(
-        name,
-        config,
-        RobotEngine(policy, dtype, config.environment, devices, blobs, token),
-        encode,
-        retention=Retention(max(RETENTION_BYTES, room)),
-    )
 
 
 def devices_of(leased: Sequence[str]) -> tuple[torch.device, ...]:

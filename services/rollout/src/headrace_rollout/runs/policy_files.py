@@ -15,7 +15,6 @@ from headrace_modelkit.adapters import names_alone
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.lora import A, B, adapter_of
-from headrace_modelkit.robot.directory import initial_policy, policy_of, policy_type
 from headrace_modelkit.tensor_files import Box, TensorFiles, Tensors, TornTensor
 from headrace_modelkit.weights import (
     CheckpointNames,
@@ -34,6 +33,8 @@ from headrace_servicekit.weights.pending import entries_of
 from safetensors import SafetensorError
 from torch import nn
 from typing_extensions import override
+
+from headrace_rollout.workloads import acting_policy
 
 CHECKPOINT_WEIGHTS = "weights*.safetensors"
 """Files of a checkpoint that hold its weights: one of each rank that wrote it."""
@@ -65,8 +66,8 @@ def read_policy(
     config = run.model
     model: nn.Module
     try:
-        if (robot := policy_of(config)) is not None:
-            model, dtype = initial_policy(config, run.seed), policy_type(robot, config)
+        if (acting := acting_policy(config)) is not None:
+            model, dtype = acting.initial(run.seed)
         else:
             model, dtype = load_model(config, weights=not checkpoint), DTYPES[config.dtype]
         if checkpoint:

@@ -9,14 +9,6 @@ from headrace_simulator.backends.base import AnyBackend, BackendError
 KEY = "environment.backend"
 _HERE = "headrace_simulator.backends"
 GYMNASIUM = Plugin(f"{_HERE}.gymnasium:build", description="environments of Gymnasium, and a user's own")
-METAWORLD = Plugin(
-    f"{_HERE}.metaworld.backend:build", description="Meta-World's tasks, a new goal each episode"
-)
-MANISKILL = Plugin(
-    f"{_HERE}.maniskill.backend:build", description="ManiSkill 3's tasks, on the CPU or many on a GPU"
-)
-ISAACLAB = Plugin(f"{_HERE}.isaaclab:build", description="Isaac Lab's tasks, many in one process on a GPU")
-LIBERO = Plugin(f"{_HERE}.libero:build", description="LIBERO's five suites with their initial states")
 CONVERSATION = Plugin(
     f"{_HERE}.conversation.backend:build",
     description="conversations: with tools, and with a user's own class",
@@ -29,10 +21,7 @@ BACKENDS: Registry[AnyBackend] = Registry(
     "backend",
     KEY,
     "environment.backend_options",
-    {
-        name: f"{_HERE}:{name.upper()}"
-        for name in ("gymnasium", "metaworld", "maniskill", "libero", "isaaclab", "conversation", "agent")
-    },
+    {name: f"{_HERE}:{name.upper()}" for name in ("gymnasium", "conversation", "agent")},
 )
 
 

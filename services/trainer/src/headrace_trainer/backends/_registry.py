@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from headrace_servicekit.registry import Chosen, PluginError, Registry
@@ -22,24 +21,8 @@ BACKENDS: Registry[Backend] = Registry(
     "backend",
     "trainer.backend",
     "trainer.backend_options",
-    {
-        "fsdp": "headrace_trainer.backends.plugins:FSDP",
-        "megatron": "headrace_trainer.backends.plugins:MEGATRON",
-    },
+    {"fsdp": "headrace_trainer.backends.plugins:FSDP"},
 )
-
-_MODULES = {"megatron": ("megatron", "megatron.core")}
-"""What must be importable for a backend that is an extra of this package."""
-
-
-def is_installed(name: str) -> bool:
-    """Whether this instance can build a backend; imports none of it but a namespace."""
-    return all(find_spec(module) is not None for module in _MODULES.get(name, ()))
-
-
-def installed_backends() -> list[str]:
-    """Names of the backends that this instance can build."""
-    return [name for name in BACKENDS.names() if is_installed(name)]
 
 
 def choose_backend(section: TrainerSection) -> Chosen[Backend]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Protocol
 
@@ -10,19 +11,31 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_modelkit.weights import CheckpointNames
+from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.episodes import NO_BODIES, Bodies
 
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.backends._base import Backend
+from headrace_trainer.backends.fsdp.layouts.sizes import Sizes
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.episodes import EpisodeLearner
-from headrace_trainer.learning.learner import BatchLearner, Learner
-from headrace_trainer.learning.passes import EpisodeRounds
-from headrace_trainer.learning.policies import PoliciesLearner
+from headrace_trainer.learning.passes import EpisodeRounds, Finished
 from headrace_trainer.learning.samples import Group, Sequence
+from headrace_trainer.learning.step import StepState
 
-AnyLearner = Learner | BatchLearner | EpisodeLearner | PoliciesLearner
 DEFAULT_BACKEND = "fsdp"
+
+
+class AnyLearner(Protocol):
+    """What the leader learns a step's groups with."""
+
+    def learn(self, state: StepState, groups: Many[Group]) -> StepState:
+        """The state after these groups; each one's record is in `state.groups`. Raises Refusal CONFLICT."""
+
+    def finish(self, state: StepState, rate: float) -> Finished:
+        """The step's optimizer steps, or none of them. Raises Quiesced."""
+
+    def reset(self) -> None:
+        """Drops what is kept of the attempt."""
 
 
 class RunKind(Protocol):
@@ -36,6 +49,10 @@ class RunKind(Protocol):
 
     def backend(self, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
         """The backend, without weights yet."""
+
+    def sizes(self, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
+        """What a layout is chosen by. Raises ModelNotReadable, and Refusal INVALID where there is one layout."""
+        return Sizes.of(config, algorithm)
 
     def learner(self, algorithm: Algorithm, rounds: EpisodeRounds) -> AnyLearner:
         """What the leader learns with."""

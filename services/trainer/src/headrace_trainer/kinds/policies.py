@@ -19,6 +19,7 @@ from headrace_trainer.backends._base import Backend
 from headrace_trainer.backends.policies import PoliciesBackend
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import TrainerGroup
+from headrace_trainer.kinds._base import RunKind
 from headrace_trainer.kinds.answers import AnswersRun
 from headrace_trainer.learning.learner import BatchLearner, Learner
 from headrace_trainer.learning.passes import StepRounds
@@ -69,7 +70,7 @@ class PoliciesAlgorithm:
             part.load_state({own_name(key)[1]: v for key, v in state.items() if own_name(key)[0] == name})
 
 
-class PoliciesRun:
+class PoliciesRun(RunKind):
     """As `RunKind` says. `kinds` are those of the policies, by name; "" is the run's own."""
 
     def __init__(self, config: TrainerConfig, kinds: Mapping[str, AnswersRun]) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_servicekit.lease.open_runs import OpenRuns
+from headrace_servicekit.rpc.blobs import BlobReader
+from headrace_servicekit.rpc.episodes import Bodies, bodies_of
 from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_trainer.errors import Refusal
@@ -30,7 +32,20 @@ BATCHES, LEAST_QUEUED = 8, 1 << 16
 """A queue is full with so many batches, of no fewer tokens in all."""
 SHORT_S = 0.05
 """After a batch that took longer the next one does not wait: its time depends on its tokens alone."""
+FETCHED_TOGETHER = 8
+"""Bodies that are asked for at once."""
 Waiting = tuple[LearnItem, int, "asyncio.Future[list[GroupRecord]]"]
+
+
+async def fetch_bodies(groups: Iterable[trainer_pb2.SettledGroup], blobs: BlobReader) -> Bodies:
+    """What settled groups refer to, a few at a time. Raises ServiceError, such as BLOB_GONE."""
+    wanted = [body for group in groups for member in group.members for body in bodies_of(member.trajectory)]
+    found: dict[str, bytearray] = {}
+    for first in range(0, len(wanted), FETCHED_TOGETHER):
+        some = wanted[first : first + FETCHED_TOGETHER]
+        bodies = await asyncio.gather(*(blobs.read(each) for each in some))
+        found.update((each.digest, body) for each, body in zip(some, bodies, strict=True))
+    return found
 
 
 class LearnQueue:

@@ -222,7 +222,7 @@ def _policy_directory(model: ModelSection) -> Iterator[KeyProblemView]:
         yield no_policy_directory(model.path)
     elif path.is_dir() and _holds_a_model(path) and not (path / "policy.json").is_file():
         reason = f"{path} holds no robot policy: it has no policy.json"
-        fix = "convert a published checkpoint: python -m headrace_modelkit.robot.convert"
+        fix = "convert a published checkpoint: python -m headrace_robots.convert"
         yield problem("model.path", reason, fix)
 
 

@@ -5,9 +5,11 @@ Knows no engine: instances without it validate them all the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Self
 
+from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture
 from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_servicekit.problems import KeyProblem, nearest
@@ -169,3 +171,20 @@ def check_heads(size: int | None, model: ModelSection) -> None:
     reason = f"{size} devices cannot divide {heads} attention heads ({keys} of keys and values)"
     fix = f"set one of {', '.join(map(str, valid))}"
     raise PluginError([KeyProblem(f"{KEY}.tensor_parallel_size", reason, fix)])
+
+
+@contextmanager
+def needing(extra: str, engine: str) -> Iterator[None]:
+    """Names the extra to install where the engine's package cannot be imported."""
+    try:
+        yield
+    except ImportError as error:
+        reason = f"{engine} cannot be imported by this instance: {error}"
+        fix = f"install headrace-rollout[{extra}] where the instance runs, or choose transformers"
+        raise PluginError([KeyProblem("rollout.engine", reason, fix)]) from error
+
+
+def check_no_gguf(section: ModelSection, why: str) -> None:
+    """Raises ModelNotReadable for a GGUF file."""
+    if section.gguf_file is not None:
+        raise ModelNotReadable(f"model.gguf_file: {why}")

@@ -31,7 +31,8 @@ from headrace_trainer.backends._base import (
     StateReader,
 )
 from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout, check_ranks
-from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
+from headrace_trainer.backends.fsdp.layouts.planned import Measure, choose_layout
+from headrace_trainer.backends.fsdp.layouts.sizes import Sizes
 from headrace_trainer.backends.fsdp.loading import is_saved_here, local
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
@@ -47,6 +48,9 @@ from headrace_trainer.memory import MemoryPlan, Rooms, check_host
 
 class ShardedBackend(LearnedModel, AdaptingBackend):
     """One rank of a run whose model is divided by fully_shard; `Backend` has what each method promises."""
+
+    _measure: Measure = staticmethod(Sizes.of)
+    """What a layout is chosen by."""
 
     def __init__(
         self,
@@ -77,7 +81,10 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
     def memory_plan(self, rooms: Rooms) -> MemoryPlan:
         ranks = self._ranks.world_size
         check_ranks(self._options, ranks)
-        return choose_layout(self._config, self._algorithm, self._options, ranks, GPUS_PER_HOST, rooms)[1]
+        _, plan = choose_layout(
+            self._config, self._algorithm, self._options, ranks, GPUS_PER_HOST, rooms, self._measure
+        )
+        return plan
 
     @property
     def layout(self) -> Layout:
@@ -89,7 +96,7 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
             ranks = self._ranks.world_size
             rooms, ranks_per_host = self._ranks.least_rooms()
             layout, plan = choose_layout(
-                self._config, self._algorithm, self._options, ranks, ranks_per_host, rooms
+                self._config, self._algorithm, self._options, ranks, ranks_per_host, rooms, self._measure
             )
             check_host(plan, rooms, min(ranks, ranks_per_host))
             self._layout, self.layout_chosen, self.saves_in_place = layout, plan.reason, plan.saves_in_place

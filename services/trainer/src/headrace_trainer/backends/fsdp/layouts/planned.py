@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from headrace_modelkit.loading import DTYPES
-from headrace_modelkit.robot.directory import policy_of
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout, candidates
-from headrace_trainer.backends.fsdp.layouts.robot_sizes import robot_sizes
 from headrace_trainer.backends.fsdp.layouts.sizes import Sizes, Unit
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.memory import (
@@ -26,6 +25,7 @@ from headrace_trainer.memory import (
     with_room_to_lend,
 )
 
+Measure = Callable[[TrainerConfig, Algorithm], Sizes]
 FP32 = 4
 MOMENTS_BYTES = 2 * FP32
 MARGIN = 1.1
@@ -40,9 +40,12 @@ def choose_layout(
     ranks: int,
     ranks_per_host: int,
     rooms: Rooms,
+    measure: Measure = Sizes.of,
 ) -> tuple[Layout, MemoryPlan]:
-    """The first layout that fits, or the smallest where none does, and why. Raises ModelNotReadable."""
-    run = _Run(config, algorithm, options, rooms)
+    """The first layout that fits, or the smallest where none does, and why. Raises ModelNotReadable, and what `measure`
+    raises.
+    """
+    run = _Run(config, algorithm, options, rooms, measure)
     layout, plan = run.first_fit(ranks, ranks_per_host)
     if plan.tried[-1].fits:
         return layout, plan
@@ -53,13 +56,13 @@ def choose_layout(
     return layout, replace(plan, would_fit=None)
 
 
-def known_sizes(config: TrainerConfig, algorithm: Algorithm) -> Sizes:
+def known_sizes(config: TrainerConfig, algorithm: Algorithm, measure: Measure) -> Sizes:
     """Kept for the run that is opened: the leader plans before ranks choose, and chooses again with them."""
     own = config.trainer.model_copy(update={"ranks": 1})  # how many there are changes none of these sizes
     key = config.model_copy(update={"trainer": own}).model_dump_json()
     if key not in _known:
         _known.clear()
-        _known[key] = Sizes.of(config, algorithm) if policy_of(config.model) is None else robot_sizes(config)
+        _known[key] = measure(config, algorithm)
     return _known[key]
 
 
@@ -74,10 +77,11 @@ class _Run:
     algorithm: Algorithm
     options: FsdpOptions
     rooms: Rooms
+    measure: Measure
 
     def first_fit(self, ranks: int, ranks_per_host: int) -> tuple[Layout, MemoryPlan]:
         """The first layout that fits this number of ranks, or the smallest; the plan says what was tried."""
-        sizes = known_sizes(self.config, self.algorithm)
+        sizes = known_sizes(self.config, self.algorithm, self.measure)
         on_gpu, ranks_here = self.rooms.device is not None, min(ranks, ranks_per_host)
         tried: list[Tried] = []
         plans: list[tuple[int, Layout, MemoryPlan]] = []

@@ -1,0 +1,118 @@
+"""Makes a policy directory of a published checkpoint: `python -m headrace_robots.convert --help`.
+
+OpenVLA and OpenVLA-OFT; π0 and π0.5 of LeRobot and openpi; SmolVLA, ACT and diffusion policies of LeRobot. A run reads
+the result as `model.path`: `policy.json`, `model.safetensors`, and a tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from headrace_modelkit.errors import ModelNotReadable
+from pydantic import ValidationError
+from safetensors import SafetensorError
+
+from headrace_robots.policies.directory import save_policy, tokenizer_files
+from headrace_robots.policies.policy import RobotPolicy
+from headrace_robots.policies.published import Wanted, read_json
+
+FAMILIES = ("openvla", "pi", "smolvla", "act", "diffusion")
+"""Packages whose `published` module reads checkpoints: `recognises` a config.json, and `read` the policy."""
+
+
+def convert(published: Path, target: Path, wanted: Wanted) -> None:
+    """Writes `target`. Raises ModelNotReadable, which says what is missing or does not fit."""
+    policy = load_published(published, wanted)
+    source = wanted.base or published
+    if policy.config.reads and not tokenizer_files(source):
+        raise ModelNotReadable(
+            f"{source} holds no tokenizer (tokenizer.json or tokenizer.model): a policy that reads language needs it; "
+            "give the directory of the language model that it began with by --base"
+        )
+    save_policy(policy, target, tokenizer=source if policy.config.reads else None)
+
+
+def load_published(published: Path, wanted: Wanted) -> RobotPolicy:
+    """The policy of a checkpoint, by the family that its config.json is of. Raises ModelNotReadable."""
+    stated = read_json(published / "config.json")
+    modules: list[Any] = [
+        import_module(f"headrace_robots.policies.{family}.published") for family in FAMILIES
+    ]
+    family = next((module for module in modules if module.recognises(stated)), None)
+    if family is None:
+        raise ModelNotReadable(
+            f"{published / 'config.json'} is of no family that is read: {', '.join(FAMILIES)}"
+        )
+    try:
+        found: RobotPolicy = family.read(published, wanted)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ModelNotReadable(f"{place}: {first['msg']}".removeprefix(": ")) from error
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ModelNotReadable(f"cannot read a checkpoint from {str(published)!r}: {error}") from error
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; 1 and a sentence when the checkpoint cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m headrace_robots.convert", description=__doc__)
+    parser.add_argument("published", type=Path, help="directory of the checkpoint, as the hub serves it")
+    parser.add_argument("policy", type=Path, help="directory to write; one that is there is replaced")
+    parser.add_argument(
+        "--base",
+        type=Path,
+        help="directory of the language model that it began with: tokenizer, sizes of SmolVLA",
+    )
+    parser.add_argument(
+        "--statistics",
+        type=Path,
+        help="LeRobot's meta/stats.json or openpi's norm_stats.json, in place of its own",
+    )
+    parser.add_argument(
+        "--clip",
+        type=float,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="bounds of the environment's actions, in its units",
+    )
+    parser.add_argument("--unnorm-key", help="data set whose statistics un-normalise; default: the only one")
+    parser.add_argument(
+        "--cameras",
+        nargs="+",
+        help="names of the cameras, in their order; of LeRobot's: those that there are",
+    )
+    parser.add_argument("--kind", choices=("openvla", "openvla_oft"), help="of OpenVLA; default: openvla")
+    parser.add_argument("--chunk-length", type=int, help="actions executed of those drawn at once")
+    parser.add_argument("--head", choices=("tokens", "l1"), help="openvla_oft's action head; default: tokens")
+    parser.add_argument("--temperature", type=float, help="OpenVLA: of drawing and of scoring; default: 1")
+    parser.add_argument(
+        "--flow", type=json.loads, help='π and SmolVLA, in JSON: how actions are drawn, {"noise": "learned"}'
+    )
+    parser.add_argument(
+        "--denoising", type=json.loads, help='diffusion, in JSON: how actions are drawn, {"steps": 10}'
+    )
+    parser.add_argument(
+        "--log-std", type=float, help="log-width of a Gaussian around an action (OFT's l1, ACT)"
+    )
+    asked = parser.parse_args(arguments)
+    fields = ("cameras", "kind", "chunk_length", "head", "temperature", "flow", "denoising", "log_std")
+    chosen = {name: value for name in fields if (value := getattr(asked, name)) is not None}
+    try:
+        clip = None if asked.clip is None else (asked.clip[0], asked.clip[1])
+        wanted = Wanted(chosen, asked.base, asked.statistics, asked.unnorm_key, clip)
+        convert(asked.published, asked.policy, wanted)
+    except ModelNotReadable as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Algorithms that learn from episodes of robot policies, and the registry that finds them by name.
+
+Importing this loads no torch; building one does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace_servicekit.registry import Registry
+from headrace_trainer.algorithms._registry import ALGORITHMS, built, check_staleness
+from headrace_trainer.errors import Refusal
+
+if TYPE_CHECKING:
+    from headrace_schema.sections.learning import AlgorithmSection
+
+    from headrace_robots.trainer.algorithms._base import EpisodeAlgorithm
+
+EPISODE_ALGORITHMS: Registry[EpisodeAlgorithm] = Registry(
+    "headrace.episode_algorithms",
+    "algorithm of episodes",
+    "algorithm.name",
+    "algorithm.options",
+    {name: f"headrace_robots.trainer.algorithms.plugins:{name.upper()}" for name in ("grpo", "ppo")},
+)
+
+
+def build_episode_algorithm(section: AlgorithmSection) -> EpisodeAlgorithm:
+    """The algorithm that the section names, with its options. Raises Refusal INVALID, naming the key."""
+    known = EPISODE_ALGORITHMS.names()
+    if section.name not in known and section.name in ALGORITHMS.names():
+        raise _unfit(
+            "name", f"{section.name} learns from answers, not from episodes; use {' or '.join(known)}"
+        )
+    algorithm = built(EPISODE_ALGORITHMS, section)
+    if section.group_size < algorithm.least_group:
+        raise _unfit(
+            "group_size",
+            f"{section.name} compares the episodes of a start state, and {section.group_size} is too few; use at "
+            f"least {algorithm.least_group}",
+        )
+    if section.group_size == 1 and algorithm.refill.drop_equal:
+        raise _unfit("options.drop_equal", "a group of one is always equal; leave it out")
+    if section.truncated == "mask":
+        raise _unfit(
+            "truncated",
+            "mask is for answers cut by a length limit; leave it out: the time limit ends episodes",
+        )
+    check_staleness(section, algorithm)
+    return algorithm
+
+
+def _unfit(key: str, problem: str) -> Refusal:
+    return Refusal("INVALID", f"algorithm.{key}: {problem}", "invalid", key=f"algorithm.{key}")

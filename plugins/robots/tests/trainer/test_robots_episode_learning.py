@@ -1,0 +1,49 @@
+"""A robot policy learns to reach unseen goals: it acts, the environment answers, the trainer learns, over gRPC."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from headrace_modelkit.weights import load_weights
+from headrace_robots.policies.directory import policy_config
+
+PPO = {
+    "epochs": 10,
+    "minibatch_size": 400,
+    "target_kl": 0.03,
+    "gamma": 0.97,
+    "reward_scale": 0.1,
+    "value_clip": None,
+}
+EPISODES = 32
+
+
+def success_rate(policy, robots):
+    """Of the greedy policy, at any step, with goals that no training seed has."""
+    found = robots.play(
+        policy, [robots.Reach() for _ in range(48)], range(10**6, 10**6 + 48), 0, deterministic=True
+    )
+    return np.mean([episode.success for episode in found])
+
+
+@pytest.mark.parametrize(("chunk_length", "steps"), [(2, 22)])
+async def test_ppo_learns_to_reach_unseen_goals(
+    chunk_length, steps, client, robot_config, robots, fetched_weights, settled_digest
+):
+    config = robot_config(options=PPO, policy={"chunk_length": chunk_length})
+    version = (await client.open(config | {"checkpoint": {"enabled": False}})).version
+    policy = policy_config(config["model"]["policy"]).build(config["seed"])
+    before = success_rate(policy, robots)
+    for step in range(steps):
+        worlds = [robots.Reach() for _ in range(EPISODES)]
+        seeds = range(step * EPISODES, (step + 1) * EPISODES)
+        episodes = robots.play(policy, worlds, seeds, step)
+        groups = [robots.settled(seed, [each], version) for seed, each in zip(seeds, episodes, strict=True)]
+        await client.begin(step, 1, version.number, version.number + 1)
+        await client.learn(step, 1, groups)
+        reply = await client.commit(step, 1, version.number, version.number + 1, settled_digest(groups))
+        await client.record(step, 1, version.number + 1)
+        version = reply.version
+        load_weights(policy, await fetched_weights(client, version.number))
+    assert before <= 0.2 and success_rate(policy, robots) >= 0.75
+    assert reply.figures["log_prob_mismatch_max"] < 1e-4

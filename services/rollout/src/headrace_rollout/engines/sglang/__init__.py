@@ -1,1 +1,0 @@
-"""SGLang as an engine. Importing this imports neither torch nor SGLang."""

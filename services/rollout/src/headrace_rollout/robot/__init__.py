@@ -1,1 +1,0 @@
-"""Robots: a policy that acts in the environments of simulators."""
