@@ -145,8 +145,12 @@ def get(client: Client, run: RunId) -> Answer:
         from rich.console import Group
 
         steps = client.metrics(run)
-        tables = [run_table(found), steps and steps_table(steps[-12:], heldout(found), console().width)]
-        return Group(*filter(None, [*tables, policies_table(steps)]))
+        tables = [run_table(found)]
+        if steps:
+            tables.append(steps_table(steps[-12:], heldout(found), console().width))
+        if (policies := policies_table(steps)) is not None:
+            tables.append(policies)
+        return Group(*tables)
 
     return found.raw, text
 

@@ -60,10 +60,10 @@ class RunFiles:
     @classmethod
     @contextmanager
     def opened(cls, directory: Path, *, write: bool = False, synced: bool = True) -> Iterator[RunFiles]:
-        """The history for one thread: empty where there is none, or made where it is written.
+        """The history for one thread: empty where there is none or a link leads to it, or made where it is written.
 
-        A damaged file is replaced by what can be read of it up to the damage, and kept beside. Raises OSError where the
-        disk refuses, or a link is in the way. Not `synced`: writes survive the end of this process alone.
+        Not `synced`: writes survive the end of this process alone. Raises OSError where the disk refuses, or a link is
+        in the way of a write, and sqlite3.DatabaseError where the file is damaged: see `salvage`.
         """
         path = directory / NAME
         try:
@@ -71,7 +71,9 @@ class RunFiles:
             if path.is_symlink():
                 raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed here", str(path))
             found = write or path.stat().st_size
-        except FileNotFoundError:
+        except OSError as error:
+            if write or error.errno not in (errno.ENOENT, errno.ELOOP):
+                raise
             found = False
         try:
             database = sqlite3.connect(path if found else ":memory:", BUSY_S, isolation_level=None)
