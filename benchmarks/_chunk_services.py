@@ -20,12 +20,12 @@ from typing import Any
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from headrace_servicekit.process.allocator import reuse_freed_memory
-from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
+from headrace_servicekit.memory.allocator import reuse_freed_memory
+from headrace_servicekit.memory.blobs import BlobReader, BlobStore
 from headrace_servicekit.rpc.digests import digest_and_size, set_digest, trajectory_digest
 from headrace_servicekit.rpc.episodes import bodies_of
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.weights.store import WeightStore
 
 MESSAGE, INLINE, REFERENCE, ANSWER = "message", "inline", "reference", "answer"
 ONE, PIPELINED = "one", "pipelined"

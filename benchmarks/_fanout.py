@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import WeightServicer, WeightStore, receive_weights
+from headrace_servicekit.weights.receiving import receive_weights
+from headrace_servicekit.weights.serving import WeightServicer
+from headrace_servicekit.weights.store import WeightStore
 
 RUN, TENSORS, TOKEN = "runs/fanout", 16, "secret"
 

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 from _engine_bare import CORE, Load, prompts, transformers
 from _harness import emit, machine, say, table
-from headrace_servicekit.process.allocator import reuse_freed_memory
+from headrace_servicekit.memory.allocator import reuse_freed_memory
 
 ROWS = (4, 16, 64)
 GOALS = {4: 1.5, 16: 1.5, 64: 1.2}

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from _harness import emit, machine, say
 
 if TYPE_CHECKING:
-    from headrace_servicekit.weights import StoredWeights
+    from headrace_servicekit.weights.versions import StoredWeights
 
 KINDS: dict[str, dict[str, Any] | None] = {"whole": None, "lora": {}}
 ENGINES = ("engines_each", "engines_one")
@@ -135,11 +135,11 @@ def measure(model: Path, kind: str, steps: int, threads: int) -> dict[str, float
 def version(model: Path, steps: int, threads: int) -> dict[str, float]:
     """Bytes of a version with adapters, published merged or alone, median seconds of its cast, and of a merge."""
     import torch
-    from headrace_rollout.engines.merging import adapted
+    from headrace_rollout.engines.merging import adapted, merged_parts
     from headrace_rollout.wire import weights_of
     from headrace_schema.openings import TrainerConfig
-    from headrace_servicekit.weights import WeightStore
-    from headrace_servicekit.weights.bases import NUMBER, base_name
+    from headrace_servicekit.weights.store import WeightStore
+    from headrace_servicekit.weights.versions import BASE_NUMBER, base_name
     from headrace_trainer.group.forming import join_trainer_group
     from headrace_trainer.group.rank import Rank
     from headrace_trainer.group.rounds import Rounds
@@ -170,11 +170,11 @@ def version(model: Path, steps: int, threads: int) -> dict[str, float]:
         def weights(found: StoredWeights) -> Any:
             return weights_of(found.manifest, found.body)
 
-        whole = adapted(weights(store.get(base_name(lora), NUMBER)), weights(stored), {"": 2.0}).of("")
+        whole = adapted(weights(store.get(base_name(lora), BASE_NUMBER)), weights(stored), {"": 2.0}).of("")
         seconds = []
         for _ in range(WARM_UP + steps):
             started = time.monotonic()
-            whole.views()
+            merged_parts(whole)
             seconds.append(time.monotonic() - started)
         figures["merge_s"] = median(seconds[WARM_UP:])
         del whole
@@ -188,8 +188,9 @@ async def one_of_two(adapters: StoredWeights, folder: Path) -> dict[str, float]:
     from headrace.common.v1 import weights_pb2_grpc
     from headrace_modelkit.broadcasting import Broadcasts
     from headrace_servicekit.rpc.server import GrpcServer
-    from headrace_servicekit.weights import WeightServicer, WeightStore, receive_weights
-    from headrace_servicekit.weights.transfer import byte_transports
+    from headrace_servicekit.weights.receiving import receive_weights, ways_of
+    from headrace_servicekit.weights.serving import WeightServicer
+    from headrace_servicekit.weights.store import WeightStore
 
     run, figures, server = "runs/two", {}, GrpcServer("127.0.0.1:0", token=None)
     trainer = WeightStore(folder, "two")
@@ -206,10 +207,10 @@ async def one_of_two(adapters: StoredWeights, folder: Path) -> dict[str, float]:
             body[len(adapters.body) :] = bytes([number]) * len(adapters.body)
         described = pending.seal(number - 1, number)
         for name, store in receivers.items():
-            ways = byte_transports((name,), groups=Broadcasts())
+            ways = ways_of((name,), groups=Broadcasts())
             source = trainer.source(run, number)
             source.receivers = 1
-            found = await receive_weights(store, run, *described, [source], token=None, transports=ways)
+            found = await receive_weights(store, run, *described, [source], token=None, ways=ways)
             figures[f"one_of_two_{name}"] = found.bytes_moved / len(found.body)
     await server.drain(0)
     for store in (trainer, *receivers.values()):

@@ -196,7 +196,7 @@ class Client:
     """One stream to a pool, over the socket as of a rollout on its host; every observation becomes an array."""
 
     def __init__(self, channel: Any, stub: Any, pool: Any, header: Any, folder: Path, processes: int) -> None:
-        from headrace_servicekit.rpc.blobs import BlobReader
+        from headrace_servicekit.memory.blobs import BlobReader
         from headrace_simulator.spaces import from_message
 
         self._channel, self._stub, self._pool, self._header = channel, stub, pool, header
@@ -250,7 +250,7 @@ class Client:
     async def _opened(self) -> Any:
         """The stream that a rollout takes."""
         from headrace.simulator.v1 import simulator_pb2
-        from headrace_servicekit.rpc.local import nearest
+        from headrace_servicekit.process.local import nearest
 
         request = simulator_pb2.StepLocallyRequest(pool=self._pool.pool)
         offer = self._stub.StepLocally(request, timeout=LIMIT_S)

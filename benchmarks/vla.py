@@ -307,7 +307,7 @@ def copies(directory: Path) -> dict[str, float]:
 @contextmanager
 def _counted() -> Iterator[Counter[str]]:
     """Bytes that this process writes for others and takes from them as bodies, by "held" and "read"."""
-    from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
+    from headrace_servicekit.memory.blobs import BlobReader, BlobStore
 
     moved: Counter[str] = Counter()
 
@@ -351,7 +351,7 @@ async def _to_batch(directory: Path) -> int:
 async def _environment(directory: Path) -> AsyncIterator[Any]:
     from harness.services import alone
     from headrace_rollout.environments.pool import Pools
-    from headrace_servicekit.rpc.blobs import BlobReader
+    from headrace_servicekit.memory.blobs import BlobReader
 
     place = directory / uuid.uuid4().hex
     with alone.Service("simulator", place) as simulator:
@@ -364,7 +364,7 @@ async def _environment(directory: Path) -> AsyncIterator[Any]:
 async def _to_trainer(directory: Path) -> int:
     """Bytes of STEPS pictures: what the rollout keeps of its record of an episode, and what the trainer reads."""
     from headrace.common.v1 import common_pb2
-    from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
+    from headrace_servicekit.memory.blobs import BlobReader, BlobStore
     from headrace_servicekit.rpc.episodes import ACTIONS as DRAWN
     from headrace_servicekit.rpc.episodes import IMAGE, Episode, bodies_of, decode_episode, encode_episode
 

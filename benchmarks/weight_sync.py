@@ -188,11 +188,15 @@ def _fp32(count: int) -> Any:
 
 def delta_rates() -> dict[str, float]:
     """Megabytes of weights a second whose changes are found, and applied with their digest, by one thread."""
+    import asyncio
+
     import numpy as np
     import torch
     from headrace.common.v1 import common_pb2, weights_pb2
     from headrace_servicekit.rpc.digests import digest_bytes
-    from headrace_servicekit.weights.delta import ChangedBody, encode, parts_of
+    from headrace_servicekit.weights.arrivals import Arrival
+    from headrace_servicekit.weights.delta import encode, parts_of
+    from headrace_servicekit.weights.versions import StoredWeights
 
     count = 1 << 25
     before = _fp32(count)
@@ -204,6 +208,7 @@ def delta_rates() -> dict[str, float]:
     entry.digest = digest_bytes(new)
     manifest = common_pb2.WeightManifest(entries=[entry], size_bytes=2 * count)
     out = memoryview(bytearray(2 * count))
+    base = StoredWeights(common_pb2.PolicyVersion(), manifest, old, None, None)  # type: ignore[arg-type]
     rates: dict[str, list[float]] = {"delta_encode_mb_s": [], "delta_apply_mb_s": []}
     for _ in range(MEMCPYS):
         started = time.perf_counter()
@@ -212,7 +217,9 @@ def delta_rates() -> dict[str, float]:
             for p in parts_of(manifest)
         ]
         coded = time.perf_counter()
-        ChangedBody(manifest, old, out).add(weights_pb2.FetchChangesResponse(changes=changes))
+        arrival = Arrival(out, manifest.entries, {})
+        arrival.restart(base)
+        asyncio.run(arrival.change(weights_pb2.FetchWeightsResponse(changes=changes)))
         applied = time.perf_counter()
         rates["delta_encode_mb_s"].append(2e-6 * count / (coded - started))
         rates["delta_apply_mb_s"].append(2e-6 * count / (applied - coded))

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 import torch
 from headrace.client import Client
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from headrace_simulation.moves import moving
 from headrace_simulation.virtual_time import run_virtual
 from headrace_simulation.world import World

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 
 Function = tuple[str, str]
 """(file, function), the file as package/path."""

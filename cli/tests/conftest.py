@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from headrace_servicekit.process import ports
+from headrace_servicekit.rpc import addresses
 
 STANDINS = Path(__file__).parent / "standins"
 # Before what is there: a work tree that is not installed puts its own sources there.
@@ -104,7 +104,7 @@ def coordinator() -> Iterator[FakeCoordinator]:
 
 @pytest.fixture
 def free_port() -> int:
-    return ports.free_port()
+    return addresses.free_port()
 
 
 def _environment(**extra: str) -> dict[str, str]:

@@ -20,8 +20,8 @@ from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.encryption import make_files, take_files, trust
 from headrace_cli.launcher.plan import Head
 from headrace_cli.launcher.state import read_state
-from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.rpc import certificates
+from headrace_servicekit.rpc.addresses import free_port
 
 
 @pytest.fixture(autouse=True)

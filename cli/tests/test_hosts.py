@@ -74,7 +74,7 @@ def test_a_second_launcher_of_a_fleet_beside_the_first_brings_its_processes(tmp_
     import subprocess
     import sys
 
-    from headrace_servicekit.process.ports import free_port
+    from headrace_servicekit.rpc.addresses import free_port
 
     def say(folder, *arguments):
         command = [sys.executable, "-m", "headrace_cli", *arguments, "--data-dir", str(tmp_path / folder)]

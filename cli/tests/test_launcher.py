@@ -20,7 +20,7 @@ from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.gpu_locks import GpuLocks
 from headrace_cli.launcher.plan import FleetPlan, Wiring, backend_python, engine_python, simulator_python
 from headrace_cli.launcher.start import require_room
-from headrace_servicekit.process.capacity import GIB, Capacity, HostMemory
+from headrace_servicekit.memory.capacity import GIB, Capacity, HostMemory
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 15.0) -> None:

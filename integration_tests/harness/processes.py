@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 
 __all__ = ["ROOT", "alive", "clean_environment", "free_port", "mentioning", "run_python", "words_of"]
 

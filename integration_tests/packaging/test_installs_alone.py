@@ -8,7 +8,7 @@ import time
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 
 pytestmark = pytest.mark.timeout(900)
 START_S = 120

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import entry_points, version
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +13,6 @@ from headrace_cli.commands import (
     data,
     debug,
     demo,
-    demonstrations,
     evaluation,
     fleet,
     inspect,
@@ -38,8 +38,6 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
         print(f"headrace {version('headrace')}")
         raise typer.Exit
 
@@ -57,12 +55,16 @@ fleet.add_to(app)
 demo.add_to(app)
 app.add_typer(run.app, name="run")
 app.add_typer(evaluation.app, name="eval")
-app.add_typer(demonstrations.app, name="demonstrations")
 inspect.add_to(app)
 plan.add_to(app, run.app)
 debug.add_to(app)
 replay.add_to(app)
 data.add_to(app)
+for _point in entry_points(group="headrace.commands"):  # what other packages publish
+    try:
+        app.add_typer(_point.load(), name=_point.name)
+    except ImportError as _error:
+        print(f"the commands {_point.name} ({_point.value}) cannot be imported: {_error}", file=sys.stderr)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.waiting import wait_for
 from headrace.client import HeadraceError, Run
-from headrace_cli.demonstrations.lerobot import EpisodeData, write_data_set
+from headrace_robots.cli.lerobot import EpisodeData, write_data_set
 
 BATCH, STEPS, LONGEST = 6, 4, 8
 

@@ -296,9 +296,6 @@ def weights_target(service, published):
     valid = {
         "GetManifest": lambda: [weights_pb2.GetManifestRequest(**fields)],
         "FetchWeights": lambda: [weights_pb2.FetchWeightsRequest(offset_bytes=4, **fields)],
-        "FetchChanges": lambda: [
-            weights_pb2.FetchChangesRequest(base_digest=published.version.digest, **fields)
-        ],
         # Of a version that is not there: a broadcast without its other members takes seconds to fail.
         "JoinBroadcast": lambda: [
             weights_pb2.JoinBroadcastRequest(run=RUN, number=99, host="127.0.0.1", receivers=1)

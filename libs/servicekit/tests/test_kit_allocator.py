@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import resource
-from headrace_servicekit.process.allocator import reuse_freed_memory
+from headrace_servicekit.memory.allocator import reuse_freed_memory
 taken = {setting}
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

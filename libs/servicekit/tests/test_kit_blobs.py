@@ -5,7 +5,7 @@ from pathlib import Path
 import grpc
 import pytest
 from headrace.common.v1 import blobs_pb2, blobs_pb2_grpc, common_pb2
-from headrace_servicekit.rpc.blobs import CHUNK_BYTES, BlobReader, BlobServicer, BlobStore, BlobWriter
+from headrace_servicekit.memory.blobs import CHUNK_BYTES, BlobReader, BlobServicer, BlobStore, BlobWriter
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
@@ -140,7 +140,7 @@ async def test_a_released_file_is_written_again_and_spares_are_bounded(kept, rea
     assert inode(kept, second) == file
     assert await reader("shm").read(second) == b"other"
     assert await reason_of_reading(reader("shm"), first) == "BLOB_GONE"
-    monkeypatch.setattr("headrace_servicekit.rpc.blobs.SPARE_BYTES", 8)
+    monkeypatch.setattr("headrace_servicekit.memory.blobs.SPARE_BYTES", 8)
     for reference in [kept.put(b"third"), second]:
         kept.release(reference)
     assert len(list(file_of(kept, kept.put(b"longer")).parent.iterdir())) == 2
@@ -155,7 +155,7 @@ def test_equal_sizes_never_share_a_file(kept):
 
 
 async def test_what_has_no_room_beside_the_weights_is_held_in_memory(served, reader, monkeypatch):
-    monkeypatch.setattr("headrace_servicekit.rpc.blobs.HELD_SHARE", 0.0)
+    monkeypatch.setattr("headrace_servicekit.memory.blobs.HELD_SHARE", 0.0)
     held = served.hold(BODY)
     assert not list(file_of(served, served.put(b"a file")).parent.glob(held.blob_id))
     assert await reader("shm").read(held) == BODY

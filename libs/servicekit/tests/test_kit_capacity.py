@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from headrace_servicekit.process.capacity import GIB, Capacity, HostMemory, host_memory, process_bytes
+from headrace_servicekit.memory.capacity import GIB, Capacity, HostMemory, host_memory, process_bytes
 
 FLEET = [("rollout", 1), ("rollout", 2), ("trainer", 3)]
 SIZES = {1: GIB, 2: 2 * GIB, 3: GIB, 0: 0}

@@ -2,9 +2,9 @@
 
 import pytest
 from headrace.common.v1 import common_pb2
-from headrace_servicekit.lease.fence import Fence, admission
+from headrace_servicekit.lease.fence import Fence
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.requests import HIGHEST_COMMAND, HIGHEST_EPOCH
+from headrace_servicekit.rpc.requests import HIGHEST_COMMAND, HIGHEST_EPOCH, admission
 
 
 def header(coordinator=1, lease=0):

@@ -15,11 +15,11 @@ from headrace_servicekit.folders import (
     remove_below,
     replace_below,
 )
+from headrace_servicekit.memory.blobs import BlobReader, BlobStore
+from headrace_servicekit.memory.segments import make_private
 from headrace_servicekit.process.supervise import main as supervise
 from headrace_servicekit.recording.recorder import RunRecorder, write_wanted
-from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights.segments import make_private
 
 PARTS = ("run", "run/videos", "run/videos/file")
 SECRET = "a token outside"

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from headrace_servicekit import interfaces
+from headrace_servicekit.rpc import addresses as interfaces
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 

@@ -8,10 +8,10 @@ import socket
 import grpc
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
+from headrace_servicekit.process.local import LocalCall, LocalStream, LocalStreams
 from headrace_servicekit.process.worker_pipes import LENGTH
 from headrace_servicekit.rpc.client import MAX_MESSAGE_BYTES
 from headrace_servicekit.rpc.errors import ServiceError, reason_of
-from headrace_servicekit.rpc.local import LocalCall, LocalStream, LocalStreams
 
 MIB = 1024 * 1024
 

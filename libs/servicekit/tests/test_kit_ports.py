@@ -2,7 +2,7 @@
 
 import socket
 
-from headrace_servicekit.process import ports
+from headrace_servicekit.rpc import addresses as ports
 
 
 def test_a_port_is_free_and_none_that_the_kernel_gives_away():

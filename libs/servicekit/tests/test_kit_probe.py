@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from headrace_servicekit.rpc.probe import main
+from headrace_servicekit.process.probe import main
 from headrace_servicekit.rpc.server import GrpcServer
 
 

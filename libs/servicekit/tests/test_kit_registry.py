@@ -49,6 +49,7 @@ MODULE = SimpleNamespace(
     number=5,
     LAX=Plugin("published_shapes:Square", Lax, "takes anything"),
     NOWHERE=Plugin("no_such_module:X", description="leads nowhere"),
+    NEEDY=Plugin("published_shapes:Circle", modules=("json", "no_such_module.part")),
 )
 
 
@@ -91,6 +92,11 @@ def test_what_is_listed_is_not_imported(shapes):
     assert found.choose("later", {}).name == "later"
     with pytest.raises(ImportError):
         found.choose("later", {}).build()
+
+
+def test_those_are_installed_whose_modules_are_there(shapes):
+    found = shapes(needy="published_shapes:NEEDY", trap="a_module_that_does_not_exist:X")
+    assert found.installed() == ["later", "square"]
 
 
 def test_an_unknown_name_gets_the_nearest(shapes):

@@ -13,8 +13,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2
 from headrace_servicekit.lease.fence import Fence
-from headrace_servicekit.process.ports import free_port
-from headrace_servicekit.rpc.addresses import advertised_host, host_port, is_loopback, split_address
+from headrace_servicekit.rpc.addresses import (
+    advertised_host,
+    free_port,
+    host_port,
+    is_loopback,
+    split_address,
+)
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of, metadata_of, reason_of
 from headrace_servicekit.rpc.server import GrpcServer

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from headrace.coordinator.v1 import fleet_pb2
 from headrace_servicekit.lease.devices import instance_count
+from headrace_servicekit.memory.capacity import GIB, Capacity, HostMemory
 from headrace_servicekit.process import child
-from headrace_servicekit.process.capacity import GIB, Capacity, HostMemory
 from headrace_servicekit.process.supervisor import Supervisor
 
 

@@ -6,6 +6,7 @@ import datetime
 import grpc
 import pytest
 from headrace.reward.v1 import reward_pb2_grpc
+from headrace_servicekit.process.probe import main as probe
 from headrace_servicekit.rpc import certificates, tls
 from headrace_servicekit.rpc.certificates import (
     BadCertificate,
@@ -16,7 +17,6 @@ from headrace_servicekit.rpc.certificates import (
     request_certificate,
 )
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.probe import main as probe
 
 
 def files(folder, *names, days=100, monkeypatch=None):

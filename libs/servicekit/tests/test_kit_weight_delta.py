@@ -8,10 +8,12 @@ import pytest
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import changed
-from headrace_servicekit.weights.delta import BadChange, ChangedBody, Part, apply, encode
-from headrace_servicekit.weights.transfer import WeightServicer, byte_transports, receive_weights
-from headrace_servicekit.weights.transports import Links
+from headrace_servicekit.weights import streaming
+from headrace_servicekit.weights.arrivals import Arrival
+from headrace_servicekit.weights.delta import BadChange, Part, apply, encode
+from headrace_servicekit.weights.receiving import receive_weights, ways_of
+from headrace_servicekit.weights.serving import WeightServicer
+from headrace_servicekit.weights.ways import Links
 from weight_parts import RUN, publish
 
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
@@ -77,11 +79,11 @@ async def fleet(stores):
 
 
 def always(*names, **options):
-    return byte_transports(names or ("delta", "grpc"), Links(always=True, **options))
+    return ways_of(names or ("delta", "grpc"), Links(always=True, **options))
 
 
-async def receive(store, version, manifest, *sources, transports):
-    return await receive_weights(store, RUN, version, manifest, sources, token=None, transports=transports)
+async def receive(store, version, manifest, *sources, ways):
+    return await receive_weights(store, RUN, version, manifest, sources, token=None, ways=ways)
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ async def two_versions(stores, fleet):
     first, second = [
         publish_weights(producer, number, weights) for number, weights in enumerate(adamw_steps(2), 1)
     ]
-    found = await receive(receiver, *first, producer.source(RUN, 1), transports=always())
+    found = await receive(receiver, *first, producer.source(RUN, 1), ways=always())
     assert found.transport == GRPC and not found.fallbacks
     return producer, receiver, second
 
@@ -147,16 +149,17 @@ def test_a_change_that_does_not_fit_is_refused(spoil):
         apply(change, 2, memoryview(before), memoryview(bytearray(4000)))
 
 
-def test_a_change_over_the_end_of_a_tensor_is_refused(stores):
+async def test_a_change_over_the_end_of_a_tensor_is_refused(stores):
     """Its tensors' digests would be taken of nothing."""
     store = stores("a")
     publish(store)
     stored = store.get(RUN, 1)
-    made = ChangedBody(stored.manifest, stored.body, memoryview(bytearray(len(stored.body))))
-    whole = weights_pb2.FetchChangesResponse()
+    made = Arrival(memoryview(bytearray(len(stored.body))), stored.manifest.entries, {})
+    made.restart(stored)
+    whole = weights_pb2.FetchWeightsResponse()
     whole.changes.add(size_bytes=len(stored.body), whole=bytes(len(stored.body)))
-    with pytest.raises(BadChange, match=f"a change of {len(stored.body)} bytes at 0"):
-        made.add(whole)
+    with pytest.raises(ServiceError, match=f"a change of {len(stored.body)} bytes at 0"):
+        await made.change(whole)
 
 
 def test_versions_of_other_sizes_have_no_changes_between_them(stores):
@@ -178,7 +181,7 @@ def encode_bytes(numbers):
 
 async def test_an_adamw_step_takes_less_than_three_hundredths_and_is_equal_to_the_bit(two_versions):
     producer, receiver, second = two_versions
-    found = await receive(receiver, *second, producer.source(RUN, 2), transports=always())
+    found = await receive(receiver, *second, producer.source(RUN, 2), ways=always())
     assert (found.transport, found.fallbacks) == (DELTA, [])
     assert bytes(found.body) == bytes(producer.get(RUN, 2).body)
     assert 0.005 < found.bytes_moved / second[1].size_bytes < 0.03
@@ -187,12 +190,12 @@ async def test_an_adamw_step_takes_less_than_three_hundredths_and_is_equal_to_th
 async def test_who_took_changes_hands_them_on_without_its_base(two_versions, stores, fleet):
     producer, receiver, second = two_versions
     third = stores("c", root="third")
-    await receive(third, *(await held(producer, 1)), producer.source(RUN, 1), transports=always())
+    await receive(third, *(await held(producer, 1)), producer.source(RUN, 1), ways=always())
     await fleet.serve(receiver)
-    await receive(receiver, *second, producer.source(RUN, 2), transports=always())
+    await receive(receiver, *second, producer.source(RUN, 2), ways=always())
     receiver.keep(RUN, {2})
     producer.close()
-    found = await receive(third, *second, receiver.source(RUN, 2), transports=always())
+    found = await receive(third, *second, receiver.source(RUN, 2), ways=always())
     assert found.transport == DELTA and bytes(found.body) == bytes(receiver.get(RUN, 2).body)
     assert found.bytes_moved < 0.03 * second[1].size_bytes
 
@@ -206,7 +209,7 @@ async def test_a_receiver_of_another_base_says_so_and_takes_the_whole(two_versio
     producer, _, second = two_versions
     other = stores("c", root="third")
     own = publish(other, number=1, seed=5)
-    found = await receive(other, *second, producer.source(RUN, 2), transports=always())
+    found = await receive(other, *second, producer.source(RUN, 2), ways=always())
     (why,) = found.fallbacks
     assert found.transport == GRPC and "delta from a" in why and own[0].digest in why
     assert bytes(found.body) == bytes(producer.get(RUN, 2).body)
@@ -216,7 +219,7 @@ async def test_a_base_that_its_producer_has_dropped_meanwhile_leads_to_the_whole
     producer, receiver, second = two_versions
     source = producer.source(RUN, 2)
     producer.keep(RUN, {2})
-    found = await receive(receiver, *second, source, transports=always())
+    found = await receive(receiver, *second, source, ways=always())
     assert found.transport == GRPC and "no version with digest" in found.fallbacks[0]
 
 
@@ -227,14 +230,18 @@ class Broken(WeightServicer):
         super().__init__(store)
         self.fault, self.calls = fault, 0
 
-    async def FetchChanges(self, request, context):
+    async def FetchWeights(self, request, context):
         import grpc
 
+        if not request.base_digest:
+            async for response in super().FetchWeights(request, context):
+                yield response
+            return
         self.calls += 1
         if self.fault == "lost" and self.calls > 1:
             raise ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "going")
-        async for response in super().FetchChanges(request, context):
-            sent = weights_pb2.FetchChangesResponse()
+        async for response in super().FetchWeights(request, context):
+            sent = weights_pb2.FetchWeightsResponse()
             sent.CopyFrom(response)
             if self.fault == "spoiled" and request.offset_bytes == 0 and len(sent.changes) > 2:
                 sent.changes[1].moves = encode_bytes(np.ones(sent.changes[1].changed, np.uint8))
@@ -254,10 +261,10 @@ async def test_changes_that_are_lost_or_wrong_lead_to_the_whole_in_the_same_upda
     two_versions, fleet, monkeypatch, fault
 ):
     if fault == "silent":
-        monkeypatch.setattr(changed, "IDLE_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(streaming, "IDLE_TIMEOUT_S", 0.2)
     producer, receiver, second = two_versions
     await fleet.serve(producer, Broken(producer, fault))
-    found = await receive(receiver, *second, producer.source(RUN, 2), transports=always())
+    found = await receive(receiver, *second, producer.source(RUN, 2), ways=always())
     (why,) = found.fallbacks
     assert found.transport == GRPC and why.startswith("delta from a: ")
     if fault == "spoiled":
@@ -271,7 +278,7 @@ async def test_changes_alone_that_are_lost_leave_nothing(two_versions, fleet):
     producer, receiver, second = two_versions
     await fleet.serve(producer, Broken(producer, "lost"))
     with pytest.raises(ServiceError, match="WEIGHTS_UNAVAILABLE"):
-        await receive(receiver, *second, producer.source(RUN, 2), transports=always("delta"))
+        await receive(receiver, *second, producer.source(RUN, 2), ways=always("delta"))
     assert receiver.find(RUN, 2) is None and receiver.find(RUN, 1)
     assert len(list(receiver.directory.iterdir())) == 2
 
@@ -280,7 +287,7 @@ async def test_a_broken_stream_of_changes_goes_on_where_it_broke(two_versions, f
     producer, receiver, second = two_versions
     servicer = Broken(producer, "stutters")
     await fleet.serve(producer, servicer)
-    found = await receive(receiver, *second, producer.source(RUN, 2), transports=always())
+    found = await receive(receiver, *second, producer.source(RUN, 2), ways=always())
     assert (found.transport, found.fallbacks) == (DELTA, []) and servicer.calls > 1
     assert bytes(found.body) == bytes(producer.get(RUN, 2).body)
 
@@ -288,10 +295,10 @@ async def test_a_broken_stream_of_changes_goes_on_where_it_broke(two_versions, f
 async def test_a_whole_version_comes_every_so_often(stores, fleet):
     producer, receiver = stores("a"), stores("b", root="other")
     await fleet.serve(producer)
-    transports, used = always(whole_every=3), []
+    ways, used = always(whole_every=3), []
     for number in range(1, 8):
         published = publish(producer, number=number, seed=number)
-        found = await receive(receiver, *published, producer.source(RUN, number), transports=transports)
+        found = await receive(receiver, *published, producer.source(RUN, number), ways=ways)
         used.append(found.transport)
         producer.keep(RUN, {number - 1, number})
         receiver.keep(RUN, {number})
@@ -312,8 +319,8 @@ def test_the_quicker_way_is_taken_and_the_other_one_measured_now_and_then():
 async def test_versions_of_one_host_are_mapped_before_changes_are_thought_of(stores, fleet):
     producer, receiver = stores("a"), stores("b")
     await fleet.serve(producer)
-    transports = always("shm", "delta", "grpc")
+    ways = always("shm", "delta", "grpc")
     for number in (1, 2):
         published = publish(producer, number=number, seed=number)
-        found = await receive(receiver, *published, producer.source(RUN, number), transports=transports)
+        found = await receive(receiver, *published, producer.source(RUN, number), ways=ways)
         assert (found.transport, found.bytes_moved) == (SHM, 0)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from headrace.common.v1 import common_pb2
-from headrace_servicekit.weights.segments import MAPPED_FILES, MappedSegments, make_segment
+from headrace_servicekit.memory.segments import MAPPED_FILES, MappedSegments, make_segment
+from headrace_servicekit.weights.receiving import receive_weights
 from headrace_servicekit.weights.store import WeightStore
-from headrace_servicekit.weights.transfer import receive_weights
 
 RUN = "runs/r"
 SIZE = 8192
@@ -68,7 +68,7 @@ READER = """
 import sys
 from pathlib import Path
 from headrace.common.v1 import common_pb2
-from headrace_servicekit.weights.segments import MappedSegments
+from headrace_servicekit.memory.segments import MappedSegments
 body = MappedSegments().open(Path(sys.argv[1]), int(sys.argv[2])).lend()
 print("holds", flush=True)
 sys.stdin.readline()

@@ -61,7 +61,7 @@ def test_keep_touches_one_run_only(stores):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.weights.store import WeightStore
 store = WeightStore(Path(sys.argv[1]), sys.argv[2])
 print("ready", flush=True)
 time.sleep(60)

@@ -3,15 +3,19 @@
 import asyncio
 import os
 
+import grpc
 import pytest
-from headrace.common.v1 import common_pb2, weights_pb2_grpc
+from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
+from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.digests import manifest_digest
-from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.errors import ServiceError, reason_of
 from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights.arrivals import Arrival
-from headrace_servicekit.weights.bases import NUMBER, base_name, receive_base
-from headrace_servicekit.weights.transfer import WeightServicer, byte_transports, receive_weights
-from headrace_servicekit.weights.transports import Wanted
+from headrace_servicekit.weights.receiving import receive_base, receive_weights, ways_of
+from headrace_servicekit.weights.serving import WeightServicer
+from headrace_servicekit.weights.streaming import split_piece
+from headrace_servicekit.weights.versions import BASE_NUMBER, base_name
+from headrace_servicekit.weights.ways import Attempt
 from weight_parts import LAYOUT, RUN, publish, step
 
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
@@ -21,13 +25,10 @@ SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
 async def serve_store():
     servers = []
 
-    async def serve(store, token=None):
+    async def serve(store, token=None, servicer=None):
         server = GrpcServer("127.0.0.1:0", token=token)
-        server.add_service(
-            weights_pb2_grpc.add_WeightServiceServicer_to_server,
-            WeightServicer(store),
-            "headrace.common.v1.WeightService",
-        )
+        add = weights_pb2_grpc.add_WeightServiceServicer_to_server
+        server.add_service(add, servicer or WeightServicer(store), "headrace.common.v1.WeightService")
         store.address = await server.start()
         servers.append(server)
         return server
@@ -63,15 +64,21 @@ async def test_another_host_takes_it_by_grpc_and_says_why(stores, serve_store):
     assert bytes(received.body) == bytes(producer.get(RUN, 1).body)
 
 
+@pytest.mark.parametrize("there", ["a pipe", "nothing"])
 @pytest.mark.parametrize("field", ["shm_path", "shm_nonce_path"])
-async def test_a_pipe_in_place_of_a_file_is_not_waited_for(stores, serve_store, tmp_path, field):
+async def test_what_is_no_file_is_not_waited_for_and_leads_to_grpc(
+    stores, serve_store, tmp_path, field, there
+):
     producer, receiver = stores("a"), stores("b")
     await serve_store(producer)
     version, manifest = publish(producer)
-    source = producer.source(RUN, 1)
-    os.mkfifo(tmp_path / "pipe")
-    setattr(source, field, str(tmp_path / "pipe"))
-    assert (await receive(receiver, version, manifest, source)).transport == GRPC
+    source, path = producer.source(RUN, 1), tmp_path / "file"
+    if there == "a pipe":
+        os.mkfifo(path)
+    setattr(source, field, str(path))
+    received = await receive(receiver, version, manifest, source)
+    assert received.transport == GRPC and received.fallbacks[0].startswith("shm from a: ")
+    assert there == "a pipe" or str(path) in received.fallbacks[0]
 
 
 @pytest.mark.parametrize("address", ["", "\0", "no address", "127.0.0.1:99999", "x" * 10_000, "\U0001f4a9:1"])
@@ -85,24 +92,9 @@ async def test_an_address_that_is_none_is_no_source(stores, address):
     assert [path.name for path in receiver.directory.iterdir()] == ["nonce"]
 
 
-@pytest.mark.parametrize("field", ["shm_path", "shm_nonce_path"])
-async def test_files_that_are_not_there_lead_to_grpc(stores, serve_store, field):
-    producer, receiver = stores("a"), stores("b")
-    await serve_store(producer)
-    version, manifest = publish(producer)
-    source = producer.source(RUN, 1)
-    setattr(source, field, "/nowhere/at/all")
-    received = await receive(receiver, version, manifest, source)
-    assert received.transport == GRPC and "/nowhere/at/all" in received.fallbacks[0]
-
-
 async def test_who_took_it_by_grpc_serves_others_by_both(stores, serve_store):
-    first, second, third, fourth = (
-        stores("a"),
-        stores("b", root="x"),
-        stores("c", root="x"),
-        stores("d", root="y"),
-    )
+    first, second = stores("a"), stores("b", root="x")
+    third, fourth = stores("c", root="x"), stores("d", root="y")
     await serve_store(first)
     await serve_store(second)
     version, manifest = publish(first)
@@ -185,6 +177,9 @@ async def test_a_manifest_that_contradicts_itself_is_refused_before_anything_mov
         assert caught.value.reason in ("INVALID", "DIGEST_MISMATCH")
     with pytest.raises(ServiceError, match="DIGEST_MISMATCH"):
         await receive(receiver, common_pb2.PolicyVersion(number=1, digest="x"), manifest, source)
+    empty = common_pb2.WeightManifest(digest=manifest_digest([]))
+    with pytest.raises(ServiceError, match="at least one tensor"):
+        await receive(receiver, common_pb2.PolicyVersion(number=1, digest=empty.digest), empty, source)
 
 
 async def test_a_dead_source_is_named_and_leaves_nothing(stores, serve_store):
@@ -200,27 +195,35 @@ async def test_a_dead_source_is_named_and_leaves_nothing(stores, serve_store):
     assert [path.name for path in receiver.directory.iterdir()] == ["nonce"]
 
 
-class Stuttering(weights_pb2_grpc.WeightServiceServicer):
-    """Breaks its stream after every piece."""
+class Wrong(WeightServicer):
+    """Breaks its stream after every piece, or sends other pieces than those that were asked for."""
 
-    def __init__(self, store):
-        self.inner, self.calls = WeightServicer(store), 0
+    def __init__(self, store, fault):
+        super().__init__(store)
+        self.fault, self.calls = fault, 0
 
     async def FetchWeights(self, request, context):
         self.calls += 1
-        async for piece in self.inner.FetchWeights(request, context):
+        sent = 0
+        async for piece in super().FetchWeights(request, context):
+            if self.fault == "hole" and sent:
+                piece.offset_bytes += 1
+            if self.fault == "beyond" and sent == 3:
+                piece.data += b"more"
+            if self.fault == "short" and sent:
+                return
+            sent += 1
             yield piece
-            await asyncio.sleep(0.05)
-            raise ServiceError(__import__("grpc").StatusCode.UNAVAILABLE, "DRAINING", "going")
+            if self.fault == "stutters":
+                await asyncio.sleep(0.05)
+                raise ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "going")
 
 
 @pytest.mark.parametrize(("held", "calls"), [(False, 4), (True, 2)])
-async def test_a_broken_stream_goes_on_where_it_broke(stores, held, calls):
+async def test_a_broken_stream_goes_on_where_it_broke(stores, serve_store, held, calls):
     producer, receiver = stores("a"), stores("b")
-    servicer = Stuttering(producer)
-    server = GrpcServer("127.0.0.1:0", token=None)
-    server.add_service(weights_pb2_grpc.add_WeightServiceServicer_to_server, servicer, "w")
-    producer.address = await server.start()
+    servicer = Wrong(producer, "stutters")
+    await serve_store(producer, servicer=servicer)
     version, manifest = publish(producer)
     if held:
         publish(receiver)
@@ -230,7 +233,6 @@ async def test_a_broken_stream_goes_on_where_it_broke(stores, held, calls):
     received = await receive(receiver, version, manifest, source)
     assert received.transport == GRPC and servicer.calls == calls
     assert bytes(received.body) == bytes(producer.get(RUN, version.number).body)
-    await server.drain(0)
 
 
 @pytest.fixture
@@ -246,7 +248,7 @@ async def two_hosts(stores, serve_store):
 async def take_by_grpc(receiver, producer, version, manifest):
     source = producer.source(RUN, version.number)
     return await receive_weights(
-        receiver, RUN, version, manifest, [source], token=None, transports=byte_transports(("grpc",))
+        receiver, RUN, version, manifest, [source], token=None, ways=ways_of(("grpc",))
     )
 
 
@@ -275,35 +277,14 @@ async def test_held_bytes_that_are_not_those_of_their_digest_are_sent(two_hosts)
 async def test_a_source_that_sends_what_is_held_is_checked_like_any_other(two_hosts):
     producer, receiver = two_hosts
     version, manifest = step(producer, 2, "embed")
-    held = Wanted(RUN, version, manifest, tuple(receiver.versions(RUN))).kept()
+    held = Attempt(receiver, RUN, version, manifest, None, tuple(receiver.versions(RUN))).kept()
     assert list(held) == [1, 2]
     body, whole = producer.get(RUN, 2).body, memoryview(bytearray(manifest.size_bytes))
     arrival = Arrival(whole, manifest.entries, held)
-    arrival.add(body[: SIZES["embed"] + 10])
-    await arrival.copy_held()
+    await arrival.add(body[: SIZES["embed"] + 10])
     assert arrival.offset == SIZES["embed"] + 10
     with pytest.raises(ServiceError, match="tensor head"):
-        arrival.add(memoryview(bytes(SIZES["head"] - 10)))
-
-
-class Wrong(WeightServicer):
-    """Sends other pieces than those that were asked for."""
-
-    def __init__(self, store, fault):
-        super().__init__(store)
-        self.fault = fault
-
-    async def FetchWeights(self, request, context):
-        sent = 0
-        async for piece in super().FetchWeights(request, context):
-            if self.fault == "hole" and sent:
-                piece.offset_bytes += 1
-            if self.fault == "beyond" and sent == 3:
-                piece.data += b"more"
-            if self.fault == "short" and sent:
-                return
-            sent += 1
-            yield piece
+        await arrival.add(memoryview(bytes(SIZES["head"] - 10)))
 
 
 @pytest.mark.parametrize(
@@ -314,16 +295,12 @@ class Wrong(WeightServicer):
         ("short", "ended at byte 1048576"),
     ],
 )
-async def test_pieces_that_were_not_asked_for_are_told_and_leave_nothing(stores, fault, told):
+async def test_pieces_that_were_not_asked_for_are_told_and_leave_nothing(stores, serve_store, fault, told):
     producer, receiver = stores("a"), stores("b", root="other")
-    server = GrpcServer("127.0.0.1:0", token=None)
-    add = weights_pb2_grpc.add_WeightServiceServicer_to_server
-    server.add_service(add, Wrong(producer, fault), "w")
-    producer.address = await server.start()
+    await serve_store(producer, servicer=Wrong(producer, fault))
     with pytest.raises(ServiceError, match=told):
         await take_by_grpc(receiver, producer, *publish(producer))
     assert [path.name for path in receiver.directory.iterdir()] == ["nonce"]
-    await server.drain(0)
 
 
 async def test_dropped_versions_are_gone_but_bodies_in_use_stay(stores):
@@ -340,19 +317,7 @@ async def test_dropped_versions_are_gone_but_bodies_in_use_stay(stores):
     assert bytes(received.body) == before and bytes(own) == before
 
 
-async def test_a_manifest_without_tensors_is_refused(stores):
-    empty = common_pb2.WeightManifest(digest=manifest_digest([]))
-    source = common_pb2.WeightSource(address="127.0.0.1:1", transports=[GRPC])
-    version = common_pb2.PolicyVersion(number=1, digest=empty.digest)
-    with pytest.raises(ServiceError, match="at least one tensor"):
-        await receive(stores("b"), version, empty, source)
-
-
 async def test_what_a_store_does_not_have_is_refused(stores, serve_store):
-    from headrace.common.v1 import weights_pb2
-    from headrace_servicekit.rpc.client import dial
-    from headrace_servicekit.rpc.errors import reason_of
-
     store = stores("a")
     await serve_store(store)
     version, manifest = publish(store)
@@ -372,9 +337,6 @@ async def test_what_a_store_does_not_have_is_refused(stores, serve_store):
 
 
 def test_a_pieces_header_is_read_as_protobuf_would():
-    from headrace.common.v1 import weights_pb2
-    from headrace_servicekit.weights.pulling import split_piece
-
     for offset in (0, 1, 127, 128, 1 << 20, (1 << 63) + 5):
         for data in (b"", b"x", b"y" * 127, b"z" * 128, bytes(1 << 20)):
             message = weights_pb2.FetchWeightsResponse(offset_bytes=offset, data=data).SerializeToString()
@@ -391,10 +353,7 @@ async def test_tensors_without_elements_travel_too(stores, serve_store):
     await serve_store(producer)
     empty = common_pb2.DATA_TYPE_FLOAT32, (0, 3)
     layout = [("first", *empty), *LAYOUT, ("last", *empty)]
-    version, manifest = producer.begin(RUN, 1, layout).seal(0, 0)
-    source = producer.source(RUN, 1)
-    source.shm_nonce = ""
-    assert (await receive(receiver, version, manifest, source)).transport == GRPC
+    await take_by_grpc(receiver, producer, *producer.begin(RUN, 1, layout).seal(0, 0))
 
 
 async def test_the_base_of_adapters_is_taken_once_and_one_of_another_digest_again(stores, serve_store):
@@ -402,17 +361,17 @@ async def test_the_base_of_adapters_is_taken_once_and_one_of_another_digest_agai
     for store in (producer, empty):
         await serve_store(store)
     name = base_name(RUN)
-    version, manifest = publish(producer, NUMBER, run=name)
+    version, manifest = publish(producer, BASE_NUMBER, run=name)
     wanted = common_pb2.AdapterBase(digest=version.digest, scales={"": 2.0})
     sources = [common_pb2.WeightSource(address=each.address, incarnation="x") for each in (empty, producer)]
 
     async def take(store, base=wanted, sources=sources, ways=("grpc",)):
-        return await receive_base(store, RUN, base, sources, token=None, transports=byte_transports(ways))
+        return await receive_base(store, RUN, base, sources, token=None, ways=ways_of(ways))
 
-    publish(receiver, NUMBER, seed=1, run=name)
+    publish(receiver, BASE_NUMBER, seed=1, run=name)
     first = await take(receiver)
     assert (first.bytes_moved, first.fallbacks) == (manifest.size_bytes, [])
-    assert bytes(first.stored.body) == bytes(producer.get(name, NUMBER).body)
+    assert bytes(first.stored.body) == bytes(producer.get(name, BASE_NUMBER).body)
     assert (await take(receiver, sources=[])).bytes_moved == 0
     mapped = await take(stores("d"), ways=("delta", "shm"))
     assert mapped.bytes_moved == 0 and mapped.stored.body == first.stored.body

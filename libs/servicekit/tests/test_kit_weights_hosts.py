@@ -8,8 +8,9 @@ import pytest
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import arrivals, pulling
-from headrace_servicekit.weights.transfer import WeightServicer, receive_weights
+from headrace_servicekit.weights import arrivals, streaming
+from headrace_servicekit.weights.receiving import receive_weights
+from headrace_servicekit.weights.serving import WeightServicer
 from weight_parts import RUN, publish, step
 
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
@@ -154,10 +155,10 @@ async def test_a_host_passes_on_what_it_was_not_sent(serving, until):
 async def test_a_peer_that_fails_is_left_for_the_trainer_from_where_it_was(
     serving, until, monkeypatch, fault
 ):
-    monkeypatch.setattr(pulling, "RELAY_SILENCE_S", 0.3 if fault == "is silent" else 5.0)
-    monkeypatch.setattr(pulling, "SLOW_S", 0.3 if fault == "is slow" else 10.0)
+    monkeypatch.setattr(streaming, "RELAY_SILENCE_S", 0.3 if fault == "is silent" else 5.0)
+    monkeypatch.setattr(streaming, "SLOW_S", 0.3 if fault == "is slow" else 10.0)
     monkeypatch.setattr(arrivals, "SIGN_S", 0.1)
-    monkeypatch.setattr(arrivals, "BEGIN_S", 0.2)
+    monkeypatch.setattr("headrace_servicekit.weights.serving.BEGIN_S", 0.2)
     (trainer, sends), (peer, relays), (c, _) = [
         await serving("t", "head"),
         await serving("p", "b"),
@@ -219,7 +220,7 @@ async def test_files_of_turns_go_with_their_versions(serving):
     for number in (1, 2):
         await receive(x, *publish(trainer, number), source(trainer))
     assert x.turn_path(RUN, 1).exists()
-    async with arrivals.host_turn(x, RUN, 1):  # somebody still pulls it
+    async with arrivals.host_turn(x.turn_path(RUN, 1)):  # somebody still pulls it
         x.keep(RUN, {2})
         assert x.turn_path(RUN, 1).exists()
     x.keep(RUN, {2})

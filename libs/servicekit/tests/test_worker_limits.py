@@ -38,7 +38,7 @@ def test_the_tighter_limit_holds(users, wanted, holds):
 
 def test_a_user_without_a_home_and_a_name_has_paths_too(tmp_path, monkeypatch):
     """As in a container that is started with a number for its user."""
-    from headrace_servicekit.process.named_paths import named_paths
+    from headrace_servicekit.process.users_code import named_paths
 
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("os.getuid", lambda: 54321)

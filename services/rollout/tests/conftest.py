@@ -31,7 +31,8 @@ from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import WeightServicer, WeightStore
+from headrace_servicekit.weights.serving import WeightServicer
+from headrace_servicekit.weights.store import WeightStore
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -12,7 +12,7 @@ from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from headrace_servicekit.rpc.client import dial
 from rollout_calls import RUN
 
@@ -75,7 +75,7 @@ HALF = """
 import os
 import signal
 
-from headrace_servicekit.rpc.local import LocalStream, frame
+from headrace_servicekit.process.local import LocalStream, frame
 
 whole, answers = LocalStream.write, iter(range({answers}))
 

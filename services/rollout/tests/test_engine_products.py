@@ -31,9 +31,9 @@ def test_a_cpu_without_bf16_products_decodes_from_the_copies_of_the_installed_ve
             for weight in version.parameters():
                 weight.mul_(1.5)
         weights = weights_of_model(version, torch.bfloat16)
-        model.install(Policy(number, str(number)), weights.views())
+        model.install(Policy(number, str(number)), weights.parts())
         plain = load_model(half)
-        load_weights(plain, {view.name: tensor_of(view) for view in weights.views()})
+        load_weights(plain, {view.name: tensor_of(view) for view in weights.parts()})
         products.use_fp32_products(plain.base_model, torch.device("cpu"))
         with torch.inference_mode():
             tokens = torch.arange(24).reshape(2, 12)

@@ -14,7 +14,7 @@ from headrace_modelkit.presets.tiny import tiny_model
 from headrace_rollout import service
 from headrace_rollout.engines.base import Policy, Scope, Weights
 from headrace_rollout.engines.samples import Distribution
-from headrace_servicekit.rpc.blobs import BlobReader
+from headrace_servicekit.memory.blobs import BlobReader
 from headrace_servicekit.rpc.errors import ServiceError
 from rollout_calls import HEADER, RUN, refused
 

@@ -8,7 +8,7 @@ from headrace.common.v1 import common_pb2
 from headrace_rollout import moving
 from headrace_rollout.engines.samples import CachedContext
 from headrace_rollout.moving import MovedCaches
-from headrace_servicekit.rpc.blobs import BlobReader
+from headrace_servicekit.memory.blobs import BlobReader
 
 
 @pytest.fixture

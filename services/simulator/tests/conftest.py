@@ -15,8 +15,8 @@ from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_servicekit.instance import Instance, InstanceConfig
+from headrace_servicekit.process.local import nearest
 from headrace_servicekit.rpc.client import dial
-from headrace_servicekit.rpc.local import nearest
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 from headrace_simulator.__main__ import mount
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from headrace.common.v1 import blobs_pb2, blobs_pb2_grpc
 from headrace.simulator.v1 import simulator_pb2
-from headrace_servicekit.rpc.blobs import BlobReader
+from headrace_servicekit.memory.blobs import BlobReader
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, reason_of
 from headrace_servicekit.rpc.tensors import decode_tensor

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from headrace_servicekit.rpc.client import dial
 
 OK = simulator_pb2.OUTCOME_STATUS_OK

@@ -9,10 +9,10 @@ import os
 import grpc
 import pytest
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
+from headrace_servicekit.process.local import join, nearest
 from headrace_servicekit.process.worker_pipes import LENGTH, frame
 from headrace_servicekit.rpc.client import MAX_MESSAGE_BYTES, dial
 from headrace_servicekit.rpc.errors import message_of, reason_of
-from headrace_servicekit.rpc.local import join, nearest
 from headrace_servicekit.rpc.server import GrpcServer
 from headrace_simulator.service import SimulatorServicer
 
@@ -140,7 +140,7 @@ async def test_a_caller_that_cannot_reach_the_socket_goes_by_grpc_and_says_why(
     pool, instance, caplog, change, why
 ):
     await change(instance.weights.directory / "streams")
-    with caplog.at_level(logging.INFO, "headrace_servicekit.rpc.local"):
+    with caplog.at_level(logging.INFO, "headrace_servicekit.process.local"):
         call = await nearest(offered(pool), pool.stub.Step, simulator_pb2.StepResponse.FromString)
     (line,) = [each for each in caplog.records if each.message == "a stream goes by gRPC"]
     assert why in line.why

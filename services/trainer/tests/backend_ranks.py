@@ -19,7 +19,7 @@ import torch
 from headrace_modelkit.tensor_files import Box, TensorFiles
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_schema.openings import TrainerConfig
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import balance_loss_of, replays_routing

@@ -16,7 +16,7 @@ from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.rpc.errors import reason_of
-from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.weights.store import WeightStore
 from headrace_trainer.backends._base import PrivateGradient
 from headrace_trainer.checkpoints.reader import TensorReader
 from headrace_trainer.errors import Refusal

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group import connections, group
 from headrace_trainer.group.forming import check_alike, join_trainer_group, own_facts

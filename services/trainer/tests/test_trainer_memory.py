@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 from headrace_schema.openings import TrainerConfig
-from headrace_servicekit.process.capacity import HostMemory
+from headrace_servicekit.memory.capacity import HostMemory
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer import memory
 from headrace_trainer.algorithms import build_algorithm

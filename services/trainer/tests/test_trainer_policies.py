@@ -17,7 +17,7 @@ from headrace_modelkit.weights import below as name_below
 from headrace_modelkit.weights import own_name
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.digests import trajectory_digest
-from headrace_servicekit.weights.bases import base_name
+from headrace_servicekit.weights.versions import base_name
 from headrace_trainer.export import export_checkpoint
 from headrace_trainer.learning.policies import PolicyRounds
 from headrace_trainer.session.publishing import published_tensors

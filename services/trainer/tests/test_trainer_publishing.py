@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from headrace_modelkit.weights import CheckpointNames
-from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.weights.store import WeightStore
 from headrace_trainer.backends.fsdp.loading import HostCopies
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.step import Version

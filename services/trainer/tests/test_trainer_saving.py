@@ -10,7 +10,7 @@ import torch
 from headrace.common.v1 import weights_pb2, weights_pb2_grpc
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_servicekit import failpoints
-from headrace_servicekit.process.capacity import HostMemory
+from headrace_servicekit.memory.capacity import HostMemory
 from headrace_trainer import memory
 from safetensors.numpy import load_file
 from trainer_calls import refused

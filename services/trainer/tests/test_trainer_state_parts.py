@@ -14,7 +14,7 @@ import torch
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.tensor_files import TensorFiles, TornTensor
 from headrace_schema.sections.generating import ModelSection
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from headrace_trainer.checkpoints.files import write_safetensors
 from headrace_trainer.checkpoints.parts import PartWriter, StateCopy, collect_reports, part_files
 from rank_processes import RankProcess, end

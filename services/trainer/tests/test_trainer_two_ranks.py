@@ -15,12 +15,12 @@ import pytest
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit.broadcasting import Broadcasts
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
-from headrace_servicekit.weights import WeightStore
-from headrace_servicekit.weights.transfer import byte_transports, receive_weights
-from headrace_servicekit.weights.transports import Links
+from headrace_servicekit.weights.receiving import receive_weights, ways_of
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.ways import Links
 from headrace_trainer.export import export_checkpoint
 from rank_processes import RankProcess, end
 from two_ranks_parts import address_of, form, train, until_lease, weights
@@ -147,13 +147,13 @@ async def test_each_rank_publishes_its_part(
     alone = await client.open(config)
     assert version.digest == alone.version.digest
     stores = [WeightStore(tmp_path / f"host-{index}", f"rollout-{index}") for index in range(2)]
-    ways = [byte_transports(weights["transports"], Links(always=True), Broadcasts()) for _ in stores]
+    ways = [ways_of(weights["transports"], Links(always=True), Broadcasts()) for _ in stores]
 
     async def receive(published, index):
         source = published.source
         source.receivers = len(stores)
         taken = published.version, published.manifest, [source]
-        return await receive_weights(stores[index], leader.run, *taken, token=None, transports=ways[index])
+        return await receive_weights(stores[index], leader.run, *taken, token=None, ways=ways[index])
 
     for number in (1, 2):
         published = await leader.publish(number)

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 from headrace.trainer.v1 import trainer_pb2 as pb
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 from headrace_servicekit.rpc.errors import reason_of
 
 

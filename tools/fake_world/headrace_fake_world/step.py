@@ -175,9 +175,8 @@ def planned(case: Case) -> tuple[Layout, MemoryPlan]:
     kind = run_kind(config)
     assert isinstance(chosen.options, FsdpOptions)
     ranks_here = min(case.ranks, GPUS_PER_HOST)
-    layout, plan = choose_layout(
-        config, kind.algorithm(), chosen.options, case.ranks, ranks_here, rooms_of(), kind.sizes
-    )
+    asked = config, kind.algorithm(), chosen.options, case.ranks, ranks_here, rooms_of(), kind.sizes
+    layout, plan = choose_layout(*asked)
     if case.layout is None:
         check_host(plan, rooms_of(), ranks_here)
         check_rooms(plan, rooms_of())

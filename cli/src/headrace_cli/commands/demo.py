@@ -138,7 +138,7 @@ def _fleet(request: _Request, data_dir: Path) -> Iterator[Target]:
         request.out.print(f"on the fleet at {request.url} (--url, HEADRACE_URL)", markup=False)
         yield find_target(request.url, request.data_dir)
         return
-    from headrace_servicekit.process.ports import free_port
+    from headrace_servicekit.rpc.addresses import free_port
 
     from headrace_cli.commands.starting import start_quietly, start_with_spinner
     from headrace_cli.launcher.data_dir import DataDir

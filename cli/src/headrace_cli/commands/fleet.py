@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from headrace_servicekit.process.ports import LOOPBACK
-from headrace_servicekit.rpc.addresses import host_port
+from headrace_servicekit.rpc.addresses import LOOPBACK, host_port
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url
 from headrace_cli.commands.starting import (

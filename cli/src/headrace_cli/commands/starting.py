@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
-from headrace_servicekit.process.ports import LOOPBACK
+from headrace_servicekit.rpc.addresses import LOOPBACK
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR
 from headrace_cli.errors import CommandError, user_error

@@ -15,7 +15,7 @@ import httpx
 from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
 from headrace_servicekit.folders import own_folder
 from headrace_servicekit.logs import get_logger
-from headrace_servicekit.process.ports import LOOPBACK
+from headrace_servicekit.rpc.addresses import LOOPBACK
 from headrace_servicekit.rpc.certificates import (
     BadCertificate,
     certify,

@@ -9,8 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from headrace.client import Client, HeadraceError
-from headrace_servicekit.interfaces import outward_addresses
-from headrace_servicekit.rpc.addresses import host_port, split_address
+from headrace_servicekit.rpc.addresses import host_port, outward_addresses, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_cli.errors import CommandError, user_error

@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from headrace_servicekit.process.ports import LOOPBACK, free_port
-from headrace_servicekit.rpc.addresses import host_port
+from headrace_servicekit.rpc.addresses import LOOPBACK, free_port, host_port
 
 from headrace_cli.errors import user_error
 from headrace_cli.launcher.data_dir import DataDir

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 from headrace.client import Client, HeadraceError, Instance
 from headrace_servicekit.folders import open_below, read_below
-from headrace_servicekit.process.capacity import Capacity
-from headrace_servicekit.process.ports import LOOPBACK
+from headrace_servicekit.memory.capacity import Capacity
+from headrace_servicekit.rpc.addresses import LOOPBACK
 
 from headrace_cli.errors import CommandError, user_error
 from headrace_cli.launcher.data_dir import DataDir

@@ -17,8 +17,8 @@ from google.protobuf import message_factory
 from headrace.reward.v1 import reward_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace.trainer.v1 import trainer_pb2
-from headrace_servicekit.process.ports import free_port
 from headrace_servicekit.recording.files import Call, Message, Recording
+from headrace_servicekit.rpc.addresses import free_port
 from headrace_servicekit.rpc.trajectories import segments_of
 
 from headrace_cli.errors import CommandError, user_error

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from headrace_servicekit.descriptors import raise_limit
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
-from headrace_servicekit.interfaces import keep_collectives_at
 from headrace_servicekit.lease.devices import let_idle_threads_sleep
 from headrace_servicekit.logs import configure_logging
-from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.tracing import start_tracing, stop_tracing
+from headrace_servicekit.rpc.addresses import keep_collectives_at
+from headrace_servicekit.rpc.errors import ServiceError, message_of
+from headrace_servicekit.tracing import TracingMissing, start_tracing, stop_tracing
 
 if TYPE_CHECKING:
     from headrace_servicekit.instance import Instance
@@ -33,8 +33,8 @@ def run_service(kind: str, mount: Mount, argv: Sequence[str] | None = None) -> N
     let_idle_threads_sleep()
     try:
         asyncio.run(_serve(config, mount))
-    except ServiceError as error:
-        print(f"headrace-{kind}: {error.message}", file=sys.stderr)
+    except (ServiceError, TracingMissing) as error:
+        print(f"headrace-{kind}: {message_of(error)}", file=sys.stderr)
         raise SystemExit(2) from error
     # The loop has given the signals back: one that is sent again while Python ends would make a clean end a failed one.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -11,8 +11,8 @@ import resource
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import uvicorn
@@ -230,3 +230,34 @@ def _waits(connection: Any) -> bool:
     """Whether a connection has neither a request in hand nor is idle after an answer."""
     answered = connection.cycle is None or connection.cycle.response_complete
     return answered and connection.timeout_keep_alive_task is None
+
+
+T = TypeVar("T")
+LEFT_STATUS = 499
+"""Status in logs of a request whose caller has left."""
+
+
+class CallerLeft(Exception):
+    """The caller's connection was closed before its answer was there."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of work, which is cancelled where the caller leaves first. Raises CallerLeft then.
+
+    `receive` is the request's, whose body was read.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise CallerLeft
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

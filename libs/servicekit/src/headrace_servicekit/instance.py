@@ -14,8 +14,7 @@ import psutil
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2
 
-from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
-from headrace_servicekit.kinds import KINDS
+from headrace_servicekit.instance_config import KINDS, InstanceConfig, parse_instance_config
 from headrace_servicekit.lease.clock import boottime
 from headrace_servicekit.lease.devices import boot_id
 from headrace_servicekit.lease.fence import Fence, opening_refusals
@@ -32,7 +31,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_name
 from headrace_servicekit.rpc.server import AddServicer, GrpcServer, check_listen
 from headrace_servicekit.rpc.tls import keys_folder, tls_dir
-from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.weights.store import WeightStore
 
 __all__ = ["Instance", "InstanceConfig", "parse_instance_config"]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import grpc
+from headrace.coordinator.v1 import fleet_pb2
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from headrace_servicekit.lease.devices import detect_devices, full_names
@@ -22,6 +23,18 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.tracing import check_endpoint
 
 Kind = Literal["coordinator", "rollout", "trainer", "simulator", "reward"]
+KINDS: dict[str, fleet_pb2.ServiceKind] = {
+    "rollout": fleet_pb2.SERVICE_KIND_ROLLOUT,
+    "trainer": fleet_pb2.SERVICE_KIND_TRAINER,
+    "simulator": fleet_pb2.SERVICE_KIND_SIMULATOR,
+    "reward": fleet_pb2.SERVICE_KIND_REWARD,
+}
+"""Service kinds of the contract by the names that people use."""
+
+
+def kind_name(kind: int) -> str:
+    """The name of a kind, or empty for an unknown one."""
+    return next((name for name, number in KINDS.items() if number == kind), "")
 
 
 def default_drain_grace_s(kind: str) -> float:

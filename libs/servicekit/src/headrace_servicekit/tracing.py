@@ -50,10 +50,14 @@ def check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+class TracingMissing(Exception):
+    """Traces are wanted, and the extra `tracing` is not installed; one sentence says what to do."""
+
+
 def start_tracing(endpoint: str, kind: str, instance: str) -> None:
     """Sends spans to the OTLP collector at http://HOST:PORT from now on, over gRPC; "" sends none.
 
-    Raises ServiceError TRACING_MISSING where the extra `tracing` is not installed.
+    Raises TracingMissing where the extra `tracing` is not installed.
     """
     global _provider, _tracer
     if not endpoint:
@@ -64,15 +68,9 @@ def start_tracing(endpoint: str, kind: str, instance: str) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        import grpc
-
-        from headrace_servicekit.rpc.errors import ServiceError  # The HTTP API imports nothing of gRPC.
-
-        raise ServiceError(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "TRACING_MISSING",
+        raise TracingMissing(
             f"traces to {endpoint} need OpenTelemetry ({error}): pip install 'headrace-servicekit[tracing]', or unset "
-            "HEADRACE_OTLP_ENDPOINT",
+            "HEADRACE_OTLP_ENDPOINT"
         ) from error
     _say_seldom()
     resource = Resource.create({"service.name": f"headrace-{kind}", "service.instance.id": instance})

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from headrace_robots.policies import flow
-from headrace_robots.policies.flow import FlowConfig, NoiseHead
+from headrace_robots.policies.flows import flow
+from headrace_robots.policies.flows.flow import FlowConfig, NoiseHead
 from headrace_robots.policies.paths import PATH, STEPS
 from pydantic import ValidationError
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from headrace_modelkit.presets.tiny import character_tokenizer
 from headrace_modelkit.weights import load_weights, state_tensors
-from headrace_robots.policies import flow
 from headrace_robots.policies.directory import load_policy, save_policy
-from headrace_robots.policies.flow import FlowConfig
-from headrace_robots.policies.flow_policy import imitation_times
+from headrace_robots.policies.flows import flow
+from headrace_robots.policies.flows.flow import FlowConfig
+from headrace_robots.policies.flows.policy import imitation_times
 from headrace_robots.policies.gaussian import row_noise
 from headrace_robots.policies.images import fit
 from headrace_robots.policies.paths import PATH, STEPS

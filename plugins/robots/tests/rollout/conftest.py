@@ -8,6 +8,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "integration_tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness.service_fixtures import fixtures_of
+from harness.fixtures import fixtures_of
 
-globals().update(fixtures_of("rollout"))
+globals().update(fixtures_of("services/rollout"))

@@ -11,11 +11,11 @@ import pytest
 from episode_rig import WALKER, episode_of, new_policy, open_robot, run_episodes, starts
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
-from headrace_servicekit.rpc.blobs import BlobReader
+from headrace_servicekit.memory.blobs import BlobReader
+from headrace_servicekit.memory.segments import reap_dead_stores
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.episodes import IMAGE, STATE, decode_episode, references
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights.segments import reap_dead_stores
 from rollout_calls import HEADER, RUN, refused
 from simulator_rig import SimulatorProcess, open_pool
 

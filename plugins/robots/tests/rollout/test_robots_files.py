@@ -6,6 +6,8 @@ import json
 
 from episode_rig import PENDULUM, new_policy, open_robot
 from headrace.rollout.v1 import rollout_pb2
+from headrace_rollout import workloads
+from headrace_servicekit.registry import Registry
 from rollout_calls import HEADER, install_files, refused
 
 
@@ -39,3 +41,8 @@ async def test_a_robot_policy_and_its_environment_come_together(new_rollout, tin
     await refused(opening(model=odd, environment=environment), "MODEL_NOT_READABLE", "mlp")
     unbounded = {"policy": {"kind": "mlp"}}
     await refused(opening(model=unbounded, environment=environment), "MODEL_NOT_READABLE", "bounds")
+
+
+async def test_without_the_plugin_a_robot_policy_is_refused_by_its_key(new_rollout, monkeypatch):
+    monkeypatch.setattr(workloads, "WORKLOADS", Registry("headrace.none", "workload", "model", "model", {}))
+    await refused(open_robot(await new_rollout()), "MODEL_NOT_READABLE", "model.policy: no plug-in")

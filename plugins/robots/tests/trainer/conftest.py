@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "integration_tests"
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import robot_play
-from harness.service_fixtures import fixtures_of
+from harness.fixtures import fixtures_of
 
-globals().update(fixtures_of("trainer"))
+globals().update(fixtures_of("services/trainer"))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 from headrace.common.v1 import common_pb2
 from headrace_robots.policies.directory import policy_config
 from headrace_robots.trainer.wire import Spaces, read_episodes
-from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
+from headrace_servicekit.memory.blobs import BlobReader, BlobStore
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.episodes import decode_episode, encode_episode, references
 from headrace_servicekit.rpc.errors import ServiceError

@@ -12,8 +12,12 @@ from headrace.common.v1 import common_pb2
 from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_robots.policies.directory import load_policy, policy_config
 from headrace_robots.trainer.algorithms import EPISODE_ALGORITHMS, build_episode_algorithm
+from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import AlgorithmSection
+from headrace_servicekit.registry import Registry
 from headrace_servicekit.rpc.errors import reason_of
+from headrace_trainer import kinds
+from headrace_trainer.errors import Refusal
 from headrace_trainer.export import export_checkpoint
 
 PPO = {"epochs": 2, "minibatch_size": 40, "gamma": 0.97, "reward_scale": 0.1}
@@ -288,3 +292,9 @@ def test_the_algorithms_correct_for_older_samples():
         algorithm = build_episode_algorithm(section)
         assert not algorithm.on_policy_only and "off_policy" in EPISODE_ALGORITHMS.find(name).features
         assert algorithm.options.correction == "truncate"
+
+
+def test_without_the_plugin_a_robot_policy_is_refused_by_its_key(robot_config, monkeypatch):
+    monkeypatch.setattr(kinds, "WORKLOADS", Registry("headrace.none", "workload", "model", "model", {}))
+    with pytest.raises(Refusal, match=r"model\.policy: no plug-in"):
+        kinds.run_kind(TrainerConfig.model_validate(robot_config()))

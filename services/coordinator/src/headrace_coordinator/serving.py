@@ -21,13 +21,19 @@ from headrace_servicekit.http_server import serve as serve_http
 from headrace_servicekit.instance_config import make_token, read_token
 from headrace_servicekit.lease.clock import boottime
 from headrace_servicekit.logs import configure_logging
-from headrace_servicekit.process.allocator import give_freed_memory_back, reuse_freed_memory
+from headrace_servicekit.memory.allocator import give_freed_memory_back, reuse_freed_memory
 from headrace_servicekit.rpc.addresses import is_loopback, split_address
 from headrace_servicekit.rpc.doors import DOORS, peer_name
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.rpc.tls import CERTIFICATE, KEY, keys_folder, show_newest, tls_dir
-from headrace_servicekit.tracing import check_endpoint, is_tracing, start_tracing, stop_tracing
+from headrace_servicekit.tracing import (
+    TracingMissing,
+    check_endpoint,
+    is_tracing,
+    start_tracing,
+    stop_tracing,
+)
 
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.app import Coordinator
@@ -66,8 +72,8 @@ def _trace(endpoint: str) -> None:
         start_tracing(check_endpoint(endpoint), "coordinator", "coordinator")
     except ValueError as error:
         raise Refusal(f"--otlp-endpoint (HEADRACE_OTLP_ENDPOINT): {error}") from error
-    except ServiceError as error:
-        raise Refusal(error.message) from error
+    except TracingMissing as error:
+        raise Refusal(str(error)) from error
 
 
 def _http_token(arguments: argparse.Namespace) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace_servicekit.entry import Close, run_service
-from headrace_servicekit.process.allocator import reuse_freed_memory
+from headrace_servicekit.memory.allocator import reuse_freed_memory
 
 if TYPE_CHECKING:
     from headrace_servicekit.instance import Instance
@@ -25,8 +25,8 @@ async def mount(instance: Instance) -> Close:
     """Adds the services to an instance that has not started; returns what ends them."""
     from headrace.common.v1 import blobs_pb2_grpc, weights_pb2_grpc
     from headrace.rollout.v1 import rollout_pb2_grpc
-    from headrace_servicekit.rpc.blobs import BlobServicer
-    from headrace_servicekit.weights.transfer import WeightServicer
+    from headrace_servicekit.memory.blobs import BlobServicer
+    from headrace_servicekit.weights.serving import WeightServicer
 
     from headrace_rollout.engines import ENGINES
     from headrace_rollout.moving import MovedCaches

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from headrace.common.v1 import common_pb2
-from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
+from headrace_servicekit.memory.blobs import BlobReader, BlobStore
 from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_rollout.engines.samples import CachedContext

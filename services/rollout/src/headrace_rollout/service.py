@@ -23,7 +23,7 @@ from headrace_servicekit.rpc.addresses import advertised_host, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_enum, check_name
 from headrace_servicekit.session_marks import mark_of
-from headrace_servicekit.weights.bases import base_name
+from headrace_servicekit.weights.versions import base_name
 
 from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
@@ -226,12 +226,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         run, version = self._opened(request.header), request.version
         if version.number < 1 or not (version.digest or request.HasField("files")):
             raise invalid("version: give a number from 1 and the manifest's digest")
-        authority = self._authority(request.header)
-        if request.HasField("files"):
-            return await self._installer.read_files(run, request, authority)
-        if request.prefetch:
-            return await self._installer.prefetch(run, request)
-        return await self._installer.receive(run, request, authority)
+        return await self._installer.install(run, request, self._authority(request.header))
 
     async def Pause(self, request: rollout_pb2.PauseRequest, context: Context) -> rollout_pb2.PauseResponse:
         """Stops decoding; partial outputs go out on their streams."""

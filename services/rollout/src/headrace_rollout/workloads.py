@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from headrace_schema.openings import RolloutConfig
     from headrace_schema.sections.generating import ModelSection
-    from headrace_servicekit.rpc.blobs import BlobReader
+    from headrace_servicekit.memory.blobs import BlobReader
     from torch import nn
 
     from headrace_rollout.runs.opened import OpenedRun

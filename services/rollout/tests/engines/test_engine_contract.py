@@ -15,7 +15,7 @@ from headrace_modelkit.lora import merged_weight
 from headrace_modelkit.presets.tiny import character_tokenizer
 from headrace_modelkit.weights import state_tensors
 from headrace_rollout.engines.base import Policy, Refused, Scope
-from headrace_rollout.engines.merging import adapted
+from headrace_rollout.engines.merging import adapted, merged_parts
 from headrace_rollout.engines.samples import Distribution, Finish, Group, Prefix, Sample, SlotKey
 from headrace_rollout.runs.policy_files import CHECKPOINT_WEIGHTS, read_policy
 from headrace_rollout.wire import weights_of
@@ -395,8 +395,8 @@ async def test_adapters_on_their_base_are_served_as_the_merged_weights(rig):
     rig.number += 1
     await rig.engine.install(Policy(rig.number, "of adapters"), whole)
     await rig.serves(merged)
-    bits = {view.name: bytes(view.data) for view in whole.views()}
-    assert bits == {view.name: bytes(view.data) for view in weights_of_model(merged).views()}
+    bits = {part.name: bytes(part.data) for part in merged_parts(whole)}
+    assert bits == {part.name: bytes(part.data) for part in weights_of_model(merged).parts()}
 
     with pytest.raises(ValueError, match=r"not of this base.*strange"):
         adapted(weights, weights_of_tensors({"strange.weight.lora_A": torch.randn(4, 4)}), {"": 2.0})

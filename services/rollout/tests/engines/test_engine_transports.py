@@ -18,9 +18,10 @@ from headrace_rollout.engines.weight_memory import ParameterMemory
 from headrace_rollout.wire import weights_of
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import WeightServicer, WeightStore
-from headrace_servicekit.weights.transfer import byte_transports, receive_weights
-from headrace_servicekit.weights.transports import Links
+from headrace_servicekit.weights.receiving import receive_weights, ways_of
+from headrace_servicekit.weights.serving import WeightServicer
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.ways import Links
 from rig import START_S, make_model
 
 pytestmark = pytest.mark.timeout(START_S)
@@ -126,12 +127,12 @@ def stepped(model, seed):
 @pytest.mark.parametrize("name", KINDS)
 async def test_an_engine_serves_what_came_by_a_transport(rig, trainer, store, name):
     maps = DeviceMaps(lambda: CPU, SharedHost())
-    transports = byte_transports(USED[name], Links(always=True), Broadcasts(), maps)
+    transports = ways_of(USED[name], Links(always=True), Broadcasts(), maps)
     model = rig.model_b
     for step in (1, 2):
         version, manifest = trainer.publish(model)
         received = await receive_weights(
-            store, RUN, version, manifest, [trainer.source()], token=None, transports=transports
+            store, RUN, version, manifest, [trainer.source()], token=None, ways=transports
         )
         assert not received.fallbacks
         assert bytes(received.body) == bytes(trainer.store.get(RUN, step).body)
@@ -198,9 +199,9 @@ async def test_memory_that_was_withdrawn_while_it_was_read_is_not_trusted(rig, t
 async def borrowed(trainer, store, maps=None):
     version, manifest = trainer.version
     maps = maps or DeviceMaps(lambda: CPU, SharedHost())
-    transports = byte_transports(("cuda_ipc", "grpc"), mapper=maps)
+    transports = ways_of(("cuda_ipc", "grpc"), mapper=maps)
     return await receive_weights(
-        store, RUN, version, manifest, [trainer.source()], token=None, transports=transports
+        store, RUN, version, manifest, [trainer.source()], token=None, ways=transports
     )
 
 

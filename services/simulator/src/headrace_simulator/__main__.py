@@ -23,8 +23,8 @@ async def mount(instance: Instance) -> Close:
     from headrace.simulator.v1 import simulator_pb2_grpc
     from headrace_servicekit.config import settings_from_environment
     from headrace_servicekit.lease.devices import gpu_uuids
-    from headrace_servicekit.rpc.blobs import BlobServicer, BlobStore
-    from headrace_servicekit.rpc.local import LocalStreams
+    from headrace_servicekit.memory.blobs import BlobServicer, BlobStore
+    from headrace_servicekit.process.local import LocalStreams
     from headrace_servicekit.sandbox.isolation import NOT_HELD, not_held
 
     from headrace_simulator.config import SimulatorSettings

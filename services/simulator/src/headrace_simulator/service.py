@@ -13,12 +13,18 @@ from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_schema.images import MOST_PROMPT_IMAGE_BYTES
 from headrace_servicekit.instance import Instance, host_memory
-from headrace_servicekit.lease.fence import accept
 from headrace_servicekit.lease.leases import Memory
-from headrace_servicekit.rpc.blobs import BlobStore
+from headrace_servicekit.memory.blobs import BlobStore
+from headrace_servicekit.process.local import LocalStreams, in_time, requests_of
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.local import LocalStreams, in_time, requests_of
-from headrace_servicekit.rpc.requests import check_enum, check_name, check_page, check_seconds, json_object
+from headrace_servicekit.rpc.requests import (
+    accept,
+    check_enum,
+    check_name,
+    check_page,
+    check_seconds,
+    json_object,
+)
 from headrace_servicekit.rpc.streams import unordered
 
 from headrace_simulator.config import SimulatorSettings

@@ -28,7 +28,7 @@ async def mount(instance: Instance) -> Close:
     from headrace.common.v1 import weights_pb2_grpc
     from headrace.trainer.v1 import trainer_pb2_grpc
     from headrace_modelkit.broadcasting import Broadcasts
-    from headrace_servicekit.weights import WeightServicer
+    from headrace_servicekit.weights.serving import WeightServicer
 
     from headrace_trainer.offered import capabilities
     from headrace_trainer.service import TrainerServicer

@@ -20,8 +20,8 @@ from headrace_servicekit.failpoints import failpoint
 from headrace_servicekit.instance import Instance
 from headrace_servicekit.lease.devices import bind_cpu, gpu_uuids
 from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.memory.blobs import BlobReader
 from headrace_servicekit.rpc.addresses import split_address
-from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.client import deadlines_enabled
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError

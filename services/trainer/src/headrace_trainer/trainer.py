@@ -17,8 +17,8 @@ from headrace_modelkit.device_memory import DeviceCopies
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.logs import get_logger
-from headrace_servicekit.process.allocator import give_freed_memory_back
-from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.memory.allocator import give_freed_memory_back
+from headrace_servicekit.weights.store import WeightStore
 
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, foreign_checkpoints

@@ -14,10 +14,8 @@ import socket
 from collections.abc import Iterable, MutableMapping, Sequence
 from pathlib import Path
 
-import grpc
-
 from headrace_servicekit.lease.gpus import MAKERS, Gpu, find_gpus
-from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.errors import invalid
 
 _NAME = re.compile(r"(?:([^/]+)/)?(?:(cpu):(\d+)|(gpu):(\d+(?:\.\d+)?))")
 PER_DEVICE = "devices"
@@ -60,7 +58,7 @@ def full_names(devices: Sequence[str]) -> list[str]:
         owner, kind, number = _parse(name)
         if not owner and kind == "gpu" and number not in gpus:
             seen = ", ".join(f"gpu:{number}" for number in gpus) or "no GPU"
-            raise _invalid(
+            raise invalid(
                 f"{name!r} is not among the GPUs that this process can use, which are {seen}; see the container's GPUs "
                 "and CUDA_VISIBLE_DEVICES"
             )
@@ -101,7 +99,7 @@ def bind_cpu(devices: Sequence[str], process: int | None = None) -> int:
         except ProcessLookupError:
             continue  # the thread ended meanwhile
         except OSError as error:
-            raise _invalid(
+            raise invalid(
                 f"cannot bind to cores {sorted(cores)}: {error.strerror}; this container has other cores: leave "
                 "--devices out to use those"
             ) from error
@@ -121,7 +119,7 @@ def let_idle_threads_sleep(environment: MutableMapping[str, str] = os.environ) -
 def _parse(name: str) -> tuple[str, str, str]:
     match = _NAME.fullmatch(name)
     if match is None:
-        raise _invalid(
+        raise invalid(
             f"{name!r} is no device; write cpu:N or gpu:N, or a full name as `headrace leases` shows"
         )
     return match[1] or "", match[2] or match[4], match[3] or match[5]
@@ -129,7 +127,3 @@ def _parse(name: str) -> tuple[str, str, str]:
 
 def _gpus() -> list[Gpu]:
     return find_gpus(os.environ, MAKERS)
-
-
-def _invalid(message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)

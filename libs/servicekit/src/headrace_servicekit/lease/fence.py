@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import grpc
 from headrace.common.v1 import common_pb2
@@ -17,44 +16,7 @@ from headrace.common.v1 import common_pb2
 from headrace_servicekit.lease.clock import boottime
 from headrace_servicekit.lease.open_runs import OpeningRefused, OpenRuns
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.requests import HIGHEST_COMMAND, HIGHEST_EPOCH, check_number
-
-
-class Admission:
-    """Coordinator epochs that the command of one call carries, to be believed once the call is accepted."""
-
-    def __init__(self) -> None:
-        self._offered: list[tuple[Fence, int]] = []
-
-    def offer(self, fence: Fence, coordinator_epoch: int) -> None:
-        """Notes an epoch."""
-        self._offered.append((fence, coordinator_epoch))
-
-    def accept(self) -> None:
-        """The call has done what it was asked, or begun to answer: its epochs are believed."""
-        for fence, coordinator_epoch in self._offered:
-            fence.believe(coordinator_epoch)
-        self._offered.clear()
-
-
-_admission: ContextVar[Admission | None] = ContextVar("admission", default=None)
-
-
-@contextmanager
-def admission() -> Iterator[Admission]:
-    """Holds back the epochs of the commands that are checked in the body, until `accept`."""
-    mine = Admission()
-    _admission.set(mine)
-    try:
-        yield mine
-    finally:
-        _admission.set(None)  # Not reset: an abandoned stream is closed in another context.
-
-
-def accept() -> None:
-    """The call around this has begun to answer, by another way than gRPC's."""
-    if call := _admission.get():
-        call.accept()
+from headrace_servicekit.rpc.requests import HIGHEST_COMMAND, HIGHEST_EPOCH, call_of_now, check_number
 
 
 class Fence:
@@ -88,8 +50,8 @@ class Fence:
                 self._open_runs.check(header)
         if lease:
             self.check_lease(header.lease_epoch)
-        if call := _admission.get():
-            call.offer(self, header.coordinator_epoch)
+        if call := call_of_now():
+            call.offer(self.believe, header.coordinator_epoch)
         else:
             self.believe(header.coordinator_epoch)
 

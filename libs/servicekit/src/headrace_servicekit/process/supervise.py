@@ -16,8 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace_servicekit.instance_config import read_token
-from headrace_servicekit.kinds import KINDS
+from headrace_servicekit.instance_config import KINDS, read_token
 from headrace_servicekit.lease.devices import instance_count
 from headrace_servicekit.logs import configure_logging
 from headrace_servicekit.process.supervisor import Supervisor, stop_grace_s

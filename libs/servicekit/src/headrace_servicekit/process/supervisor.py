@@ -12,13 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from headrace_servicekit.folders import own_folder
-from headrace_servicekit.instance_config import default_drain_grace_s
-from headrace_servicekit.kinds import KINDS
+from headrace_servicekit.instance_config import KINDS, default_drain_grace_s
 from headrace_servicekit.logs import get_logger
-from headrace_servicekit.process.capacity import Capacity
-from headrace_servicekit.process.child import Child, ChildSettings, Process, ProcessEnd, ProcessInfo, Spawn
+from headrace_servicekit.memory.capacity import Capacity
+from headrace_servicekit.process.child import (
+    Child,
+    ChildSettings,
+    Process,
+    ProcessEnd,
+    ProcessInfo,
+    Spawn,
+    StartGate,
+)
 from headrace_servicekit.process.spawn import start_child
-from headrace_servicekit.process.starting import StartGate
 from headrace_servicekit.process.supervisor_link import SupervisorLink
 from headrace_servicekit.process.template import Template, is_forked
 

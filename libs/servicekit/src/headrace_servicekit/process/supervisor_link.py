@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
 
-from headrace_servicekit.kinds import KINDS, kind_name
+from headrace_servicekit.instance_config import KINDS, kind_name
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.process.child import ProcessEnd, ProcessInfo
 from headrace_servicekit.rpc.client import dial

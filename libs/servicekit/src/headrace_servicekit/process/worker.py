@@ -19,9 +19,8 @@ from typing import Generic
 from headrace_schema import references
 
 from headrace_servicekit.process.confine import Confinement, other_user
-from headrace_servicekit.process.named_paths import named_paths
 from headrace_servicekit.process.spawn import TREE_VARIABLE, descendants, kill_tree
-from headrace_servicekit.process.users_environment import caches, environment_of, own_caches
+from headrace_servicekit.process.users_code import caches, environment_of, named_paths, own_caches
 from headrace_servicekit.process.worker_pipes import (
     BUFFER_BYTES,
     CONFINED_VARIABLE,

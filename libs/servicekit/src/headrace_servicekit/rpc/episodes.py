@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-import grpc
 import numpy as np
 from headrace.common.v1 import common_pb2
 
-from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.errors import ServiceError, invalid
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor, write_tensor
 from headrace_servicekit.rpc.trajectories import segments_of
 
@@ -131,9 +130,9 @@ def decode_episode(
     valid_TC = _decoded("valid_mask", message.valid_mask, max_bytes, np.dtype(np.bool_), 2)
     chunks, length = valid_TC.shape
     if not chunks or not valid_TC[:, 0].all():
-        raise _invalid("valid_mask: every chunk has an executed action, and an episode has a chunk")
+        raise invalid("valid_mask: every chunk has an executed action, and an episode has a chunk")
     if (np.diff(valid_TC.astype(np.int8), axis=1) > 0).any():
-        raise _invalid("valid_mask: the executed actions of a chunk come first")
+        raise invalid("valid_mask: the executed actions of a chunk come first")
     found = Episode(
         observation=_named("observation", message.observation, max_bytes, chunks, bodies),
         sampled=_named("sampled", message.sampled, max_bytes, chunks, bodies),
@@ -155,7 +154,7 @@ def decode_episode(
 
 def _check_shapes(found: Episode, chunks: int, length: int) -> None:
     if found.sampled.get(ACTIONS) is None or found.sampled[ACTIONS].shape[:2] != (chunks, length):
-        raise _invalid(f"sampled: {ACTIONS!r} has one entry for each of {chunks} chunks of {length} actions")
+        raise invalid(f"sampled: {ACTIONS!r} has one entry for each of {chunks} chunks of {length} actions")
     for name, shape in (
         ("executed_action", found.executed_TCA.shape[:2]),
         ("log_probs", found.log_probs_TCA.shape[:2]),
@@ -163,16 +162,16 @@ def _check_shapes(found: Episode, chunks: int, length: int) -> None:
         ("successes", found.successes_TC.shape),
     ):
         if shape != (chunks, length):
-            raise _invalid(f"{name}: shape {tuple(shape)} where valid_mask has {(chunks, length)}")
+            raise invalid(f"{name}: shape {tuple(shape)} where valid_mask has {(chunks, length)}")
     if found.values_T is not None and found.values_T.shape != (chunks,):
-        raise _invalid(f"values: shape {found.values_T.shape} for {chunks} chunks")
+        raise invalid(f"values: shape {found.values_T.shape} for {chunks} chunks")
     if found.terminated and found.truncated:
-        raise _invalid("terminated, truncated: an episode ends by itself or is cut, not both")
+        raise invalid("terminated, truncated: an episode ends by itself or is cut, not both")
     if found.truncated and set(found.final_observation) != set(found.observation):
-        raise _invalid("final_observation: an episode that was cut has one, with the names of observation")
+        raise invalid("final_observation: an episode that was cut has one, with the names of observation")
     for name, array in found.final_observation.items():
         if name in found.observation and array.shape != found.observation[name].shape[1:]:
-            raise _invalid(f"final_observation: {name!r} has another shape than in observation")
+            raise invalid(f"final_observation: {name!r} has another shape than in observation")
 
 
 def _named(
@@ -188,7 +187,7 @@ def _named(
     }
     for name, array in arrays.items():
         if chunks is not None and (array.ndim < 1 or len(array) != chunks):
-            raise _invalid(f"{where}: {name!r} has shape {array.shape} for {chunks} chunks")
+            raise invalid(f"{where}: {name!r} has shape {array.shape} for {chunks} chunks")
     return arrays
 
 
@@ -198,7 +197,7 @@ def _decoded(
     array = _array(where, tensor, max_bytes)
     if array.ndim != dimensions or (dtype is not None and array.dtype != dtype):
         wanted = f"{dimensions} dimensions" + (f" of {dtype}" if dtype is not None else "")
-        raise _invalid(f"{where}: {array.dtype} of shape {array.shape}; it has {wanted}")
+        raise invalid(f"{where}: {array.dtype} of shape {array.shape}; it has {wanted}")
     return array
 
 
@@ -208,8 +207,4 @@ def _array(
     try:
         return decode_tensor(tensor, max_bytes=max_bytes, body=body)
     except ServiceError as error:
-        raise _invalid(f"{where}: {error.message}") from error
-
-
-def _invalid(message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
+        raise invalid(f"{where}: {error.message}") from error

@@ -44,6 +44,11 @@ class ServiceError(Exception):
         return (status, _NO_RETRY) if self.code is grpc.StatusCode.RESOURCE_EXHAUSTED else (status,)
 
 
+def invalid(message: str) -> ServiceError:
+    """The refusal of a request that contradicts itself or its contract."""
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
+
+
 def reason_of(error: BaseException) -> str | None:
     """Reason of a ServiceError or of an RPC error that carries one; else None."""
     if isinstance(error, ServiceError):

@@ -6,8 +6,11 @@ Also checks of single fields that several services share. Knows no service.
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -82,6 +85,48 @@ def decoded(request: Any, method: str) -> Any:
     return request
 
 
+class Admission:
+    """Coordinator epochs that the command of one call carries, to be believed once the call is accepted."""
+
+    def __init__(self) -> None:
+        self._offered: list[tuple[Callable[[int], None], int]] = []
+
+    def offer(self, believe: Callable[[int], None], coordinator_epoch: int) -> None:
+        """Notes an epoch, and who believes it then."""
+        self._offered.append((believe, coordinator_epoch))
+
+    def accept(self) -> None:
+        """The call has done what it was asked, or begun to answer: its epochs are believed."""
+        for believe, coordinator_epoch in self._offered:
+            believe(coordinator_epoch)
+        self._offered.clear()
+
+
+_admission: ContextVar[Admission | None] = ContextVar("admission", default=None)
+
+
+@contextmanager
+def admission() -> Iterator[Admission]:
+    """Holds back the epochs of the commands that are checked in the body, until `accept`."""
+    mine = Admission()
+    _admission.set(mine)
+    try:
+        yield mine
+    finally:
+        _admission.set(None)  # Not reset: an abandoned stream is closed in another context.
+
+
+def call_of_now() -> Admission | None:
+    """The admission of the call around this; None outside a call."""
+    return _admission.get()
+
+
+def accept() -> None:
+    """The call around this has begun to answer, by another way than gRPC's."""
+    if call := call_of_now():
+        call.accept()
+
+
 def invalid(field: str, problem: str) -> ServiceError:
     """The refusal of one field; `problem` says what is wrong and what is allowed."""
     return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", f"{field}: {problem}", key=field)
@@ -152,3 +197,59 @@ def json_object(field: str, text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise invalid(field, "give a JSON object")
     return found
+
+
+CHECK = "/grpc.health.v1.Health/Check"
+BODY_S = 2.0
+OF_PEER, IN_ALL = 16, 64
+"""Checks that wait for their bodies at the same time."""
+
+
+class HealthChecks:
+    """The health checks of one server that are being read: they need no token, and are never kept waiting by its work.
+
+    One without a body would wait for ever: it gets a moment, and when many wait the oldest is refused.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Task[Any], str] = {}
+
+    def answering(self, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        """The handler of Check within its allowance. It has the shape of a stream, which begins before the body."""
+
+        async def check(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            try:
+                request = decoded(await self._body(requests, context.peer()), CHECK)
+            except ServiceError as error:
+                await context.abort(error.code, error.message, error.trailing_metadata())
+            yield await handler.unary_unary(request, context)  # type: ignore[misc]  # of grpc.aio: a coroutine
+
+        return grpc.stream_stream_rpc_method_handler(
+            check,  # type: ignore[arg-type]
+            tolerant(handler.request_deserializer),
+            handler.response_serializer,
+        )
+
+    async def _body(self, requests: AsyncIterator[Any], peer: str) -> Any:
+        host = peer.rpartition(":")[0]
+        self._make_room(host)
+        reading = asyncio.ensure_future(anext(aiter(requests)))  # type: ignore[arg-type]
+        self._waiting[reading] = host
+        try:
+            done, _ = await asyncio.wait({reading}, timeout=BODY_S)
+            if done and not reading.cancelled():
+                return reading.result()
+        except StopAsyncIteration:
+            pass
+        finally:
+            reading.cancel()
+            del self._waiting[reading]
+        message = "the health check's request did not come with it; send it at once"
+        raise ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_BODY", message)
+
+    def _make_room(self, host: str) -> None:
+        own = [reading for reading, other in self._waiting.items() if other == host]
+        if len(own) >= OF_PEER:
+            own[0].cancel()
+        elif len(self._waiting) >= IN_ALL:
+            next(iter(self._waiting)).cancel()

@@ -18,15 +18,22 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from headrace_servicekit.descriptors import for_callers
-from headrace_servicekit.lease.fence import Admission, admission
 from headrace_servicekit.logs import get_logger, set_log_context
-from headrace_servicekit.metrics import RPC_SECONDS, RPCS, RPCS_IN_FLIGHT, expose_metrics
 from headrace_servicekit.rpc.addresses import host_port, is_loopback, split_address
 from headrace_servicekit.rpc.client import MAX_MESSAGE_BYTES
 from headrace_servicekit.rpc.doors import DOORS, Callers
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.health_checks import CHECK, HealthChecks
-from headrace_servicekit.rpc.requests import MAX_NAME_CHARACTERS, Decoded, decoded, tolerant
+from headrace_servicekit.rpc.metrics import RPC_SECONDS, RPCS, RPCS_IN_FLIGHT, expose_metrics
+from headrace_servicekit.rpc.requests import (
+    CHECK,
+    MAX_NAME_CHARACTERS,
+    Admission,
+    Decoded,
+    HealthChecks,
+    admission,
+    decoded,
+    tolerant,
+)
 from headrace_servicekit.rpc.tls import server_credentials
 from headrace_servicekit.tracing import incoming, is_tracing, span
 

@@ -9,12 +9,11 @@ import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-import grpc
 import ml_dtypes
 import numpy as np
 from headrace.common.v1 import common_pb2
 
-from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.errors import invalid
 
 MAX_DIMENSIONS = 16
 MAX_TENSOR_BYTES = 1 << 48
@@ -56,7 +55,7 @@ def write_tensor(
         dtype = array.dtype.newbyteorder("<")
         data_type = _WIRE_TYPES.get(dtype)
         if data_type is None:
-            raise _invalid(f"arrays of type {array.dtype} cannot travel; use one of {_names()}")
+            raise invalid(f"arrays of type {array.dtype} cannot travel; use one of {_names()}")
         array = array.astype(dtype)
     tensor.data_type = data_type  # type: ignore[assignment]  # a number of the enumeration
     tensor.shape.extend(array.shape)
@@ -82,14 +81,14 @@ def decode_tensor(
     size = _checked_bytes(tensor.data_type, shape)
     data = tensor.data if body is None else body
     if not data and body is None and tensor.WhichOneof("body") == "blob":
-        raise _invalid("the tensor's body is a blob reference; fetch it from its producer first")
+        raise invalid("the tensor's body is a blob reference; fetch it from its producer first")
     if size > max_bytes:
-        raise _invalid(f"a tensor of {size} bytes is above the limit of {max_bytes} bytes")
+        raise invalid(f"a tensor of {size} bytes is above the limit of {max_bytes} bytes")
     if size != len(data):
-        raise _invalid(f"shape {list(shape)} needs {size} bytes, the tensor holds {len(data)}")
+        raise invalid(f"shape {list(shape)} needs {size} bytes, the tensor holds {len(data)}")
     dtype = NUMPY_TYPES[tensor.data_type]
     if dtype.kind == "b" and data.translate(None, b"\x00\x01"):
-        raise _invalid("a bool tensor holds bytes other than 0 and 1")
+        raise invalid("a bool tensor holds bytes other than 0 and 1")
     array = np.frombuffer(data, dtype).reshape(shape)
     return array if array.flags.writeable else array.copy()
 
@@ -100,17 +99,17 @@ def tensor_bytes(data_type: int, shape: Sequence[int]) -> int:
     Extents beside a zero extent must stay below MAX_TENSOR_BYTES too.
     """
     if data_type not in NUMPY_TYPES:
-        raise _invalid(f"data_type {data_type} is unknown; use one of {_names()}")
+        raise invalid(f"data_type {data_type} is unknown; use one of {_names()}")
     if len(shape) > MAX_DIMENSIONS:
-        raise _invalid(f"a tensor of {len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
+        raise invalid(f"a tensor of {len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
     if shape and min(shape) < 0:
-        raise _invalid(f"shape {list(shape)} has a negative extent")
+        raise invalid(f"shape {list(shape)} has a negative extent")
     item = NUMPY_TYPES[data_type].itemsize
     size = math.prod(shape) * item
     if size > MAX_TENSOR_BYTES or (
         not size and math.prod([max(1, each) for each in shape]) * item > MAX_TENSOR_BYTES
     ):
-        raise _invalid(f"shape {list(shape)}: its extents are above the limit of {MAX_TENSOR_BYTES} bytes")
+        raise invalid(f"shape {list(shape)}: its extents are above the limit of {MAX_TENSOR_BYTES} bytes")
     return size
 
 
@@ -119,7 +118,3 @@ _checked_bytes = lru_cache(maxsize=1024)(tensor_bytes)
 
 def _names() -> str:
     return ", ".join(str(dtype) for dtype in NUMPY_TYPES.values())
-
-
-def _invalid(message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)

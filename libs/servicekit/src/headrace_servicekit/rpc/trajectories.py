@@ -1,12 +1,15 @@
-"""Parts of trajectories on the wire: who took which turn, and the routes of tokens through experts.
+"""Parts of trajectories on the wire: who took which turn, routes of tokens through experts, and chat messages with
+whatever keys templates read beside role and content.
 
 Routes are zlib's form of the engine's bytes. Knows no model.
 """
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from headrace.common.v1 import common_pb2
 
@@ -43,3 +46,27 @@ def unpack_routes(packed: bytes, most: int) -> bytes:
     if len(found) > most or not reader.eof:
         raise ValueError(f"it has more than {most} bytes, or ends too early")
     return found
+
+
+OWN = ("role", "content")
+
+
+def keys_of(turn: Mapping[str, Any]) -> str:
+    """The keys of a message beside its role and its text, as JSON; empty for none. ValueError for what is no JSON."""
+    keys = {key: value for key, value in turn.items() if key not in OWN and value is not None}
+    if turn.get("content", "") is None:
+        keys["content"] = None
+    try:
+        return json.dumps(keys, ensure_ascii=False, allow_nan=False) if keys else ""
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def chat_message(turn: Mapping[str, Any]) -> common_pb2.ChatMessage:
+    """A message of {role, content} and other keys for the wire."""
+    return common_pb2.ChatMessage(role=turn["role"], content=turn["content"] or "", keys_json=keys_of(turn))
+
+
+def chat_turn(role: str, content: str, keys_json: str = "") -> dict[str, Any]:
+    """A message as chat templates take it. Raises ValueError for keys that are no JSON object."""
+    return {"role": role, "content": content, **(json.loads(keys_json) if keys_json else {})}

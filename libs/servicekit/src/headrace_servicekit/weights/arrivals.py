@@ -1,4 +1,4 @@
-"""A version comes to a host once: one instance pulls it, the others of the host map it, other hosts read along.
+"""A body that arrives, and whose turn it is on a host to have it sent: one instance pulls it, and the others map it.
 
 A lock on a file in the directory that a host's instances share decides which one pulls; the kernel releases it when its
 holder dies. Knows no source and no transport.
@@ -13,75 +13,83 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import grpc
 from google.protobuf.message import DecodeError
 from headrace.common.v1 import common_pb2, weights_pb2
 
 from headrace_servicekit.rpc.digests import RunningDigest
-from headrace_servicekit.rpc.errors import ServiceError
-
-if TYPE_CHECKING:
-    from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.rpc.errors import invalid
+from headrace_servicekit.rpc.tensors import NUMPY_TYPES
+from headrace_servicekit.weights.delta import BadChange, apply
+from headrace_servicekit.weights.versions import StoredWeights, check_digest, mismatch
 
 CHUNK_BYTES = 1024 * 1024
-BEGIN_S = 5.0
-"""How long a relay waits for a version to begin arriving."""
 SIGN_S = 1.0
 """From a relay's last piece to its sign that it waits for its own source."""
 STUCK_S = 45.0
 """A host's other instances take a version themselves when the one whose turn it is has got nothing for so long."""
-_POLL_S = 0.02
+POLL_S = 0.02
 _RECORD_BYTES = 64 * 1024
 
 
 class Arrival:
-    """A body that fills from its beginning; each tensor's digest is checked while its bytes are in the cache.
+    """A body that fills from its beginning, by bytes or by changes of `base`; each tensor's digest is checked while its
+    bytes are in the cache.
 
     What has arrived is read along by others, whose own digests find what is not the manifest's. `held` are tensors, by
     their place in the manifest, that are copied and not sent.
     """
 
     def __init__(
-        self,
-        whole: memoryview,
-        entries: Sequence[common_pb2.WeightEntry],
-        held: Mapping[int, memoryview] | None = None,
+        self, whole: memoryview, entries: Sequence[common_pb2.WeightEntry], held: Mapping[int, memoryview]
     ) -> None:
-        self.entries = entries
-        self.held = held or {}
+        self.entries, self.held = entries, held
         self.size = len(whole)
         self.offset = 0
         self.moved = 0
-        """Bytes that were added, those that were wrong too."""
+        """Bytes that were sent, those that were wrong too."""
+        self.base: StoredWeights | None = None
+        self.changes: dict[int, weights_pb2.FetchWeightsResponse] = {}
+        """Changes of `base`, by the offset at which they begin."""
         self._whole = whole
         self._place = 0
         self._digest = RunningDigest()
         self._changed = asyncio.Event()
         self._ended = False
 
-    def add(self, data: memoryview) -> None:
+    def restart(self, base: StoredWeights) -> None:
+        """Begins anew, by changes of another version."""
+        self.base, self.changes = base, {}
+        self.offset = self.moved = self._place = 0
+        self._digest = RunningDigest()
+
+    def rewind(self) -> None:
+        """Goes back to the beginning of the tensor that is not whole: another source sends it again."""
+        self.offset, self._digest = self.entries[self._place].offset_bytes, RunningDigest()
+
+    async def add(self, data: memoryview) -> None:
         """The next piece of what is not held. Raises ServiceError DIGEST_MISMATCH at a tensor's end."""
         self.moved += len(data)
         self._write(data)
-        while self._place < len(self.entries):
-            entry = self.entries[self._place]
-            left = entry.offset_bytes + entry.size_bytes - (self.offset - len(data))
-            self._digest.update(data[:left])
-            if len(data) < left:
-                return
-            if self._digest.hexdigest() != entry.digest:
-                raise ServiceError(
-                    grpc.StatusCode.DATA_LOSS,
-                    "DIGEST_MISMATCH",
-                    f"tensor {entry.name}: the bytes are not those of the manifest",
-                )
-            data = data[left:]
-            self._place, self._digest = self._place + 1, RunningDigest()
+        self._check(data)
+        await self.copy_held()
+
+    async def change(self, response: weights_pb2.FetchWeightsResponse) -> None:
+        """The next changes. Raises ServiceError DIGEST_MISMATCH, naming the tensor."""
+        self.moved += response.ByteSize()
+        self.changes[self.offset] = response
+        changing = asyncio.ensure_future(asyncio.to_thread(self._change, response.changes))
+        try:
+            await asyncio.shield(changing)
+        except asyncio.CancelledError:
+            await asyncio.wait({changing})  # Else it would write on, into what another way brings.
+            raise
+        except BadChange as error:
+            raise mismatch(str(error)) from error
+        self._tell()
 
     async def copy_held(self) -> None:
-        """The tensors that come next and are held: to be called before the first piece, and behind each."""
+        """Copies the tensors that come next and are held: to be called before the first piece."""
         while (own := self.held.get(self._place)) is not None:
             if self.offset != self.entries[self._place].offset_bytes:
                 return  # half of it was sent
@@ -89,10 +97,6 @@ class Arrival:
             for start in range(0, len(own), CHUNK_BYTES):
                 self._write(own[start : start + CHUNK_BYTES])
                 await asyncio.sleep(0)
-
-    def rewind(self) -> None:
-        """Goes back to the beginning of the tensor that is not whole: another source sends it again."""
-        self.offset, self._digest = self.entries[self._place].offset_bytes, RunningDigest()
 
     def end(self) -> None:
         """No more comes: it is published, or has failed. Releases the view of the memory."""
@@ -119,6 +123,39 @@ class Arrival:
         self.offset += len(data)
         self._tell()
 
+    def _change(self, changes: Iterable[weights_pb2.WeightChange]) -> None:
+        assert self.base is not None
+        self._check(memoryview(b""))  # tensors without elements have no change
+        for change in changes:
+            size = change.size_bytes
+            entry = self.entries[min(self._place, len(self.entries) - 1)]
+            stretch = slice(self.offset, self.offset + size)
+            if (
+                change.offset_bytes != self.offset
+                or not size
+                or stretch.stop > entry.offset_bytes + entry.size_bytes
+            ):
+                raise BadChange(
+                    f"a change of {size} bytes at {change.offset_bytes}, expected one at {self.offset}"
+                )
+            with self._whole[stretch] as out, self.base.body[stretch] as before:
+                apply(change, NUMPY_TYPES[entry.data_type].itemsize, before, out)
+                self.offset = stretch.stop
+                self._check(out)
+
+    def _check(self, data: memoryview) -> None:
+        """Adds the bytes before `offset` to the digest of the tensor; compares that of each tensor that is whole."""
+        while self._place < len(self.entries):
+            entry = self.entries[self._place]
+            left = entry.offset_bytes + entry.size_bytes - (self.offset - len(data))
+            with data[:left] as own:
+                self._digest.update(own)
+            if len(data) < left:
+                return
+            check_digest(entry, self._digest.hexdigest())
+            data = data[left:]
+            self._place, self._digest = self._place + 1, RunningDigest()
+
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -133,67 +170,21 @@ def lacking(
     """
     size = entries[-1].offset_bytes + entries[-1].size_bytes
     if offset > size:
-        raise _invalid(f"offset {offset} is beyond the body's {size} bytes")
+        raise invalid(f"offset {offset} is beyond the body's {size} bytes")
     found = []
     for place in sorted(held):
         if place >= len(entries):
-            raise _invalid(f"held: tensor {place} of {len(entries)}")
+            raise invalid(f"held: tensor {place} of {len(entries)}")
         entry = entries[place]
         found.append((offset, entry.offset_bytes))
         offset = max(offset, entry.offset_bytes + entry.size_bytes)
     return [(begin, end) for begin, end in [*found, (offset, size)] if begin < end]
 
 
-async def pieces(
-    store: WeightStore, request: weights_pb2.FetchWeightsRequest
-) -> AsyncIterator[tuple[int, bytes]]:
-    """(offset, data) of what is asked for; of a relay also while it arrives, and b"" as a sign of life.
-
-    Raises ServiceError NOT_FOUND, INVALID, and ELSEWHERE with the address of the host's instance that pulls it.
-    """
-    run, number = request.run, request.number
-    if request.relay:
-        await _begun(store, run, number)
-    arrival = store.arriving(run, number) if request.relay else None
-    stored = None
-    entries = arrival.entries if arrival is not None else store.get(run, number).manifest.entries
-    for offset, end in lacking(entries, request.held, request.offset_bytes):
-        while offset < end:
-            data = await arrival.read(offset) if arrival is not None else None
-            if data is None:
-                arrival, stored = None, stored or store.get(run, number)
-                data = bytes(stored.body[offset : offset + CHUNK_BYTES])
-            data = data[: end - offset]
-            yield offset, data
-            offset += len(data)
-
-
-def _invalid(message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
-
-
-async def _begun(store: WeightStore, run: str, number: int) -> None:
-    """Returns once the version is there or arrives, or after BEGIN_S. Raises ServiceError ELSEWHERE."""
-    deadline = time.monotonic() + BEGIN_S
-    while store.find(run, number) is None and store.arriving(run, number) is None:
-        with suppress(OSError):
-            holder = _record(store.turn_path(run, number).read_bytes())
-            if holder.address and holder.incarnation != store.incarnation:
-                raise ServiceError(
-                    grpc.StatusCode.FAILED_PRECONDITION,
-                    "ELSEWHERE",
-                    f"version {number} of {run} came to this host at {holder.address}",
-                    address=holder.address,
-                )
-        if time.monotonic() > deadline:
-            return
-        await asyncio.sleep(_POLL_S)
-
-
 class Turn:
-    """The right to bring a version to this host, or what another instance has brought."""
+    """The right to bring a version to this host, or what another instance has brought; of no file, -1."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int = -1) -> None:
         self._handle = handle
 
     def landed(self) -> common_pb2.WeightSource | None:
@@ -216,10 +207,17 @@ class Turn:
             os.utime(self._handle)
 
 
+def holder_of(path: Path) -> common_pb2.WeightSource:
+    """What the holder of a turn said of itself; empty where nobody pulls the version."""
+    try:
+        return _record(path.read_bytes())
+    except OSError:
+        return common_pb2.WeightSource()
+
+
 @asynccontextmanager
-async def host_turn(store: WeightStore, run: str, number: int) -> AsyncIterator[Turn]:
+async def host_turn(path: Path) -> AsyncIterator[Turn]:
     """Waits until nobody of this host pulls the version; one that got nothing for STUCK_S is not waited for."""
-    path = store.turn_path(run, number)
     handle = await _locked(path)
     try:
         yield Turn(handle)
@@ -240,7 +238,7 @@ async def _locked(path: Path) -> int:
                 if time.time() - os.fstat(handle).st_mtime > STUCK_S:
                     os.close(handle)
                     return -1
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(POLL_S)
             with suppress(FileNotFoundError):
                 if os.fstat(handle).st_ino == os.stat(path).st_ino:
                     os.utime(handle)
@@ -251,7 +249,7 @@ async def _locked(path: Path) -> int:
         os.close(handle)  # It was forgotten between the two.
 
 
-def forget_turns(paths: Sequence[Path]) -> None:
+def forget_turns(paths: Iterable[Path]) -> None:
     """Removes the files of versions that nobody pulls any more."""
     for path in paths:
         with suppress(OSError):

@@ -22,9 +22,8 @@ from headrace_servicekit.rpc.tls import tls_dir
 from headrace_servicekit.weights.arrivals import lacking
 from headrace_servicekit.weights.collective import LAST_S, PIECE_S, Collective, Groups, beside
 from headrace_servicekit.weights.delta import Changes
-from headrace_servicekit.weights.pending import StoredWeights
-from headrace_servicekit.weights.pulling import unavailable
 from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.versions import StoredWeights, unavailable
 
 GATHER_S = 1.0
 """How long a broadcast waits for the receivers that are expected, from the first one on."""

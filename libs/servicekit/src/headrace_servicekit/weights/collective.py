@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -22,19 +23,8 @@ from headrace_servicekit.rpc.addresses import split_address
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import message_of
 from headrace_servicekit.weights.arrivals import CHUNK_BYTES, Arrival
-from headrace_servicekit.weights.changed import ChangedVersion
-from headrace_servicekit.weights.pending import StoredWeights
-from headrace_servicekit.weights.pulling import unavailable
-from headrace_servicekit.weights.store import WeightStore
-from headrace_servicekit.weights.transports import (
-    Attempt,
-    Found,
-    Links,
-    OneSource,
-    Wanted,
-    base_of,
-    refuse_withheld,
-)
+from headrace_servicekit.weights.versions import StoredWeights, unavailable
+from headrace_servicekit.weights.ways import Attempt, Found, Links, Way
 
 SEAT_S = 10.0
 PIECE_S = 40.0
@@ -67,7 +57,7 @@ class Groups(Protocol):
     ) -> Group: ...
 
 
-class Collective(OneSource):
+class Collective(Way):
     """Broadcast by a process group: NCCL where each member has a GPU of its own, else Gloo.
 
     `changes`: of what has changed, where all members hold the version before; where these are lost, of the whole.
@@ -77,108 +67,47 @@ class Collective(OneSource):
     kind = common_pb2.WEIGHT_TRANSPORT_COLLECTIVE
 
     def __init__(self, groups: Groups, links: Links, *, changes: bool = False) -> None:
-        self._groups, self.links, self._takes_changes = groups, links, changes
-
-    def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
-        """Where the source broadcasts. Raises ServiceError WITHHELD with its reason where it cannot."""
-        refuse_withheld(self.kind, source)
-        return self.kind in source.transports
+        self._groups, self.links, self._of_changes = groups, links, changes
 
     @override
-    async def take_from(
-        self, source: common_pb2.WeightSource, store: WeightStore, wanted: Wanted, attempt: Attempt
-    ) -> Found:
+    async def take_from(self, source: common_pb2.WeightSource, attempt: Attempt) -> Found | None:
         """Takes part in a broadcast, and verifies what comes."""
-        own_host, _ = split_address(store.address or "127.0.0.1:0")
+        kept = await asyncio.to_thread(attempt.kept)
+        if len(kept) == len(attempt.manifest.entries):
+            return await attempt.fill(_nothing, kept)  # A broadcast of nothing is none.
+        own_host, _ = split_address(attempt.store.address or "127.0.0.1:0")
         request = weights_pb2.JoinBroadcastRequest(
-            run=wanted.run,
-            number=wanted.version.number,
+            run=attempt.run,
+            number=attempt.version.number,
             host=own_host,
             device=self._groups.device_id(),
             receivers=source.receivers,
+            held=kept,
         )
-        kept = await asyncio.to_thread(wanted.kept)
-        if len(kept) == len(wanted.manifest.entries):
-            return await _copied(store, wanted, kept)  # A broadcast of nothing is none.
-        request.held.extend(kept)
-        base = base_of(wanted, source) if self._takes_changes and self.links.wants_changes() else None
-        if base is not None:
-            request.base_digest = base.version.digest
+        changes = self._of_changes and self.links is not None and self.links.wants_changes()
+        base = attempt.base(source) if changes else None
+        for wanted in (base, None) if base is not None else (None,):
+            request.base_digest = wanted.version.digest if wanted is not None else ""
             async with _seat(source, request, attempt.token) as (seat, call):
+                pour = partial(self._pour, wanted, seat, call, attempt, own_host)
                 if not seat.base_digest:
-                    return await self._fill(store, wanted, kept, seat, call, attempt, own_host)
+                    return await attempt.fill(pour, {each: kept[each] for each in seat.held if each in kept})
                 with attempt.noting("delta over collective", source), _told(source):
-                    return await self._change(store, wanted, base, seat, call, attempt, own_host)
-            request.base_digest = ""
-        async with _seat(source, request, attempt.token) as (seat, call):
-            return await self._fill(store, wanted, kept, seat, call, attempt, own_host)
+                    return await attempt.fill(pour, {})
+        raise AssertionError("the last try is of the whole")
 
-    async def _fill(
+    async def _pour(
         self,
-        store: WeightStore,
-        wanted: Wanted,
-        kept: Mapping[int, memoryview],
+        base: StoredWeights | None,
         seat: weights_pb2.JoinBroadcastResponse,
         call: Any,
         attempt: Attempt,
         own_host: str,
-    ) -> Found:
-        """The body's pieces into the store, and what all members hold from here."""
-        manifest = wanted.manifest
-        held = {place: kept[place] for place in seat.held if place in kept}
-        pending = wanted.begin(store)
-        arrival = Arrival(pending.whole(), manifest.entries, held)
-
-        async def take(piece: memoryview) -> None:
-            if arrival.offset + len(piece) > arrival.size:
-                raise unavailable(f"the broadcast goes beyond byte {arrival.size}")
-            for start in range(0, len(piece), CHUNK_BYTES):
-                arrival.add(piece[start : start + CHUNK_BYTES])
-            await arrival.copy_held()
-
-        try:
-            with wanted.arrives(store, arrival):
-                await arrival.copy_held()
-                await self._arrive(seat, call, attempt, own_host, take)
-                if arrival.offset < arrival.size:
-                    raise unavailable(f"the broadcast ended at byte {arrival.offset} of {arrival.size}")
-            return Found(pending.publish(wanted.version, manifest), arrival.moved)
-        except BaseException:
-            pending.discard()
-            raise
-
-    async def _change(
-        self,
-        store: WeightStore,
-        wanted: Wanted,
-        base: StoredWeights,
-        seat: weights_pb2.JoinBroadcastResponse,
-        call: Any,
-        attempt: Attempt,
-        own_host: str,
-    ) -> Found:
-        """The version of its base and what is broadcast."""
-        with ChangedVersion(store, wanted, base) as made:
-
-            async def take(piece: memoryview) -> None:
-                try:
-                    response = weights_pb2.FetchChangesResponse.FromString(bytes(piece))
-                except DecodeError as error:
-                    raise unavailable(f"changes that cannot be read at byte {made.body.offset}") from error
-                await made.add(response)
-
-            await self._arrive(seat, call, attempt, own_host, take)
-            return made.publish()
-
-    async def _arrive(
-        self,
-        seat: weights_pb2.JoinBroadcastResponse,
-        call: Any,
-        attempt: Attempt,
-        own_host: str,
-        take: Callable[[memoryview], Awaitable[None]],
-    ) -> None:
-        """Gives `take` all pieces. The end of the call before theirs is the end of the broadcast."""
+        arrival: Arrival,
+    ) -> bool:
+        """Adds all pieces. The end of the call before theirs is the end of the broadcast."""
+        if base is not None and seat.base_digest:
+            arrival.restart(base)
 
         def pieces() -> Iterator[memoryview]:
             where = seat.host, seat.port, seat.key, seat.rank, seat.size, seat.backend
@@ -194,7 +123,7 @@ class Collective(OneSource):
                     if piece is None:
                         return
                     coming = asyncio.ensure_future(beside(lambda: next(found, None)))
-                    await take(piece)
+                    await _add(arrival, piece)
                     attempt.turn.goes_on()
             finally:
                 coming.cancel()
@@ -211,19 +140,27 @@ class Collective(OneSource):
             arriving.cancel()
             ended.cancel()
             await asyncio.wait({arriving, ended})  # Nothing is written to the body after this.
+        return True
 
 
-async def _copied(store: WeightStore, wanted: Wanted, kept: Mapping[int, memoryview]) -> Found:
-    """A version of which all tensors are held."""
-    pending = wanted.begin(store)
-    arrival = Arrival(pending.whole(), wanted.manifest.entries, kept)
-    try:
-        with wanted.arrives(store, arrival):
-            await arrival.copy_held()
-        return Found(pending.publish(wanted.version, wanted.manifest), 0)
-    except BaseException:
-        pending.discard()
-        raise
+async def _add(arrival: Arrival, piece: memoryview) -> None:
+    """Adds a piece of a broadcast: bytes, or a response with changes."""
+    if arrival.base is not None:
+        try:
+            response = weights_pb2.FetchWeightsResponse.FromString(bytes(piece))
+        except DecodeError as error:
+            raise unavailable(f"changes that cannot be read at byte {arrival.offset}") from error
+        await arrival.change(response)
+        return
+    if arrival.offset + len(piece) > arrival.size:
+        raise unavailable(f"the broadcast goes beyond byte {arrival.size}")
+    for start in range(0, len(piece), CHUNK_BYTES):
+        await arrival.add(piece[start : start + CHUNK_BYTES])
+
+
+async def _nothing(arrival: Arrival) -> bool:
+    """Adds nothing to a version of which all tensors are held."""
+    return True
 
 
 @asynccontextmanager

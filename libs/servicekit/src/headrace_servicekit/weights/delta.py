@@ -18,7 +18,6 @@ import numpy as np
 from headrace.common.v1 import common_pb2, weights_pb2
 from numpy.typing import NDArray
 
-from headrace_servicekit.rpc.digests import RunningDigest
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 
 PART_BYTES = 1 << 20
@@ -147,7 +146,7 @@ class Changes:
     """None where all responses came from elsewhere."""
     base_digest: str
     base_manifest: common_pb2.WeightManifest | None = None
-    made: dict[int, weights_pb2.FetchChangesResponse] = field(default_factory=dict)
+    made: dict[int, weights_pb2.FetchWeightsResponse] = field(default_factory=dict)
     """By the offset at which they begin."""
 
     def __post_init__(self) -> None:
@@ -155,7 +154,7 @@ class Changes:
         covered = groupby(parts, key=lambda part: part.offset // RESPONSE_BYTES)
         groups = [list(group) for _, group in covered]
         self._groups = {group[0].offset: group for group in groups}
-        self._coding: dict[int, asyncio.Task[weights_pb2.FetchChangesResponse]] = {}
+        self._coding: dict[int, asyncio.Task[weights_pb2.FetchWeightsResponse]] = {}
         self._ahead = max(1, min(MOST_AHEAD, len(os.sched_getaffinity(0))))
 
     @property
@@ -163,7 +162,7 @@ class Changes:
         """Where a response begins."""
         return list(self._groups)
 
-    async def response(self, offset: int) -> weights_pb2.FetchChangesResponse:
+    async def response(self, offset: int) -> weights_pb2.FetchWeightsResponse:
         """The stretch that begins at an offset of `offsets`; a thread for each core codes the next ones."""
         if offset not in self.made:
             offsets = self.offsets
@@ -179,8 +178,8 @@ class Changes:
             self.made[offset] = found
         return self.made[offset]
 
-    def _code(self, group: Sequence[Part]) -> weights_pb2.FetchChangesResponse:
-        found = weights_pb2.FetchChangesResponse()
+    def _code(self, group: Sequence[Part]) -> weights_pb2.FetchWeightsResponse:
+        found = weights_pb2.FetchWeightsResponse()
         for part in group:
             stretch = slice(part.offset, part.offset + part.size)
             with self.body[stretch] as new:
@@ -190,53 +189,3 @@ class Changes:
                 with self.base[stretch] as base:
                     found.changes.append(encode(part, new, base))
         return found
-
-
-class ChangedBody:
-    """A body that is made from its beginning, of another one and of changes; each tensor's digest is checked."""
-
-    def __init__(self, manifest: common_pb2.WeightManifest, base: memoryview, whole: memoryview) -> None:
-        self.offset = 0
-        self.size = len(whole)
-        self._base, self._whole = base, whole
-        self._entries = iter(manifest.entries)
-        self._entry = next(self._entries)
-        self._digest = RunningDigest()
-        self._skip_empty()
-
-    def add(self, response: weights_pb2.FetchChangesResponse) -> None:
-        """The next changes. Raises BadChange, naming the tensor whose bytes are not those of the manifest."""
-        for change in response.changes:
-            entry, end = self._entry, change.offset_bytes + change.size_bytes
-            if change.offset_bytes != self.offset or not change.size_bytes or end > _end(entry):
-                raise BadChange(
-                    f"a change of {change.size_bytes} bytes at {change.offset_bytes}, expected one at {self.offset}"
-                )
-            stretch = slice(self.offset, end)
-            width = NUMPY_TYPES[entry.data_type].itemsize
-            with self._whole[stretch] as out, self._base[stretch] as base:
-                apply(change, width, base, out)
-                self._digest.update(out)
-            self.offset = end
-            if end == _end(entry):
-                self._close_entry()
-
-    def release(self) -> None:
-        """Releases the view of the memory."""
-        self._whole.release()
-
-    def _close_entry(self) -> None:
-        if self._digest.hexdigest() != self._entry.digest:
-            raise BadChange(f"tensor {self._entry.name}: the bytes are not those of the manifest")
-        self._digest = RunningDigest()
-        if self.offset < self.size:
-            self._entry = next(self._entries)
-            self._skip_empty()
-
-    def _skip_empty(self) -> None:
-        while not self._entry.size_bytes:
-            self._entry = next(self._entries)
-
-
-def _end(entry: common_pb2.WeightEntry) -> int:
-    return int(entry.offset_bytes + entry.size_bytes)

@@ -12,18 +12,13 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 from headrace.common.v1 import common_pb2
 
-from headrace_servicekit.rpc.digests import digest_bytes
-from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights.arrivals import Arrival, forget_turns
-from headrace_servicekit.weights.delta import Changes
-from headrace_servicekit.weights.pending import Layout, PendingWeights, StoredWeights
-from headrace_servicekit.weights.segments import (
+from headrace_servicekit.memory.segments import (
     MappedSegments,
     Segment,
     lock_new_directory,
@@ -32,9 +27,17 @@ from headrace_servicekit.weights.segments import (
     raise_no_space,
     reap_dead_stores,
 )
-
-if TYPE_CHECKING:
-    from headrace_servicekit.weights.lending import LentMemory
+from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.weights.arrivals import Arrival, forget_turns
+from headrace_servicekit.weights.delta import Changes
+from headrace_servicekit.weights.versions import (
+    Layout,
+    LentMemory,
+    PendingWeights,
+    StoredWeights,
+    entries_of,
+)
 
 
 class WeightStore:
@@ -83,7 +86,10 @@ class WeightStore:
                 "CONFLICT",
                 f"version {number} of {run} is published and immutable",
             )
-        return PendingWeights(self, run, number, layout)
+        entries = entries_of(layout)
+        path = self._new_path(run, number)
+        segment = self._reserve(path, sum(entry.size_bytes for entry in entries))
+        return PendingWeights(number, entries, segment, path, partial(self._publish, run))
 
     def get(self, run: str, number: int) -> StoredWeights:
         """A held version. Raises ServiceError NOT_FOUND."""
@@ -139,7 +145,6 @@ class WeightStore:
             yield
         finally:
             del self._arriving[run, number]
-            arrival.end()
 
     def turn_path(self, run: str, number: int) -> Path:
         """The file whose lock says which instance of this host pulls a version."""
@@ -177,9 +182,7 @@ class WeightStore:
 
     def keep(self, run: str, numbers: set[int]) -> None:
         """Drops the run's other versions. Bodies that are still referenced or mapped elsewhere stay valid."""
-        self._forget_changes(run, numbers)
-        for key in [key for key in self.lent if key[0] == run and key[1] not in numbers]:
-            self.lent.pop(key).end()
+        self._forget_beside(run, numbers)
         for key in [key for key in self._stored if key[0] == run and key[1] not in numbers]:
             stored = self._stored.pop(key)
             if stored.path is not None:
@@ -191,8 +194,12 @@ class WeightStore:
             self._drop_spare()
             self._mapped.forget()
 
-    def _forget_changes(self, run: str, numbers: set[int]) -> None:
-        """Drops the changes of versions that go; those against them that were not asked for are found no more."""
+    def _forget_beside(self, run: str, numbers: set[int]) -> None:
+        """Gives lent memory back and drops the changes of versions that go; those against them that were not asked for
+        are found no more.
+        """
+        for key in [key for key in self.lent if key[0] == run and key[1] not in numbers]:
+            self.lent.pop(key).end()
         kept = {held.version.digest for held in self.versions(run) if held.version.number in numbers}
         for key in [key for key in self._changes if key[0] == run]:
             if key[1] not in numbers:
@@ -204,9 +211,7 @@ class WeightStore:
 
     def release(self, run: str) -> None:
         """Drops the run's versions that are mapped from other stores: nothing in this process holds their pages."""
-        self._forget_changes(run, set())
-        for key in [key for key in self.lent if key[0] == run]:
-            self.lent.pop(key).end()
+        self._forget_beside(run, set())
         for key in [key for key in self._stored if key[0] == run and not self._stored[key].segment.own]:
             path = self._stored.pop(key).path
             if path is not None:

@@ -21,7 +21,7 @@ from headrace_rollout.engines.samples import SlotKey
 from headrace_rollout.engines.weight_memory import HOST
 from headrace_rollout.environments.pool import Pools
 from headrace_schema.sections.embodied import EnvironmentSection
-from headrace_servicekit.rpc.blobs import BlobReader
+from headrace_servicekit.memory.blobs import BlobReader
 from typing_extensions import override
 
 from headrace_robots.rollout.model import Decision, RobotModel, Row, Views

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headrace_rollout.streams.base import SampleStream, Serving
     from headrace_schema.openings import RolloutConfig
     from headrace_schema.sections.generating import ModelSection
-    from headrace_servicekit.rpc.blobs import BlobReader
+    from headrace_servicekit.memory.blobs import BlobReader
 
     from headrace_robots.policies.policy import PolicyConfig, RobotPolicy
     from headrace_robots.rollout.engine import RobotEngine

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.common.v1 import common_pb2 as headrace_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n headrace/common/v1/weights.proto\x12\x12headrace.common.v1\x1a\x1fheadrace/common/v1/common.proto\"1\n\x12GetManifestRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\"\xb1\x01\n\x13GetManifestResponse\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.headrace.common.v1.PolicyVersion\x12\x34\n\x08manifest\x18\x02 \x01(\x0b\x32\".headrace.common.v1.WeightManifest\x12\x30\n\x06source\x18\x03 \x01(\x0b\x32 .headrace.common.v1.WeightSource\"e\n\x13\x46\x65tchWeightsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\r\n\x05relay\x18\x04 \x01(\x08\x12\x0c\n\x04held\x18\x05 \x03(\r\":\n\x14\x46\x65tchWeightsResponse\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"]\n\x13\x46\x65tchChangesRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x04\"I\n\x14\x46\x65tchChangesResponse\x12\x31\n\x07\x63hanges\x18\x01 \x03(\x0b\x32 .headrace.common.v1.WeightChange\"\x9e\x01\n\x0cWeightChange\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\r\x12\x0f\n\x07\x63hanged\x18\x03 \x01(\r\x12\x0c\n\x04gaps\x18\x04 \x01(\x0c\x12\x12\n\nlarge_gaps\x18\x05 \x01(\x0c\x12\r\n\x05moves\x18\x06 \x01(\x0c\x12\x13\n\x0blarge_moves\x18\x07 \x01(\x0c\x12\r\n\x05whole\x18\x08 \x01(\x0c\"\x87\x01\n\x14JoinBroadcastRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x11\n\treceivers\x18\x05 \x01(\x05\x12\x13\n\x0b\x62\x61se_digest\x18\x06 \x01(\t\x12\x0c\n\x04held\x18\x07 \x03(\r\"\x90\x01\n\x15JoinBroadcastResponse\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\x05\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x0c\n\x04size\x18\x05 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x07 \x01(\t\x12\x0c\n\x04held\x18\x08 \x03(\r\"7\n\x18ShareDeviceMemoryRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\"\xd8\x01\n\x19ShareDeviceMemoryResponse\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x15\n\rstorage_bytes\x18\x03 \x01(\x04\x12\x1c\n\x14storage_offset_bytes\x18\x04 \x01(\x04\x12\x16\n\x0e\x63ounter_handle\x18\x05 \x01(\x0c\x12\x16\n\x0e\x63ounter_offset\x18\x06 \x01(\x04\x12\x14\n\x0c\x65vent_handle\x18\x07 \x01(\x0c\x12\x12\n\nevent_sync\x18\x08 \x01(\x08\x12\x0c\n\x04sums\x18\t \x03(\x06\x32\x95\x04\n\rWeightService\x12^\n\x0bGetManifest\x12&.headrace.common.v1.GetManifestRequest\x1a\'.headrace.common.v1.GetManifestResponse\x12\x63\n\x0c\x46\x65tchWeights\x12\'.headrace.common.v1.FetchWeightsRequest\x1a(.headrace.common.v1.FetchWeightsResponse0\x01\x12\x63\n\x0c\x46\x65tchChanges\x12\'.headrace.common.v1.FetchChangesRequest\x1a(.headrace.common.v1.FetchChangesResponse0\x01\x12\x66\n\rJoinBroadcast\x12(.headrace.common.v1.JoinBroadcastRequest\x1a).headrace.common.v1.JoinBroadcastResponse0\x01\x12r\n\x11ShareDeviceMemory\x12,.headrace.common.v1.ShareDeviceMemoryRequest\x1a-.headrace.common.v1.ShareDeviceMemoryResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n headrace/common/v1/weights.proto\x12\x12headrace.common.v1\x1a\x1fheadrace/common/v1/common.proto\"1\n\x12GetManifestRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\"\xb1\x01\n\x13GetManifestResponse\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.headrace.common.v1.PolicyVersion\x12\x34\n\x08manifest\x18\x02 \x01(\x0b\x32\".headrace.common.v1.WeightManifest\x12\x30\n\x06source\x18\x03 \x01(\x0b\x32 .headrace.common.v1.WeightSource\"z\n\x13\x46\x65tchWeightsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\r\n\x05relay\x18\x04 \x01(\x08\x12\x0c\n\x04held\x18\x05 \x03(\r\x12\x13\n\x0b\x62\x61se_digest\x18\x06 \x01(\t\"m\n\x14\x46\x65tchWeightsResponse\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x31\n\x07\x63hanges\x18\x03 \x03(\x0b\x32 .headrace.common.v1.WeightChange\"\x9e\x01\n\x0cWeightChange\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\r\x12\x0f\n\x07\x63hanged\x18\x03 \x01(\r\x12\x0c\n\x04gaps\x18\x04 \x01(\x0c\x12\x12\n\nlarge_gaps\x18\x05 \x01(\x0c\x12\r\n\x05moves\x18\x06 \x01(\x0c\x12\x13\n\x0blarge_moves\x18\x07 \x01(\x0c\x12\r\n\x05whole\x18\x08 \x01(\x0c\"\x87\x01\n\x14JoinBroadcastRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x11\n\treceivers\x18\x05 \x01(\x05\x12\x13\n\x0b\x62\x61se_digest\x18\x06 \x01(\t\x12\x0c\n\x04held\x18\x07 \x03(\r\"\x90\x01\n\x15JoinBroadcastResponse\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\x05\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x0c\n\x04size\x18\x05 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x07 \x01(\t\x12\x0c\n\x04held\x18\x08 \x03(\r\"7\n\x18ShareDeviceMemoryRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\"\xd8\x01\n\x19ShareDeviceMemoryResponse\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x15\n\rstorage_bytes\x18\x03 \x01(\x04\x12\x1c\n\x14storage_offset_bytes\x18\x04 \x01(\x04\x12\x16\n\x0e\x63ounter_handle\x18\x05 \x01(\x0c\x12\x16\n\x0e\x63ounter_offset\x18\x06 \x01(\x04\x12\x14\n\x0c\x65vent_handle\x18\x07 \x01(\x0c\x12\x12\n\nevent_sync\x18\x08 \x01(\x08\x12\x0c\n\x04sums\x18\t \x03(\x06\x32\xb0\x03\n\rWeightService\x12^\n\x0bGetManifest\x12&.headrace.common.v1.GetManifestRequest\x1a\'.headrace.common.v1.GetManifestResponse\x12\x63\n\x0c\x46\x65tchWeights\x12\'.headrace.common.v1.FetchWeightsRequest\x1a(.headrace.common.v1.FetchWeightsResponse0\x01\x12\x66\n\rJoinBroadcast\x12(.headrace.common.v1.JoinBroadcastRequest\x1a).headrace.common.v1.JoinBroadcastResponse0\x01\x12r\n\x11ShareDeviceMemory\x12,.headrace.common.v1.ShareDeviceMemoryRequest\x1a-.headrace.common.v1.ShareDeviceMemoryResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,23 +37,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMANIFESTRESPONSE']._serialized_start=141
   _globals['_GETMANIFESTRESPONSE']._serialized_end=318
   _globals['_FETCHWEIGHTSREQUEST']._serialized_start=320
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=421
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=423
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=481
-  _globals['_FETCHCHANGESREQUEST']._serialized_start=483
-  _globals['_FETCHCHANGESREQUEST']._serialized_end=576
-  _globals['_FETCHCHANGESRESPONSE']._serialized_start=578
-  _globals['_FETCHCHANGESRESPONSE']._serialized_end=651
-  _globals['_WEIGHTCHANGE']._serialized_start=654
-  _globals['_WEIGHTCHANGE']._serialized_end=812
-  _globals['_JOINBROADCASTREQUEST']._serialized_start=815
-  _globals['_JOINBROADCASTREQUEST']._serialized_end=950
-  _globals['_JOINBROADCASTRESPONSE']._serialized_start=953
-  _globals['_JOINBROADCASTRESPONSE']._serialized_end=1097
-  _globals['_SHAREDEVICEMEMORYREQUEST']._serialized_start=1099
-  _globals['_SHAREDEVICEMEMORYREQUEST']._serialized_end=1154
-  _globals['_SHAREDEVICEMEMORYRESPONSE']._serialized_start=1157
-  _globals['_SHAREDEVICEMEMORYRESPONSE']._serialized_end=1373
-  _globals['_WEIGHTSERVICE']._serialized_start=1376
-  _globals['_WEIGHTSERVICE']._serialized_end=1909
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=442
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=444
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=553
+  _globals['_WEIGHTCHANGE']._serialized_start=556
+  _globals['_WEIGHTCHANGE']._serialized_end=714
+  _globals['_JOINBROADCASTREQUEST']._serialized_start=717
+  _globals['_JOINBROADCASTREQUEST']._serialized_end=852
+  _globals['_JOINBROADCASTRESPONSE']._serialized_start=855
+  _globals['_JOINBROADCASTRESPONSE']._serialized_end=999
+  _globals['_SHAREDEVICEMEMORYREQUEST']._serialized_start=1001
+  _globals['_SHAREDEVICEMEMORYREQUEST']._serialized_end=1056
+  _globals['_SHAREDEVICEMEMORYRESPONSE']._serialized_start=1059
+  _globals['_SHAREDEVICEMEMORYRESPONSE']._serialized_end=1275
+  _globals['_WEIGHTSERVICE']._serialized_start=1278
+  _globals['_WEIGHTSERVICE']._serialized_end=1710
 # @@protoc_insertion_point(module_scope)

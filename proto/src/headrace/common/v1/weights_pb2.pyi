@@ -26,44 +26,30 @@ class GetManifestResponse(_message.Message):
     def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.WeightSource, _Mapping]] = ...) -> None: ...
 
 class FetchWeightsRequest(_message.Message):
-    __slots__ = ("run", "number", "offset_bytes", "relay", "held")
+    __slots__ = ("run", "number", "offset_bytes", "relay", "held", "base_digest")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     RELAY_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     run: str
     number: int
     offset_bytes: int
     relay: bool
     held: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., relay: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ...) -> None: ...
+    base_digest: str
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., relay: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., base_digest: _Optional[str] = ...) -> None: ...
 
 class FetchWeightsResponse(_message.Message):
-    __slots__ = ("offset_bytes", "data")
+    __slots__ = ("offset_bytes", "data", "changes")
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
     offset_bytes: int
     data: bytes
-    def __init__(self, offset_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
-
-class FetchChangesRequest(_message.Message):
-    __slots__ = ("run", "number", "base_digest", "offset_bytes")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
-    run: str
-    number: int
-    base_digest: str
-    offset_bytes: int
-    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., base_digest: _Optional[str] = ..., offset_bytes: _Optional[int] = ...) -> None: ...
-
-class FetchChangesResponse(_message.Message):
-    __slots__ = ("changes",)
-    CHANGES_FIELD_NUMBER: _ClassVar[int]
     changes: _containers.RepeatedCompositeFieldContainer[WeightChange]
-    def __init__(self, changes: _Optional[_Iterable[_Union[WeightChange, _Mapping]]] = ...) -> None: ...
+    def __init__(self, offset_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., changes: _Optional[_Iterable[_Union[WeightChange, _Mapping]]] = ...) -> None: ...
 
 class WeightChange(_message.Message):
     __slots__ = ("offset_bytes", "size_bytes", "changed", "gaps", "large_gaps", "moves", "large_moves", "whole")

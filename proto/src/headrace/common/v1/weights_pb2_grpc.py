@@ -45,11 +45,6 @@ class WeightServiceStub:
                 request_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
                 response_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchWeightsResponse.FromString,
                 _registered_method=True)
-        self.FetchChanges = channel.unary_stream(
-                '/headrace.common.v1.WeightService/FetchChanges',
-                request_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesRequest.SerializeToString,
-                response_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesResponse.FromString,
-                _registered_method=True)
         self.JoinBroadcast = channel.unary_stream(
                 '/headrace.common.v1.WeightService/JoinBroadcast',
                 request_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.JoinBroadcastRequest.SerializeToString,
@@ -74,14 +69,7 @@ class WeightServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchWeights(self, request, context):
-        """Streams the body of a published version in chunks of at most 1 MiB.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FetchChanges(self, request, context):
-        """Streams what has changed in a published version against another one of the same size.
+        """Streams the body of a published version: its bytes, or what has changed against another version of the same size.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,11 +103,6 @@ def add_WeightServiceServicer_to_server(servicer, server):
                     servicer.FetchWeights,
                     request_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchWeightsRequest.FromString,
                     response_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchWeightsResponse.SerializeToString,
-            ),
-            'FetchChanges': grpc.unary_stream_rpc_method_handler(
-                    servicer.FetchChanges,
-                    request_deserializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesRequest.FromString,
-                    response_serializer=headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesResponse.SerializeToString,
             ),
             'JoinBroadcast': grpc.unary_stream_rpc_method_handler(
                     servicer.JoinBroadcast,
@@ -187,33 +170,6 @@ class WeightService:
             '/headrace.common.v1.WeightService/FetchWeights',
             headrace_dot_common_dot_v1_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
             headrace_dot_common_dot_v1_dot_weights__pb2.FetchWeightsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FetchChanges(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/headrace.common.v1.WeightService/FetchChanges',
-            headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesRequest.SerializeToString,
-            headrace_dot_common_dot_v1_dot_weights__pb2.FetchChangesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace_schema.images import IMAGE_MARK
-from headrace_servicekit.rpc.chats import keys_of
 from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.rpc.trajectories import keys_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2 as pb
 from headrace.coordinator.v1 import fleet_pb2_grpc
-from headrace_servicekit.kinds import KINDS, kind_name
+from headrace_servicekit.instance_config import KINDS, kind_name
 from headrace_servicekit.rpc.addresses import split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import (

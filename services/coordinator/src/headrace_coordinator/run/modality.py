@@ -15,9 +15,9 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_schema.sections.agent import ONLINE
 from headrace_schema.workflow import CONVERSATIONS
-from headrace_servicekit.rpc.chats import chat_message
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.requests import MAX_NUMBER
+from headrace_servicekit.rpc.trajectories import chat_message
 from typing_extensions import override
 
 from headrace_coordinator.data.dataset import Dataset

@@ -16,7 +16,7 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.sections.generating import PromptSection
 from headrace_servicekit.image_files import check_image
-from headrace_servicekit.rpc.chats import chat_turn
+from headrace_servicekit.rpc.trajectories import chat_turn
 
 from headrace_rollout.conversations.conversation import Given
 from headrace_rollout.engines.samples import Message

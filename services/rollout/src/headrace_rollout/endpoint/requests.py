@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from headrace_schema.images import IMAGE_MARK
 from headrace_servicekit.image_files import BadImage, file_of
-from headrace_servicekit.rpc.chats import chat_turn, keys_of
+from headrace_servicekit.rpc.trajectories import chat_turn, keys_of
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from headrace_rollout.engines.samples import Distribution

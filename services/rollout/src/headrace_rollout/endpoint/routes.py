@@ -10,8 +10,18 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from headrace_servicekit.http_server import Bodies, BodyRefused, Receive, Scope, Send, admit, guarded
-from headrace_servicekit.rpc.callers import LEFT_STATUS, CallerLeft, while_connected
+from headrace_servicekit.http_server import (
+    LEFT_STATUS,
+    Bodies,
+    BodyRefused,
+    CallerLeft,
+    Receive,
+    Scope,
+    Send,
+    admit,
+    guarded,
+    while_connected,
+)
 from headrace_servicekit.session_marks import session_of_answer
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect

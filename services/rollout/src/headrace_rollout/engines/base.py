@@ -152,15 +152,6 @@ class Weights:
         """The version of one of the adapters that it has beside it, to be merged."""
         return replace(self, adapter=self.beside[adapter], beside={})
 
-    def views(self) -> list[WeightView]:
-        """The tensors, in order; those with an adapter are merged into new memory."""
-        parts = self.parts()
-        if self.adapter is None:
-            return parts
-        from headrace_rollout.engines.merging import merged_view
-
-        return [merged_view(part) if part.adapter else part for part in parts]
-
     def parts(self) -> list[WeightView]:
         """The tensors, in order; adapters stand beside those that they change. As long as `lent` holds, they are on the
         GPU as well.

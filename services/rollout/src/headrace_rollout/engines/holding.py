@@ -32,6 +32,7 @@ from headrace_rollout.engines.base import (
     WeightView,
     allowed,
 )
+from headrace_rollout.engines.merging import merged_parts
 from headrace_rollout.engines.policy_state import MemoryState, is_installed
 from headrace_rollout.engines.weight_memory import HOST, available_bytes, return_to_system, used_bytes
 
@@ -134,7 +135,7 @@ class ThreadedHolder(PolicyHolder, ABC):
     ) -> float:
         # On the host adapters are merged beside the work, on a GPU where the weights are.
         beside_work = weights.adapter is not None and self._held.device == HOST
-        merged = await asyncio.to_thread(weights.views) if beside_work else None
+        merged = await asyncio.to_thread(merged_parts, weights) if beside_work else None
 
         def act() -> float:
             authority()

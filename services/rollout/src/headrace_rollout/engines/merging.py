@@ -41,10 +41,13 @@ def by_policy(weights: Weights) -> dict[str, Weights]:
     return {name: replace(weights, entries=tuple(entries)) for name, entries in found.items()}
 
 
-def merged_view(view: WeightView) -> WeightView:
-    """A frozen weight with its adapter, in new memory of the host."""
-    whole = merge_into(tensor_of(view), view)
-    data: Any = whole.flatten().view(torch.uint8).numpy()
+def merged_parts(weights: Weights) -> list[WeightView]:
+    """The tensors of a version, in order; those with an adapter are merged into new memory of the host."""
+    return [_merged(part) if part.adapter else part for part in weights.parts()]
+
+
+def _merged(view: WeightView) -> WeightView:
+    data: Any = merge_into(tensor_of(view), view).flatten().view(torch.uint8).numpy()
     return WeightView(view.name, view.dtype, view.shape, memoryview(data))
 
 

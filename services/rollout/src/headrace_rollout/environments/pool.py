@@ -17,11 +17,11 @@ import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
-from headrace_servicekit.rpc.blobs import BlobReader
+from headrace_servicekit.memory.blobs import BlobReader
+from headrace_servicekit.process.local import LocalCall, nearest
 from headrace_servicekit.rpc.client import deadlines_enabled, dial
 from headrace_servicekit.rpc.episodes import Bodies
 from headrace_servicekit.rpc.errors import ServiceError, message_of
-from headrace_servicekit.rpc.local import LocalCall, nearest
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
 from headrace_rollout.engines.figures import BusyTime

@@ -16,11 +16,11 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_schema.openings import RolloutConfig
-from headrace_servicekit.rpc.blobs import BlobStore
+from headrace_servicekit.memory.blobs import BlobStore
 from headrace_servicekit.rpc.episodes import bodies_of
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights.transfer import byte_transports
-from headrace_servicekit.weights.transports import Links, Transport
+from headrace_servicekit.weights.receiving import ways_of
+from headrace_servicekit.weights.ways import Links, Way
 from typing_extensions import override
 
 from headrace_rollout.engines.base import Engine, PolicyHolder, device_of
@@ -137,12 +137,12 @@ class OpenedRun:
     _reported: dict[str, float] = field(default_factory=dict, kw_only=True)
 
     @cached_property
-    def transports(self) -> list[Transport]:
+    def ways(self) -> list[Way]:
         """The ways in which versions come, which remember what they took."""
         chosen = self.config.weights
         links = Links(chosen.whole_every, always=chosen.delta == "always")
         if not {"collective", "cuda_ipc"} & set(chosen.transports):
-            return byte_transports(chosen.transports, links)
+            return ways_of(chosen.transports, links)
         from headrace_modelkit.broadcasting import Broadcasts
         from headrace_modelkit.device_memory import DeviceMaps
 
@@ -150,7 +150,7 @@ class OpenedRun:
             return device_of(self.engine)
 
         maps = DeviceMaps(lambda: device_of(self.engine, maps=True), opens=lambda: device() is not None)
-        return byte_transports(chosen.transports, links, Broadcasts(device), maps)
+        return ways_of(chosen.transports, links, Broadcasts(device), maps)
 
     @property
     def max_context_tokens(self) -> int:

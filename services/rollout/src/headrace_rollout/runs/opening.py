@@ -19,10 +19,10 @@ from headrace_schema.workflow import CONVERSATIONS, TOOLS
 from headrace_servicekit.instance import InstanceConfig, host_memory
 from headrace_servicekit.lease.devices import gpu_uuids
 from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.memory.blobs import BlobReader
 from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
 from headrace_servicekit.rpc.addresses import advertised_host
-from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_rollout.conversations.players import Player

@@ -29,7 +29,7 @@ from headrace_schema.openings import RolloutConfig
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights.pending import entries_of
+from headrace_servicekit.weights.versions import entries_of
 from safetensors import SafetensorError
 from torch import nn
 from typing_extensions import override

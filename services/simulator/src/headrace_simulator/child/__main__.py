@@ -13,8 +13,8 @@ from typing import Any
 
 from headrace.simulator.v1 import simulator_pb2
 from headrace_schema.references import Unread, redacted, resolved
+from headrace_servicekit.memory.blobs import BlobWriter
 from headrace_servicekit.process.worker_pipes import become_worker, frame, read_frame
-from headrace_servicekit.rpc.blobs import BlobWriter
 from headrace_servicekit.rpc.tensors import encode_tensor
 
 from headrace_simulator import backends

@@ -27,8 +27,8 @@ from headrace_servicekit.causes import cause_first
 from headrace_servicekit.image_files import BadImage, image_file
 from headrace_servicekit.process.spawn import descendants
 from headrace_servicekit.process.worker import exit_description
-from headrace_servicekit.rpc.chats import keys_of
 from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.rpc.trajectories import keys_of
 
 from headrace_simulator.backends.base import Agent, ConversationEnvironment
 from headrace_simulator.child.episodes import Raised, call

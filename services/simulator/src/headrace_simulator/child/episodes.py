@@ -20,9 +20,9 @@ from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace_schema.references import redacted
 from headrace_servicekit.causes import first_of, raised
+from headrace_servicekit.memory.blobs import BlobWriter
 from headrace_servicekit.process.confine import explained
 from headrace_servicekit.process.worker_pipes import MAX_FRAME_BYTES
-from headrace_servicekit.rpc.blobs import BlobWriter
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 

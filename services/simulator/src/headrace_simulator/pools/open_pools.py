@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from headrace_servicekit.lease.devices import gpu_uuids
-from headrace_servicekit.rpc.blobs import BlobStore
+from headrace_servicekit.memory.blobs import BlobStore
 
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.pools.pool import EnvironmentPool, PoolPlan

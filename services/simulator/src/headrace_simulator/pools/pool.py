@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
-from headrace_servicekit.rpc.blobs import BlobStore
+from headrace_servicekit.memory.blobs import BlobStore
 
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.pipes import Kind

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from headrace_servicekit.weights import StoredWeights, WeightStore
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.versions import StoredWeights
 
 from headrace_trainer.algorithms._base import Algorithm, Barrier
 from headrace_trainer.backends._base import PrivateGradient

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.weights import CheckpointNames
-from headrace_servicekit.weights import WeightStore
-from headrace_servicekit.weights.parts import part_name
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.versions import part_name
 
 from headrace_trainer.backends._base import Backend, Owners
 from headrace_trainer.errors import Refusal

@@ -15,7 +15,8 @@ from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.weights import CheckpointNames, state_tensors, weight_layout
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import RunningDigest
-from headrace_servicekit.weights import PendingWeights, StoredWeights, WeightStore
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.versions import PendingWeights, StoredWeights
 from torch import Tensor
 
 from headrace_trainer.backends._base import StateReader

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from headrace_servicekit.failpoints import failpoint_sync
-from headrace_servicekit.weights import WeightStore
+from headrace_servicekit.weights.store import WeightStore
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS
 from headrace_trainer.backends._base import PrivateGradient, StateReader

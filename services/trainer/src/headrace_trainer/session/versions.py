@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.adapters import names_alone
 from headrace_modelkit.weights import own_name
-from headrace_servicekit.weights import WeightStore
-from headrace_servicekit.weights.bases import NUMBER, base_name
-from headrace_servicekit.weights.parts import joined
+from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.versions import BASE_NUMBER, base_name, joined
 from torch import Tensor
 
 from headrace_trainer.errors import invalid
@@ -74,8 +73,8 @@ class RunVersions:
         if self._base is None:
             return _staged(rounds, self._own, number, "merged")
         if self._below is None:
-            digest = _staged(rounds, self._base, NUMBER, "base")
-            self._base.publish(Version(NUMBER, 0, 0, digest))
+            digest = _staged(rounds, self._base, BASE_NUMBER, "base")
+            self._base.publish(Version(BASE_NUMBER, 0, 0, digest))
             self._below = common_pb2.AdapterBase(digest=digest, scales=self._scales)
         return _staged(rounds, self._own, number, "adapters", self._below)
 

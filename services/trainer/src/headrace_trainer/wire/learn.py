@@ -16,7 +16,7 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_servicekit.lease.open_runs import OpenRuns
-from headrace_servicekit.rpc.blobs import BlobReader
+from headrace_servicekit.memory.blobs import BlobReader
 from headrace_servicekit.rpc.episodes import Bodies, bodies_of
 from headrace_servicekit.rpc.errors import ServiceError
 

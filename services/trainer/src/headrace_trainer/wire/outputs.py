@@ -17,7 +17,7 @@ from headrace_servicekit.failpoints import failpoint
 from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import MAX_ATTEMPT, check_name, check_number, check_page, invalid
-from headrace_servicekit.weights import receive_weights
+from headrace_servicekit.weights.receiving import receive_weights
 
 from headrace_trainer.backends._base import PrivateGradient
 from headrace_trainer.checkpoints.directory import CheckpointDirectory

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PI0Config, PI0ForConditionalGeneration
 from typing_extensions import override
 
-from headrace_robots.policies.flow import VelocityField
-from headrace_robots.policies.flow_policy import (
+from headrace_robots.policies.flows.flow import VelocityField
+from headrace_robots.policies.flows.policy import (
     ADDED,
     FlowPolicy,
     FlowPolicyConfig,
@@ -28,11 +28,11 @@ from headrace_robots.policies.flow_policy import (
     mean_of,
     padded,
 )
+from headrace_robots.policies.flows.prefixes import Behind, Prefix
 from headrace_robots.policies.images import fit
 from headrace_robots.policies.pi.expert import AdaptiveGemma
 from headrace_robots.policies.pi.words import StateWords, WordsOfStates, cleaned, framed
 from headrace_robots.policies.policy import Observation, PolicyShape, image_of, seen_example
-from headrace_robots.policies.prefixes import Behind, Prefix
 
 
 def _shape(vlm: str, expert: tuple[str, ...]) -> PolicyShape:

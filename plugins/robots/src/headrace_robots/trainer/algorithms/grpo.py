@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headrace_trainer.algorithms.functional.advantages.episodes import until_success_mask
 from headrace_trainer.algorithms.functional.advantages.groups import dr_grpo_advantages, grpo_advantages
 from headrace_trainer.algorithms.group_relative.grpo import Grpo
 
 from headrace_robots.trainer.algorithms._base import Credit, EpisodeOutcomes
 from headrace_robots.trainer.algorithms._terms import EpisodeTerms
+from headrace_robots.trainer.algorithms.advantages import until_success_mask
 from headrace_robots.trainer.algorithms.plugins import EpisodeGrpoOptions
 
 

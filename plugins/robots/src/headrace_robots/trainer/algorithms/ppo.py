@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headrace_trainer.algorithms.functional.advantages.episodes import chunk_rewards, episode_advantages
 from headrace_trainer.algorithms.functional.advantages.returns import whiten
 from headrace_trainer.algorithms.ppo import Ppo
 
 from headrace_robots.trainer.algorithms._base import Credit, EpisodeOutcomes
 from headrace_robots.trainer.algorithms._terms import EpisodeTerms
+from headrace_robots.trainer.algorithms.advantages import chunk_rewards, episode_advantages
 from headrace_robots.trainer.algorithms.plugins import EpisodePpoOptions
 
 

@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace_servicekit.http_server import Bodies, BodyRefused
-from headrace_servicekit.rpc.callers import LEFT_STATUS, CallerLeft, while_connected
+from headrace_servicekit.http_server import LEFT_STATUS, Bodies, BodyRefused, CallerLeft, while_connected
 from headrace_servicekit.session_marks import is_at, own_key, session_of_answer, session_of_key
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request

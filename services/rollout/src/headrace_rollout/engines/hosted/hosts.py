@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 from headrace.rollout.v1 import rollout_pb2
-from headrace_servicekit.process.ports import free_port
+from headrace_servicekit.rpc.addresses import free_port
 
 from headrace_rollout.engines.base import WeightEntry
 from headrace_rollout.engines.hosted.backend import AdapterFile, BackendFailed, rows_of

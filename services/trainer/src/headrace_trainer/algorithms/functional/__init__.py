@@ -1,10 +1,5 @@
 """The mathematics of the algorithms: pure functions on torch tensors. Knows no plug-in, options or backend."""
 
-from headrace_trainer.algorithms.functional.advantages.episodes import (
-    chunk_rewards,
-    episode_advantages,
-    until_success_mask,
-)
 from headrace_trainer.algorithms.functional.advantages.groups import (
     Singletons,
     dr_grpo_advantages,
@@ -113,7 +108,6 @@ __all__ = [
     "aggregate",
     "aggregation_total",
     "behavior_mask",
-    "chunk_rewards",
     "cispo_terms",
     "clip_cov_terms",
     "decoupled_ppo_terms",
@@ -125,7 +119,6 @@ __all__ = [
     "drop_truncated",
     "entropy_bonus",
     "entropy_from_logits",
-    "episode_advantages",
     "gae_advantages",
     "gmpo_terms",
     "gpg_advantages",
@@ -164,7 +157,6 @@ __all__ = [
     "token_loss",
     "truncated_importance_weights",
     "truncation_penalty",
-    "until_success_mask",
     "value_terms",
     "vespo_terms",
     "whiten",

@@ -10,8 +10,7 @@ from contextlib import ExitStack
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace_servicekit.causes import cause_first
-from headrace_servicekit.rpc.chats import chat_message
-from headrace_servicekit.rpc.trajectories import segments_of
+from headrace_servicekit.rpc.trajectories import chat_message, segments_of
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.fleet.instance_client import InstanceDown

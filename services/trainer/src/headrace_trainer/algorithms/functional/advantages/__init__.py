@@ -1,1 +1,1 @@
-"""Advantages: from rewards along time, against the group of a prompt, and of episodes."""
+"""Advantages: from rewards along time, and against the group of a prompt."""

@@ -1,4 +1,4 @@
-"""Fixtures of a service's own tests, for those of its plug-ins."""
+"""Fixtures of a dist's own tests, for those of its plug-ins."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-SERVICES = Path(__file__).resolve().parents[2] / "services"
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def fixtures_of(service: str) -> dict[str, Any]:
-    """What `services/SERVICE/tests/conftest.py` defines; its helpers can be imported by their names from now on."""
-    file = SERVICES / service / "tests" / "conftest.py"
-    spec = spec_from_file_location(f"{service}_conftest", file)
+def fixtures_of(folder: str) -> dict[str, Any]:
+    """What `FOLDER/tests/conftest.py` defines; its helpers can be imported by their names from now on."""
+    spec = spec_from_file_location(
+        f"{folder.replace('/', '_')}_conftest", ROOT / folder / "tests" / "conftest.py"
+    )
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)

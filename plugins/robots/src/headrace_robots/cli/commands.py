@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-
 from headrace_cli.commands.options import JsonFlag
 from headrace_cli.errors import CommandError, refused, user_error, writing
 from headrace_cli.output import console, error_console, print_json
@@ -67,8 +66,8 @@ def collect(
     if target.exists():
         raise user_error("--to", f"{target} exists", "remove it, or give another directory")
     try:
-        from headrace_cli.demonstrations.collecting import Collection, collect
-        from headrace_cli.demonstrations.lerobot import write_data_set
+        from headrace_robots.cli.collecting import Collection, collect
+        from headrace_robots.cli.lerobot import write_data_set
     except ImportError as error:
         raise CommandError(
             f"collecting demonstrations needs pip install 'headrace[demonstrations]' ({error})"
@@ -98,9 +97,8 @@ def collect(
 
 def _spec(file: Path, sets: list[str]) -> RunSpec:
     from headrace.client import HeadraceError, load_spec
-    from headrace_schema.spec import RunSpec
-
     from headrace_cli.dry_run import check_schema
+    from headrace_schema.spec import RunSpec
 
     try:
         document = load_spec(file, sets)

@@ -22,11 +22,11 @@ import grpc.aio
 from headrace.common.v1 import blobs_pb2, blobs_pb2_grpc, common_pb2
 
 from headrace_servicekit.folders import open_below, read_below
+from headrace_servicekit.memory.segments import raise_no_space
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError, message_of
 from headrace_servicekit.rpc.requests import invalid
-from headrace_servicekit.weights.segments import raise_no_space
 
 CHUNK_BYTES = 1024 * 1024
 HELD_SHARE = 0.5

@@ -7,10 +7,9 @@ several episodes, one after the other. `valid` is true at actions that were exec
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages, gae_advantages
 from headrace_trainer.algorithms.functional.tensors import as_float, bool_mask, masked
+from torch import Tensor
 
 __all__ = ["chunk_rewards", "episode_advantages", "until_success_mask"]
 

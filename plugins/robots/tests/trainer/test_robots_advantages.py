@@ -5,7 +5,8 @@ from __future__ import annotations
 import algorithm_losses as losses
 import pytest
 import torch
-from headrace_trainer import algorithms as alg
+from headrace_robots.trainer.algorithms import advantages as alg
+from headrace_trainer.algorithms import grpo_advantages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +121,7 @@ def test_groups_compare_trajectories_and_learn_nothing_after_a_success(chunk, no
     success_BT, valid_BT = success_BTC.flatten(1), valid_BTC.flatten(1)
     mask_BT = alg.until_success_mask(success_BT, valid_BT)
     outcomes_B = (success_BT & valid_BT).any(1).double()
-    advantages_BT = alg.grpo_advantages(outcomes_B, [0] * len(mask_BT), mask_BT, singletons="zero")
+    advantages_BT = grpo_advantages(outcomes_B, [0] * len(mask_BT), mask_BT, singletons="zero")
     assert not advantages_BT[~mask_BT].any()
     log_probs_BT = torch.randn(
         mask_BT.shape, generator=torch.Generator().manual_seed(noise), dtype=torch.float64

@@ -18,10 +18,10 @@ from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from typing_extensions import override
 
 from headrace_servicekit.rpc.client import dial
-from headrace_servicekit.rpc.errors import ServiceError, message_of
-from headrace_servicekit.weights.pulling import unavailable
+from headrace_servicekit.rpc.errors import message_of
 from headrace_servicekit.weights.store import WeightStore
-from headrace_servicekit.weights.transports import Attempt, Found, OneSource, Wanted, refuse_withheld
+from headrace_servicekit.weights.versions import LentMemory, mismatch, unavailable
+from headrace_servicekit.weights.ways import Attempt, Found, Way, withheld
 
 LEND_S = 60.0
 WITHDRAWN_S = 0.05
@@ -88,41 +88,39 @@ class MemorySource:
             self._lender.give_back(lending.result()[0])
 
 
-class DeviceMemory(OneSource):
-    """The source's copy on a GPU of this host, mapped: no byte is moved before the swap."""
+class DeviceMemory(Way):
+    """The source's copy on a GPU of this host, mapped: no byte is moved before the swap. `shared` maps its file."""
 
     name = "cuda_ipc"
     kind = common_pb2.WEIGHT_TRANSPORT_CUDA_IPC
-    links = None
 
-    def __init__(self, mapper: Mapper, shared: OneSource) -> None:
+    def __init__(self, mapper: Mapper, shared: Way) -> None:
         self._mapper, self._shared = mapper, shared
 
-    def offered(self, wanted: Wanted, source: common_pb2.WeightSource) -> bool:
+    @override
+    def offered(self, attempt: Attempt, source: common_pb2.WeightSource) -> bool:
         """Where both sides have GPUs. Raises ServiceError WITHHELD with the reason of the side that has none."""
-        refuse_withheld(self.kind, source)
-        if self.kind in source.transports and (reason := self._mapper.why_not()):
-            raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "WITHHELD", reason)
-        return self.kind in source.transports
+        found = super().offered(attempt, source)
+        if found and (reason := self._mapper.why_not()):
+            raise withheld(reason)
+        return found
 
     @override
-    async def take_from(
-        self, source: common_pb2.WeightSource, store: WeightStore, wanted: Wanted, attempt: Attempt
-    ) -> Found:
+    async def take_from(self, source: common_pb2.WeightSource, attempt: Attempt) -> Found | None:
         """Maps and verifies both; raises where the source is of another host."""
-        lent = await self._borrow(wanted, source, attempt.token)
+        lent = await self._borrow(source, attempt)
         try:
-            found = await self._shared.take_from(source, store, wanted, attempt)
+            found = await self._shared.take_from(source, attempt)
         except BaseException:
             lent.end()
             raise
-        store.lent[wanted.run, wanted.version.number] = lent
+        attempt.store.lent[attempt.run, attempt.version.number] = lent
         return found
 
-    async def _borrow(self, wanted: Wanted, source: common_pb2.WeightSource, token: str | None) -> LentMemory:
-        request = weights_pb2.ShareDeviceMemoryRequest(run=wanted.run, number=wanted.version.number)
+    async def _borrow(self, source: common_pb2.WeightSource, attempt: Attempt) -> LentMemory:
+        request = weights_pb2.ShareDeviceMemoryRequest(run=attempt.run, number=attempt.version.number)
         began: asyncio.Future[weights_pb2.ShareDeviceMemoryResponse] = asyncio.Future()
-        lent = LentMemory(asyncio.create_task(_hold(source.address, token, request, began)))
+        lent = LentMemory(asyncio.create_task(_hold(source.address, attempt.token, request, began)))
         try:
             async with asyncio.timeout(LEND_S):
                 told = await began
@@ -130,48 +128,19 @@ class DeviceMemory(OneSource):
             lent.handle = {
                 each.name: getattr(told, each.name) for each in told.DESCRIPTOR.fields if each.name != "sums"
             }
-            places = places_of(wanted.manifest)
+            places = places_of(attempt.manifest)
             lent.memory = await asyncio.to_thread(self._mapper.open, told, places, lent.sums)
         except BaseException as error:
             lent.end()
             if isinstance(error, ValueError):
-                name = wanted.manifest.entries[error.args[0]].name
-                raise ServiceError(
-                    grpc.StatusCode.DATA_LOSS,
-                    "DIGEST_MISMATCH",
-                    f"tensor {name}: the bytes on the GPU are not the source's",
-                ) from error
+                name = attempt.manifest.entries[error.args[0]].name
+                raise mismatch(f"tensor {name}: the bytes on the GPU are not the source's") from error
             if isinstance(error, grpc.aio.AioRpcError):
                 raise unavailable(f"{source.address}: {message_of(error)}") from error
             if isinstance(error, (RuntimeError, TimeoutError)):
                 raise unavailable(f"{source.address}: {error or 'no answer'}") from error
             raise
         return lent
-
-
-class LentMemory:
-    """Memory of another process: what maps it, and, where this process computes, the mapped bytes.
-
-    `held` is False, and `memory` None, once it is given back or the source has withdrawn it.
-    """
-
-    def __init__(self, holding: asyncio.Task[None]) -> None:
-        self.memory: Any = None
-        self.held = True
-        self.handle: dict[str, Any] = {}
-        self.sums: list[int] = []
-        self._holding = holding
-        holding.add_done_callback(self._ended)
-
-    def end(self) -> None:
-        """Gives it back."""
-        self.held, self.memory = False, None
-        self._holding.cancel()
-
-    def _ended(self, holding: asyncio.Task[None]) -> None:
-        self.held, self.memory = False, None
-        if not holding.cancelled():
-            holding.exception()
 
 
 async def _hold(

@@ -18,8 +18,9 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from typing_extensions import override
 
-from headrace_robots.policies import flow
-from headrace_robots.policies.flow import FlowConfig, NoiseHead, VelocityField
+from headrace_robots.policies.flows import flow
+from headrace_robots.policies.flows.flow import FlowConfig, NoiseHead, VelocityField
+from headrace_robots.policies.flows.prefixes import with_gradient_to
 from headrace_robots.policies.gaussian import row_noise, row_uniform
 from headrace_robots.policies.paths import PATH, STEPS
 from headrace_robots.policies.policy import (
@@ -32,7 +33,6 @@ from headrace_robots.policies.policy import (
     check_seeds,
     state_of,
 )
-from headrace_robots.policies.prefixes import with_gradient_to
 from headrace_robots.policies.scaling import ActionBounds, ActionScaling
 
 ADDED = ("value_head.", "noise_head.")

@@ -25,16 +25,16 @@ import grpc.aio
 import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
+from headrace_cli.errors import EXIT_USER_ERROR, CommandError, user_error
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.causes import cause_first
-from headrace_servicekit.process.ports import LOOPBACK, free_port
+from headrace_servicekit.rpc.addresses import LOOPBACK, free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.episodes import is_image
 from headrace_servicekit.rpc.errors import metadata_of
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 
-from headrace_cli.demonstrations.lerobot import EpisodeData
-from headrace_cli.errors import EXIT_USER_ERROR, CommandError, user_error
+from headrace_robots.cli.lerobot import EpisodeData
 
 EXPERT_ACTION = "expert_action"
 OPEN_S = 300.0

@@ -1,6 +1,6 @@
 """Asks a server's gRPC health service and says so by exit status: the health check of a container.
 
-python -m headrace_servicekit.rpc.probe [HOST:PORT]
+python -m headrace_servicekit.process.probe [HOST:PORT]
 
 Without an address it asks every server that HEADRACE_LISTEN and HEADRACE_COUNT name.
 """
