@@ -7,15 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from inspect import Parameter, Signature, signature
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from headrace.client.tokens import fleet_ca, fleet_token, same_place
 
-from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
+from headrace_cli.commands.options import DEFAULT_DATA_DIR, Place, expanded
 from headrace_cli.errors import EXIT_USER_ERROR, CommandError, refused
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import DEFAULT_PORT
@@ -118,22 +115,8 @@ def show(answer: Answer, as_json: bool) -> None:
 def asking(command: Callable[..., Answer]) -> Callable[..., None]:
     """A command that returns its answer, made of a function with a client in place of --url, --data-dir and --json."""
 
-    @wraps(command)
-    def run(*, url: str | None, data_dir: Path, as_json: bool, **options: Any) -> None:
-        with connect(find_target(url, data_dir)) as client:
-            show(command(client, **options), as_json)
+    def ask(client: Place, **options: Any) -> None:
+        with connect(find_target(client.url, client.data_dir)) as found:
+            show(command(found, **options), client.as_json)
 
-    _, *given = signature(command).parameters.values()
-    hints = {each.name: command.__annotations__[each.name] for each in given}
-    hints = get_type_hints(SimpleNamespace(__annotations__=hints), command.__globals__, include_extras=True)
-    hints |= {"url": Url, "data_dir": DataDirOption, "as_json": JsonFlag}
-    defaults = {each.name: each.default for each in given}
-    defaults |= {"url": None, "data_dir": DEFAULT_DATA_DIR, "as_json": False}
-    run.__signature__ = Signature(  # type: ignore[attr-defined]
-        [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name])
-            for name in hints
-        ]
-    )
-    run.__annotations__ = hints
-    return run
+    return expanded(command, ask, {"client": Place})

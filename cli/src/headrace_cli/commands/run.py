@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
+from headrace_cli.commands.options import (
+    DEFAULT_DATA_DIR,
+    DataDirOption,
+    JsonFlag,
+    Place,
+    RunId,
+    Url,
+    grouped,
+)
 from headrace_cli.commands.results import PATIENCE_S, certificates, endpoint, export, logs, trajectories
 from headrace_cli.connection import CHECKING, Answer, asking, connect, find_target, saying, show
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused, user_error
@@ -24,54 +33,68 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override, such as optimizer.lr=2e-5."),
 ]
-Priority = Annotated[
-    int | None,
-    typer.Option(help="Runs of a higher one go first; sets scheduling.priority.", show_default=False),
-]
 Tags = Annotated[
     list[str] | None, typer.Option("--tag", metavar="TAG", help="A word to find it by; may be repeated.")
 ]
-WatchFlag = Annotated[bool, typer.Option("--watch", help="Show the run until it ends.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the spec and submit nothing.")]
-IdempotencyKey = Annotated[str, typer.Option(help="Same key and spec: the same run.")]
+
+
+@dataclass(frozen=True)
+class Submitting(Place):
+    """What `submit` and `fork` are told beside a spec."""
+
+    sets: Sets = None
+    priority: Annotated[
+        int | None,
+        typer.Option(help="Runs of a higher one go first; sets scheduling.priority.", show_default=False),
+    ] = None
+    watch: Annotated[bool, typer.Option("--watch", help="Show the run until it ends.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the spec and submit nothing.")] = False
+    idempotency_key: Annotated[str, typer.Option(help="Same key and spec: the same run.")] = ""
+
+    @property
+    def overrides(self) -> list[str]:
+        """--set, and --priority as one of them."""
+        own = [] if self.priority is None else [f"scheduling.priority={self.priority}"]
+        return [*(self.sets or []), *own]
+
+    @property
+    def patience_s(self) -> float:
+        """How long the coordinator may be away."""
+        return PATIENCE_S if self.watch else 0
 
 
 @app.command()
+@grouped
 def submit(
+    options: Submitting,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Run spec, a YAML file.")],
-    sets: Sets = None,
-    priority: Priority = None,
     tags: Tags = None,
-    watch: WatchFlag = False,
-    dry_run: DryRun = False,
-    idempotency_key: IdempotencyKey = "",
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
 ) -> None:
     """Submit a run."""
     from headrace.client import HeadraceError, load_spec
 
     try:
-        spec = load_spec(file, _overrides(sets, priority))
+        spec = load_spec(file, options.overrides)
     except HeadraceError as error:
         raise refused(error) from error
-    target = find_target(url, data_dir)
-    if dry_run:
+    target = find_target(options.url, options.data_dir)
+    if options.dry_run:
         from headrace_cli.dry_run import check
 
-        _show_check(check(spec, target), as_json)
+        _show_check(check(spec, target), options.as_json)
         return
-    with connect(target, patience_s=PATIENCE_S if watch else 0) as client:
+    with connect(target, patience_s=options.patience_s) as client:
         with saying(CHECKING):
-            run = client.submit(spec, idempotency_key=idempotency_key or None)
+            run = client.submit(spec, idempotency_key=options.idempotency_key or None)
             if tags:
                 run = client.label(run.id, tags)
-        _show_submitted(client, run, watch, as_json, "submitted")
+        _show_submitted(client, run, options, "submitted")
 
 
 @app.command()
+@grouped
 def fork(
+    options: Submitting,
     run: RunId,
     at: Annotated[
         int | None,
@@ -79,39 +102,27 @@ def fork(
             min=0, help="Step of the checkpoint; default: the newest valid one.", show_default=False
         ),
     ] = None,
-    sets: Sets = None,
-    priority: Priority = None,
-    watch: WatchFlag = False,
-    dry_run: DryRun = False,
-    idempotency_key: IdempotencyKey = "",
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
 ) -> None:
     """Submit a run that continues from a checkpoint of RUN, with RUN's spec and overrides."""
     from headrace.client import fork_spec
 
     from headrace_cli.dry_run import check_with
 
-    with connect(find_target(url, data_dir), patience_s=PATIENCE_S if watch else 0) as client:
-        spec = fork_spec(client.get(run), at, _overrides(sets, priority))
-        if dry_run:
-            _show_check(check_with(client, spec), as_json)
+    with connect(find_target(options.url, options.data_dir), patience_s=options.patience_s) as client:
+        spec = fork_spec(client.get(run), at, options.overrides)
+        if options.dry_run:
+            _show_check(check_with(client, spec), options.as_json)
             return
         with saying(CHECKING):
-            made = client.submit(spec, idempotency_key=idempotency_key or None)
-        _show_submitted(client, made, watch, as_json, f"forked from {made.forked_from}")
+            made = client.submit(spec, idempotency_key=options.idempotency_key or None)
+        _show_submitted(client, made, options, f"forked from {made.forked_from}")
 
 
-def _overrides(sets: list[str] | None, priority: int | None) -> list[str]:
-    return [*(sets or []), *([] if priority is None else [f"scheduling.priority={priority}"])]
-
-
-def _show_submitted(client: Client, run: Run, watch: bool, as_json: bool, done: str) -> None:
-    if watch:
-        _watch(client, run.id, as_json)
+def _show_submitted(client: Client, run: Run, options: Submitting, done: str) -> None:
+    if options.watch:
+        _watch(client, run.id, options.as_json)
     else:
-        show(_steered(run, f"{done}; next: headrace run watch {run.id}"), as_json)
+        show(_steered(run, f"{done}; next: headrace run watch {run.id}"), options.as_json)
 
 
 def _show_check(answer: dict[str, Any], as_json: bool) -> None:

@@ -146,12 +146,12 @@ FIGURES: dict[str, tuple[str, Callable[[RunView], float | None]]] = {
     "stalled": ("1 while the step in hand stands still, else 0", lambda run: run.stalled),
     "step": ("Committed steps", lambda run: run.step),
     "recoveries": ("Recoveries", lambda run: run.recoveries),
-    "reward_mean": ("Mean reward of the last step", lambda run: run.last_step and run.last_step.reward_mean),
+    "reward_mean": ("Mean reward of the last step", lambda run: getattr(run.last_step, "reward_mean", None)),
     "tokens_per_second": (
         "Tokens per second of the last step",
-        lambda run: run.last_step and run.last_step.tokens_per_s,
+        lambda run: getattr(run.last_step, "tokens_per_s", None),
     ),
-    "step_seconds": ("Seconds of the last step", lambda run: run.last_step and run.last_step.wall_s),
+    "step_seconds": ("Seconds of the last step", lambda run: getattr(run.last_step, "wall_s", None)),
     "max_staleness": ("Worst staleness of any trained token", lambda run: run.counts.max_staleness),
 }
 
