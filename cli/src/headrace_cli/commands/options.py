@@ -77,15 +77,11 @@ class Place:
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the fields of a dataclass as options, in place of each parameter that is one."""
     hints = get_type_hints(command, include_extras=True)
-    return expanded(
-        command,
-        command,
-        {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)},
-    )
+    return expanded(command, command, {name: kind for name, kind in hints.items() if is_dataclass(kind)})
 
 
 def expanded(
-    command: Callable[..., Any], call: Callable[..., None], groups: Mapping[str, type[Any]]
+    command: Callable[..., Any], call: Callable[..., None], groups: Mapping[str, Any]
 ) -> Callable[..., None]:
     """The options of `command`, which are passed to `call`; those of dataclasses stand for the parameters `groups`."""
 
