@@ -169,7 +169,7 @@ class World(Processes):
             self.store,
             lambda: loop.time() + self.wall_ahead_s,
             lambda: loop.time() + self.slept_s,
-            history=History(Path(self.data_dir) / "runs", _at_once),
+            history=History(Path(self.data_dir) / "runs", _at_once, synced=False),
         )
         await event_log.open("simulated")
         fleet = Fleet(event_log, self.connect, SETTINGS)
