@@ -21,8 +21,6 @@ from headrace_trainer.learning.passes import EpisodeRounds
 from headrace_trainer.learning.policies import AnyLearner as AnyLearner
 from headrace_trainer.learning.samples import Group, Sample
 
-DEFAULT_BACKEND = "fsdp"
-
 
 class RunKind(Protocol):
     """What a run learns from; what each method raises is a Refusal."""

@@ -26,7 +26,7 @@ from headrace_trainer.algorithms._base import (
     Algorithm,
     Outcomes,
     Turns,
-    siblings_of,
+    branch_weights_of,
     turn_credit_of,
 )
 from headrace_trainer.algorithms._turns import by_role, by_turn
@@ -152,7 +152,7 @@ class Intake:
 
     def _share(self, samples: Many[Sample]) -> float:
         """What each sample of a member weighs."""
-        whole = any(sample.role for sample in samples) or siblings_of(self._algorithm) == "whole"
+        whole = any(sample.role for sample in samples) or branch_weights_of(self._algorithm) == "whole"
         return 1.0 if whole else 1.0 / max(1, len(samples))
 
     def _outcomes(self, state: steps.StepState, batch: Many[Group]) -> Outcomes:
