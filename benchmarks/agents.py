@@ -100,10 +100,10 @@ def reused(speaker: Any, prefilled: int) -> float:
 class Bench:
     """An engine with its endpoint, and a simulator beside it."""
 
-    def __init__(self, options: argparse.Namespace, engine: Any, codec: Any, template: Any) -> None:
+    def __init__(self, options: argparse.Namespace, policy: Any) -> None:
         from headrace_rollout.endpoint.server import Endpoint
 
-        self._options, self._engine, self._codec, self._template = options, engine, codec, template
+        self._options, self._policy, self._engine = options, policy, policy.engine
         self._endpoint = Endpoint("127.0.0.1", "127.0.0.1")
         self._simulator: subprocess.Popen[bytes] | None = None
         self._pools: Any = None
@@ -115,10 +115,11 @@ class Bench:
         import torch
         from headrace_modelkit.presets.tiny import write_tiny
         from headrace_modelkit.tokenizer import load_tokenizer
-        from headrace_rollout.conversations.template import TurnTemplate
         from headrace_rollout.engines import ENGINES
         from headrace_rollout.engines.base import EngineConfig, Policy
         from headrace_rollout.runs.policy_files import read_policy
+        from headrace_rollout.sessions.template import TurnTemplate
+        from headrace_rollout.sessions.turns import Player
         from headrace_rollout.wire import weights_of
         from headrace_schema.openings import RolloutConfig
         from headrace_schema.sections.generating import PromptSection
@@ -131,7 +132,7 @@ class Bench:
         await engine.place((torch.device("cpu"),), 1)
         manifest, body = read_policy(config, "", "")
         await engine.install(Policy(1, manifest.digest), weights_of(manifest, body))
-        bench = cls(options, engine, codec, TurnTemplate(codec, PromptSection(chat=True)))
+        bench = cls(options, Player(engine, codec, TurnTemplate(codec, PromptSection(chat=True))))
         await bench._open_environments(folder)
         return bench
 
@@ -148,15 +149,12 @@ class Bench:
     async def over_http(self) -> tuple[float, Any, int]:
         """Seconds, the speaker that asked, and the tokens that the engine computed, of agents in another process."""
         from headrace_rollout.endpoint.answers import Terms
-        from headrace_rollout.endpoint.session import Session
-        from headrace_rollout.engines.samples import Conversation, SlotKey
+        from headrace_rollout.endpoint.session import AgentSession
+        from headrace_rollout.engines.samples import SlotKey
 
-        stream, speaker = self._stream(), self._speaker()
-        limit = self._engine.max_context_tokens
-        terms = Terms("tiny", stream, self._codec, self._template, 0, limit, "hermes")
+        speaker, terms = self._speaker(), Terms("tiny", "hermes")
         sessions = [
-            Session(SlotKey(index, 0), 1, Conversation(), terms, speaker, greedy=False)
-            for index in range(self._options.sessions)
+            AgentSession(SlotKey(index, 0), 1, terms, speaker) for index in range(self._options.sessions)
         ]
         url = await self._endpoint.url()
         with ExitStack() as served:
@@ -182,33 +180,34 @@ class Bench:
     async def with_environments(self) -> tuple[float, Any, int]:
         """The same of conversations with environments of a simulator."""
         from headrace.rollout.v1 import rollout_pb2
-        from headrace_rollout.conversations.runner import (
-            ConversationPlan,
-            ConversationRunner,
-            ConversationSample,
-        )
         from headrace_rollout.engines.samples import SlotKey
+        from headrace_rollout.runs.opened import ConversationRun
+        from headrace_rollout.sessions.drivers.environment import ConversationDriver, SessionSample
+        from headrace_schema.openings import RolloutConfig
 
         count, ended, all_ended = self._options.sessions, list[Any](), asyncio.Event()
 
-        def sink(updates: list[Any]) -> None:
-            ended.extend(updates)
+        def put(produced: Any) -> None:
+            if isinstance(produced, Exception):
+                raise produced
+            ended.extend(produced)
             if len(ended) == count:
                 all_ended.set()
 
-        def failed(error: Any) -> None:
-            raise RuntimeError(str(error))
-
-        plan = ConversationPlan(self._stream(sink), self._codec, self._template, failed, failed)
-        runner = ConversationRunner(plan, self._engine, [self._pool])
-        speaker = runner._speaker = self._speaker()
+        config = RolloutConfig.model_validate(
+            {"model": {"path": "tiny"}, "workflow": "agentic", "environment": {"tasks": [TASK]}}
+        )
+        run = ConversationRun("tiny", config, self._engine, self._policy.codec, self._policy, self._pools)
+        opening = rollout_pb2.GenerateOpen(pools=[self._pool])
+        driver = ConversationDriver(run, opening, self._stream(), put)
+        speaker = driver._speaker = self._speaker()
         starts = [rollout_pb2.EpisodeStart(task=TASK, seed=index) for index in range(count)]
         before, started = self._engine.figures.prefill_tokens, time.perf_counter()
-        runner.submit([ConversationSample(SlotKey(index, 0), 1, start) for index, start in enumerate(starts)])
+        await driver.begin([SessionSample(SlotKey(index, 0), 1, start) for index, start in enumerate(starts)])
         await all_ended.wait()
         took = time.perf_counter() - started
         prefilled = self._engine.figures.prefill_tokens - before
-        await runner.close()
+        await driver.close()
         return took, speaker, prefilled
 
     async def alone(self, asked: Sequence[Any]) -> float:
@@ -228,14 +227,16 @@ class Bench:
         await speaker.close()
         return took
 
-    def _stream(self, sink: Any = lambda _: None) -> Any:
+    def _stream(self) -> Any:
         from headrace_rollout.engines.samples import Distribution, Stream
 
-        return Stream(1, Distribution(), self._options.tokens, 7, sink, say, stop=tuple("0123456789"))
+        return Stream(
+            1, Distribution(), self._options.tokens, 7, lambda _: None, say, stop=tuple("0123456789")
+        )
 
     def _speaker(self) -> Any:
         """A Speaker that keeps what it was asked."""
-        from headrace_rollout.conversations.speaker import Speaker
+        from headrace_rollout.sessions.turns import Speaker
 
         class Kept(Speaker):
             asked: list[Any]
@@ -248,7 +249,7 @@ class Bench:
                 self.said[asked.key, asked.turn] = len(turn.whole.token_ids)
                 return turn
 
-        speaker = Kept(self._engine, self._stream())
+        speaker = Kept(self._policy, self._stream())
         speaker.asked, speaker.said = [], {}
         return speaker
 
@@ -289,7 +290,7 @@ class Bench:
             task=TASK,
         )
         self._pools = Pools(BlobReader(folder / "shm", None), None, 30)
-        (self._pool,) = self._pools.of([pool])
+        self._pool = pool
 
 
 async def speak(url: str, keys: Sequence[str], turns: int) -> None:

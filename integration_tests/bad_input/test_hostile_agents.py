@@ -153,7 +153,7 @@ def test_each_costs_its_own_sample_and_nothing_else(fleet, tiny_model, tmp_path)
     talks = fleet.client.trajectories(run.id, limit=100)
     reasons = [talk.finish_reason for talk in talks]
     assert reasons.count("TIMED_OUT") == 1 and reasons.count("LENGTH") == 1, reasons
-    # What the agent put into the model's mouth is a sibling's context, and no turn of the policy's.
+    # What the agent put into the model's mouth is the context of a branch, and no turn of the policy's.
     (edited,) = [talk for talk in talks if "no such thing was said" in talk.completion]
     assert all(each.tokens is None for each in edited.messages if each.content == "no such thing was said")
     assert sum(each.tokens is not None for each in edited.messages) >= 3

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
-from headrace_rollout.conversations.template import TurnTemplate
+from headrace_rollout.endpoint.answers import Terms
 from headrace_rollout.endpoint.server import Endpoint
-from headrace_rollout.endpoint.session import Session, Terms
+from headrace_rollout.endpoint.session import AgentSession
 from headrace_rollout.engines.samples import (
-    Conversation,
     Distribution,
     Finish,
     Prefix,
@@ -18,11 +18,14 @@ from headrace_rollout.engines.samples import (
     Stream,
     TrajectoryUpdate,
 )
+from headrace_rollout.sessions.template import TurnTemplate
+from headrace_rollout.sessions.turns import Player
 from headrace_schema.sections.generating import PromptSection
 
 END = 0
 CHAT = "/v1/chat/completions"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+STREAM = Stream(3, Distribution(), 40, 7, lambda _: None, lambda _: None, stop=("#",))
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
 
 
@@ -56,10 +59,18 @@ class Letters:
         return "".join(chr(id) for id in ids if id != END)
 
 
+def policy(codec=None, most_tokens=400):
+    """Who takes turns, in a context of so many tokens."""
+    codec = codec or Letters()
+    engine = SimpleNamespace(max_context_tokens=most_tokens)
+    return Player(engine, codec, TurnTemplate(codec, PromptSection(chat=True)))
+
+
 class Says:
     """Says what it is told to, and keeps what it was asked."""
 
-    def __init__(self, *texts):
+    def __init__(self, *texts, player=None, stream=None):
+        self.player, self.stream = player, stream or STREAM
         self.texts, self.asked, self.waits, self.stopped = list(texts), [], asyncio.Event(), 0
         self.waits.set()
 
@@ -79,8 +90,8 @@ class Says:
             )
         ids = [*map(ord, text), END]
         finish = Finish.EOS
-        if len(ids) > asked.limits.max_new_tokens:
-            ids, finish = ids[: asked.limits.max_new_tokens], Finish.LENGTH
+        if len(ids) > (most := asked.draw.most_tokens(self.stream)):
+            ids, finish = ids[:most], Finish.LENGTH
         for id in ids[:-1] if asked.heard else ():
             asked.heard([id], [-0.5])
             await asyncio.sleep(0)
@@ -96,14 +107,10 @@ class Desk:
     def __init__(self):
         self.endpoint, self.client = Endpoint("127.0.0.1", "127.0.0.1"), None
 
-    def open(self, *texts, codec=None, **more):
-        speaker, talk = Says(*texts), Conversation()
-        stream = Stream(3, Distribution(), 40, 7, lambda _: None, lambda _: None, stop=("#",))
-        codec = codec or Letters()
-        fields = {"most_turns": 0, "most_tokens": 200, "asked": True, **more}
-        template = TurnTemplate(codec, PromptSection(chat=True))
-        terms = Terms("run", stream, codec, template, tool_calls="hermes", **fields)
-        session = Session(SlotKey(1, 2), 1, talk, terms, speaker, greedy=False)
+    def open(self, *texts, codec=None, most_tokens=200, **more):
+        # A stream of its own, which a test may change.
+        speaker = Says(*texts, player=policy(codec, most_tokens), stream=replace(STREAM))
+        session = AgentSession(SlotKey(1, 2), 1, Terms("run", "hermes", **more), speaker)
         self.endpoint._sessions[session.id] = session
         return session, speaker
 

@@ -6,7 +6,7 @@ import pytest
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.presets.tiny import character_tokenizer
 from headrace_modelkit.tokenizer import TextCodec
-from headrace_rollout.conversations.template import TurnTemplate
+from headrace_rollout.sessions.template import TurnTemplate
 from headrace_schema.sections.generating import PromptSection
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

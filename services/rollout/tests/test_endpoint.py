@@ -8,6 +8,7 @@ import pytest
 from endpoint_desk import CHAT, END, TOOLS, Letters, user
 from headrace_rollout.engines.base import Refused
 from headrace_rollout.engines.samples import Finish, SlotKey
+from headrace_rollout.sessions.session import Stopped
 
 
 async def test_requests_that_extend_each_other_are_one_trajectory_of_exact_ids(desk):
@@ -38,12 +39,10 @@ async def test_requests_that_extend_each_other_are_one_trajectory_of_exact_ids(d
         END,
         *map(ord, "a:"),
     ]
-    assert (one.turn, two.turn, two.key, two.limits.max_new_tokens, two.limits.stop) == (
+    assert (one.turn, two.turn, two.key) == (
         0,
         1,
         SlotKey(1, 2),
-        40,
-        ("#",),
     )
     talk = session.join()
     assert [each[:2] for each in talk.messages] == [
@@ -77,7 +76,7 @@ EDITED = {
 
 
 @pytest.mark.parametrize("edited", EDITED)
-async def test_messages_that_do_not_extend_what_was_said_begin_a_sibling(desk, edited):
+async def test_messages_that_do_not_extend_what_was_said_begin_a_branch(desk, edited):
     """Of the same session: a line of its own, which reads its own prompt, and shares the reward."""
     messages, more = EDITED[edited]
     session, speaker = desk.open("yes", "no", "so")
@@ -100,7 +99,7 @@ async def test_messages_that_do_not_extend_what_was_said_begin_a_sibling(desk, e
     assert all(len(branch.log_probs) == len(branch.tokens) for branch in talk.branches)
     told = [(turn.tokens, turn.reward, talk.branches.index(turn.branch)) for turn in talk.turns]
     assert told == [(4, 0.0, 0), (3, 0.0, 1), (3, 1.0, 0)], "in the order of time"
-    assert [talk.messages[turn.message][:2] for turn in talk.turns] == [
+    assert [turn.message[:2] for turn in talk.turns] == [
         ("assistant", "yes"),
         ("assistant", "no"),
         ("assistant", "so"),
@@ -183,12 +182,12 @@ async def test_an_answer_is_as_long_as_agent_and_run_allow(desk):
     session, speaker = desk.open("yes" * 20, "yes" * 20)
     choice = await desk.said(session, [user("one")], max_completion_tokens=4, stop="!")
     assert choice["message"]["content"] == "yesy" and choice["finish_reason"] == "length"
-    assert speaker.asked[0].limits.stop == ("#", "!") and not session.cut, (
+    assert speaker.asked[0].draw.stop == ("!",) and not session.talk.cut, (
         "its own wish cut it, and it goes on"
     )
     said = [user("one"), {"role": "assistant", "content": "yesy"}, user("two")]
     choice = await desk.said(session, said, max_tokens=10_000)
-    assert len(choice["message"]["content"]) == 40 and session.cut
+    assert len(choice["message"]["content"]) == 40 and session.talk.cut
     # The end of the turn that was cut stands before what follows.
     assert list(speaker.asked[1].prompt_ids)[-9:-3] == [END, *map(ord, "u:two")]
 
@@ -216,7 +215,7 @@ async def test_limits_end_a_session(desk):
     ("last", "line"),
     [
         ("the first goes on", 0),
-        ("the sibling goes on", 1),
+        ("the other goes on", 1),
         ("another begins", -1),
         ("it ends by itself", None),
     ],
@@ -231,7 +230,7 @@ async def test_a_session_says_which_of_its_lines_a_limit_has_cut(desk, last, lin
     long = "two" * (20 if limit == "context" and last != "it ends by itself" else 1)
     before = {
         "the first goes on": [user("one"), {"role": "assistant", "content": "yes"}],
-        "the sibling goes on": [user("other"), {"role": "assistant", "content": "no"}],
+        "the other goes on": [user("other"), {"role": "assistant", "content": "no"}],
     }.get(last, [])
     if limit == "context" and last != "it ends by itself":
         await desk.refused(session, {"messages": [*before, user(long)]})
@@ -241,7 +240,9 @@ async def test_a_session_says_which_of_its_lines_a_limit_has_cut(desk, last, lin
     if last == "another begins" and limit == "tokens of a turn":
         line = 2
     talk = session.join()
-    assert talk.cut is (None if line in (None, -1) else talk.branches[line])
+    assert [place for place, branch in enumerate(talk.branches) if branch is talk.cut] == (
+        [] if line in (None, -1) else [line]
+    )
 
 
 @pytest.mark.parametrize("end", [None, Refused("PAUSED", "the engine is paused")])
@@ -250,8 +251,8 @@ async def test_requests_of_a_sample_that_is_stopped_wait_and_do_not_fail(desk, e
     waits = asyncio.create_task(desk.post(session, {"messages": [user("one")]}))
     await asyncio.wait({session.halted})
     await asyncio.sleep(0.05)
-    assert not waits.done() and not session.turns
-    assert (session.halted.exception() is None) == (end is None)
+    assert not waits.done() and not session.talk.turns
+    assert isinstance(session.halted.exception(), Stopped if end is None else Refused)
     session.over.set()
     assert (await waits).status_code == 503
 

@@ -28,7 +28,7 @@ async def openai_client(desk):
 
 async def test_the_openai_client_reads_what_it_is_answered(desk, openai_client):
     session, _ = desk.open("yes", CALL, "three", most_tokens=400)
-    session._terms.stream.__dict__["max_new_tokens"] = 100
+    session._says.stream.__dict__["max_new_tokens"] = 100
     client = openai_client(session)
     messages = [user("one")]
     found = await client.chat.completions.create(
@@ -54,7 +54,7 @@ async def test_the_openai_client_reads_what_it_is_answered(desk, openai_client):
 
 async def test_responses_are_the_same_session_in_another_form(desk, openai_client):
     session, speaker = desk.open("Sum: " + CALL, "three", "yes" * 40, most_tokens=500)
-    session._terms.stream.__dict__["max_new_tokens"] = 100
+    session._says.stream.__dict__["max_new_tokens"] = 100
     client = openai_client(session)
     tools = [{"type": "function", "name": "add", "parameters": {}, "strict": True}]
     items = [user("1+2")]
@@ -90,7 +90,7 @@ async def test_responses_are_the_same_session_in_another_form(desk, openai_clien
 
 async def test_a_streamed_response_is_read_by_the_client(desk, openai_client):
     session, _ = desk.open("Sum: " + CALL, most_tokens=500)
-    session._terms.stream.__dict__["max_new_tokens"] = 100
+    session._says.stream.__dict__["max_new_tokens"] = 100
     tools = [{"type": "function", "name": "add", "parameters": {}, "strict": True}]
     kinds, text = [], ""
     async with openai_client(session).responses.stream(model="x", input="1+2", tools=tools) as stream:

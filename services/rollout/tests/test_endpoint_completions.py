@@ -29,7 +29,7 @@ async def test_texts_that_extend_each_other_are_one_trajectory_of_exact_ids(desk
     assert "".join(choice.text for piece in pieces for choice in piece.choices) == " no"
     assert pieces[-1].usage.completion_tokens == 4
     one, two = speaker.asked
-    assert Letters().decode(one.prompt_ids) == "^Is it? " and one.limits.max_new_tokens == 30
+    assert Letters().decode(one.prompt_ids) == "^Is it? " and one.draw.max_new_tokens == 30
     assert list(two.prompt_ids) == [*one.prompt_ids, *map(ord, "yes"), END, *map(ord, ". And?")]
     talk = session.join()
     texts = [each.content for each in talk.messages]
@@ -59,7 +59,7 @@ async def test_what_a_session_cannot_answer_is_refused_by_name(desk, body, param
     assert len(speaker.asked) == 1
 
 
-async def test_texts_and_messages_of_a_session_are_siblings(desk):
+async def test_texts_and_messages_of_a_session_are_branches(desk):
     session, speaker = desk.open("yes", "no", "so")
     await desk.post(session, {"prompt": "Is it? "}, TEXT)
     messages = [{"role": "user", "content": "Is it? "}, {"role": "assistant", "content": "yes"}]

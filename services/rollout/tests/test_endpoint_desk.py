@@ -8,16 +8,14 @@ import time
 
 import httpx2
 import pytest
-from endpoint_desk import CHAT, Letters, Says
-from headrace_rollout.conversations.template import TurnTemplate
-from headrace_rollout.endpoint.desk import Desk, Place
+from endpoint_desk import CHAT, Says, policy
+from headrace_rollout.endpoint.answers import Terms
 from headrace_rollout.endpoint.routes import make_app
 from headrace_rollout.endpoint.server import GROUP, SESSION, Endpoint
-from headrace_rollout.endpoint.session import Terms
 from headrace_rollout.engines.base import Refused
 from headrace_rollout.engines.samples import Distribution, SlotKey, Stream
+from headrace_rollout.sessions.drivers.online import Desk, Slot
 from headrace_schema.sections.agent import OnlineSection
-from headrace_schema.sections.generating import PromptSection
 from headrace_servicekit.session_marks import own_key
 
 KEY = "sk-headrace-run"
@@ -32,11 +30,9 @@ class Shop:
 
     def __init__(self, group_size=1, **section):
         stream = Stream(0, Distribution(), 40, 7, lambda _: None, lambda _: None)
-        terms = Terms(
-            "run", stream, Letters(), TurnTemplate(Letters(), PromptSection(chat=True)), 0, 400, "hermes"
-        )
+        terms, online = Terms("run", "hermes"), OnlineSection(**section)
         self.kept: set[SlotKey] = set()
-        self.desk = Desk(KEY, OnlineSection(**section), terms, group_size, self.kept.__contains__)
+        self.desk = Desk(KEY, online, terms, policy(), stream, group_size, self.kept.__contains__)
         self.endpoint = Endpoint("127.0.0.1", "127.0.0.1")
         self.endpoint.desk = self.desk
         self.filled = []
@@ -46,7 +42,7 @@ class Shop:
 
     def offer(self, ordinals, *, samples=1, oldest=0, attempt=1, owner="stream"):
         self.desk.offer(
-            Place(SlotKey(ordinal, sample), attempt, oldest, self.filled.append, owner)
+            Slot(SlotKey(ordinal, sample), attempt, oldest, self.filled.append, owner)
             for ordinal in ordinals
             for sample in range(samples)
         )

@@ -10,9 +10,8 @@ from endpoint_desk import user
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.presets.tiny_vision import write_tiny_vision
 from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_rollout.conversations import conversation
-from headrace_rollout.conversations.conversation import ended
-from headrace_rollout.engines.samples import Distribution, Finish, SlotKey, Stream
+from headrace_rollout.engines.samples import Distribution, Finish, Stream
+from headrace_rollout.sessions import session as sessions
 from headrace_rollout.wire import fill_trajectory
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import digest_bytes, trajectory_digest
@@ -44,7 +43,7 @@ async def test_images_keep_their_places_turn_by_turn_and_travel_once(desk, codec
     first, then = seen("which?", png(1)), seen("and?", png(2, 32), png(1), role="tool")
     said = (await desk.said(session, [first]))["message"]
     await desk.said(session, [first, said, then])
-    await desk.said(session, [seen("other", png(3))])  # begins a sibling
+    await desk.said(session, [seen("other", png(3))])  # begins a branch
     one, two, three = speaker.asked
     assert two.prompt_ids[: len(one.prompt_ids) + 3] == [*one.prompt_ids, *map(ord, "ab"), 0]
     assert [image.data for image in two.images] == [png(1), png(2, 32), png(1)]
@@ -55,7 +54,7 @@ async def test_images_keep_their_places_turn_by_turn_and_travel_once(desk, codec
     assert two.images[0] == one.images[0] and len(three.images) == 1
 
     stream = Stream(3, Distribution(), 40, 7, lambda _: None, lambda _: None)
-    update = ended(session.join(), SlotKey(1, 2), 1, 3, Finish.TERMINATED, greedy=False)
+    update = session.ended(Finish.TERMINATED, 3)
     trajectory = common_pb2.Trajectory()
     fill_trajectory(trajectory, update, stream, codec, "producer")
     files = [png(1), png(2, 32), png(1), png(3)]
@@ -86,7 +85,7 @@ async def test_a_request_that_shows_another_image_goes_on_nowhere(desk, codec):
     session, speaker = desk.open("ab", "cd", codec=codec)
     said = (await desk.said(session, [seen("which?", png(1))]))["message"]
     await desk.said(session, [seen("which?", png(2)), said, user("and?")])
-    assert speaker.asked[1].images[0].data == png(2) and len(session._branches.spoken()) == 2
+    assert speaker.asked[1].images[0].data == png(2) and len(session.talk.branches) == 2
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ async def test_images_that_are_not_read_are_refused_by_name(desk, codec, message
 
 
 async def test_images_of_a_conversation_have_a_size_together(desk, codec, monkeypatch):
-    monkeypatch.setattr(conversation, "MOST_PROMPT_IMAGE_BYTES", len(png(1)) + len(png(2)))
+    monkeypatch.setattr(sessions, "MOST_PROMPT_IMAGE_BYTES", len(png(1)) + len(png(2)))
     session, speaker = desk.open("ab", "cd", codec=codec)
     opened = [seen("which?", png(1), png(2))]
     said = (await desk.said(session, opened))["message"]

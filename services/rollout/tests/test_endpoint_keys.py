@@ -100,7 +100,7 @@ class Seen(Letters):
 async def test_templates_see_the_keys_of_messages_and_calls_have_ids_of_nine_letters(desk):
     codec = Seen()
     session, _ = desk.open(CALL, "three", codec=codec, most_tokens=400)
-    session._terms.stream.__dict__["max_new_tokens"] = 100
+    session._says.stream.__dict__["max_new_tokens"] = 100
     choice = await desk.said(session, [user("1+2")], tools=TOOLS)
     (call,) = choice["message"]["tool_calls"]
     assert len(call["id"]) == 9 and call["id"].isalnum()
@@ -108,7 +108,7 @@ async def test_templates_see_the_keys_of_messages_and_calls_have_ids_of_nine_let
     await desk.said(session, [user("1+2"), choice["message"], result], tools=TOOLS)
     (answer,) = [each for chat in codec.chats for each in chat if each["content"] == "3"][:1]
     assert (answer["tool_call_id"], answer["name"]) == (call["id"], "add")
-    assert ("tool", "3") in [each[:2] for each in session._branches.first.messages]
+    assert ("tool", "3") in [each[:2] for each in session.join().messages]
     thought = {
         "role": "assistant",
         "content": "x",

@@ -59,14 +59,13 @@ async def test_a_request_whose_caller_leaves_is_ended_and_nothing_of_it_stays(se
     count = n if more else 1
     async with asked(served, session, path, {**BODIES[path], "stream": stream, **more}):
         await until(lambda: len(speaker.asked) == count)
-        assert session.answering
-    await until(lambda: speaker.stopped == count and not session.answering)
-    branch = session._branches.first
-    assert not session.turns and not branch.tokens and not branch.messages
+        assert session.exchanges.under_way
+    await until(lambda: speaker.stopped == count and not session.exchanges.under_way)
+    assert not session.talk.turns and not session._branches._branches
     speaker.waits.set()
     # The same request again, without a word: there is one line, as if the first had never been.
     assert (await served.post(session, BODIES[path], path)).status_code == 200
-    assert session.turns == 1 and [branch.spans[0][0] for branch in session.join().branches] == [3]
+    assert len(session.talk.turns) == 1 and [branch.spans[0][0] for branch in session.join().branches] == [3]
 
 
 async def test_of_several_choices_none_stays_where_one_was_ended(served):
@@ -81,8 +80,8 @@ async def test_of_several_choices_none_stays_where_one_was_ended(served):
     speaker.say = second_waits
     async with asked(served, session, CHAT, {"messages": [user("one")], "n": 2}):
         await until(lambda: len(speaker.asked) == 2)
-    await until(lambda: speaker.stopped >= 1 and not session.answering)
-    assert not session.turns and not session.join().messages
+    await until(lambda: speaker.stopped >= 1 and not session.exchanges.under_way)
+    assert not session.talk.turns and not session.join().messages
 
 
 async def test_a_caller_who_leaves_takes_nothing_from_one_who_waits_for_the_same(served):
@@ -96,7 +95,7 @@ async def test_a_caller_who_leaves_takes_nothing_from_one_who_waits_for_the_same
     await asyncio.sleep(0.05)
     speaker.waits.set()
     assert (await again).json()["choices"][0]["message"]["content"] == "yes"
-    assert (len(speaker.asked), session.turns, speaker.stopped) == (1, 1, 0)
+    assert (len(speaker.asked), len(session.talk.turns), speaker.stopped) == (1, 1, 0)
 
 
 async def test_requests_of_one_key_are_one_request(served):
@@ -109,11 +108,11 @@ async def test_requests_of_one_key_are_one_request(served):
     first, second = [(await each).json() for each in both]
     third = (await served.post(session, body, **key)).json()
     assert first["choices"] == second["choices"] == third["choices"] and first["id"] == third["id"]
-    assert (len(speaker.asked), session.turns) == (1, 1)
+    assert (len(speaker.asked), len(session.talk.turns)) == (1, 1)
     error = await served.refused(session, {"messages": [user("two")]}, **key)
     assert "Idempotency-Key" in error["message"]
     await served.post(session, body, **{"Idempotency-Key": "b"})
-    assert session.turns == 2, "another key is another request"
+    assert len(session.talk.turns) == 2, "another key is another request"
 
 
 async def test_a_failed_request_of_a_key_may_be_sent_again(served):
@@ -121,4 +120,4 @@ async def test_a_failed_request_of_a_key_may_be_sent_again(served):
     key = {"Idempotency-Key": "a"}
     await served.refused(session, {"messages": []}, **key)
     assert (await served.post(session, {"messages": [user("one")]}, **key)).status_code == 200
-    assert session.turns == 1 and len(speaker.asked) == 1
+    assert len(session.talk.turns) == 1 and len(speaker.asked) == 1

@@ -6,9 +6,8 @@ import json
 
 import pytest
 from endpoint_desk import CALL, TOOLS, Letters, user
-from headrace_rollout.conversations.conversation import Given
 from headrace_rollout.endpoint.routes import MOST_BYTES
-from headrace_rollout.engines.samples import Distribution
+from headrace_rollout.engines.samples import Distribution, Given
 
 DRAWN = [
     ({}, None, True),
@@ -24,7 +23,7 @@ async def test_an_answer_is_drawn_as_the_request_says(desk, said, drawn, learned
     """And kept with what it was drawn from; what a trainer cannot score carries no loss."""
     session, speaker = desk.open("yes")
     await desk.said(session, [user("one")], presence_penalty=0, **said)
-    assert speaker.asked[0].distribution == drawn
+    assert speaker.asked[0].draw.distribution == drawn
     talk = session.join()
     (branch,), (turn,) = talk.branches, talk.turns
     assert branch.drawn == [drawn if learned else None] and session.learned == learned
@@ -37,13 +36,13 @@ async def test_a_seed_draws_alike_within_a_session_and_each_choice_by_itself(des
     for _ in range(2):
         await desk.said(session, [user("one")], seed=7, n=2)
     await desk.said(session, [user("one")])
-    assert [asked.seed for asked in speaker.asked] == ["7/0", "7/1", "7/0", "7/1", ""]
+    assert [asked.draw.seed for asked in speaker.asked] == ["7/0", "7/1", "7/0", "7/1", ""]
 
 
 async def test_the_runs_own_sampling_holds_where_the_spec_says_so(desk):
     session, speaker = desk.open("yes", asked=False)
     await desk.said(session, [user("one")], temperature=0, top_p=0.1, seed=3, presence_penalty=2)
-    assert (speaker.asked[0].distribution, speaker.asked[0].seed) == (None, "")
+    assert (speaker.asked[0].draw.distribution, speaker.asked[0].draw.seed) == (None, "")
     session.join()
     assert session.learned
 
@@ -93,7 +92,7 @@ async def test_a_body_without_end_is_refused(desk):
 
 async def test_calls_of_tools_are_told_as_calls_and_taken_back(desk):
     session, speaker = desk.open("I add. " + CALL, "three", most_tokens=400)
-    session._terms.stream.__dict__["max_new_tokens"] = 100
+    session._says.stream.__dict__["max_new_tokens"] = 100
     choice = await desk.said(session, [user("1+2")], tools=TOOLS)
     (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I add."
@@ -126,6 +125,6 @@ async def test_what_is_not_served_says_what_is(desk):
 
 async def test_messages_of_which_the_template_shows_nothing_are_refused(desk, monkeypatch):
     session, speaker = desk.open("yes")
-    monkeypatch.setattr(session.terms.template, "opened", lambda chat, tools: Given([]))
+    monkeypatch.setattr(session.player.template, "opened", lambda chat, tools: Given([]))
     error = await desk.refused(session, {"messages": [{"role": "user", "content": None}]})
     assert error["message"].startswith("messages: nothing is said") and not speaker.asked

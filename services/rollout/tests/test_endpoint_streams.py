@@ -43,7 +43,7 @@ async def test_a_streamed_answer_comes_token_by_token_and_is_the_same_answer(des
 
 async def test_a_stream_keeps_back_what_may_be_a_call_and_tells_it_whole(desk):
     session, _ = desk.open("I <add> " + CALL, most_tokens=400)
-    session._terms.stream.__dict__["max_new_tokens"] = 100
+    session._says.stream.__dict__["max_new_tokens"] = 100
     body = {"messages": [user("1+2")], "tools": TOOLS, "stream": True}
     pieces, _ = events_of((await desk.post(session, body)).text)
     deltas = [piece["choices"][0]["delta"] for piece in pieces]
@@ -68,7 +68,7 @@ async def test_a_stream_that_its_client_leaves_is_stopped_and_forgotten(desk):
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await asyncio.sleep(0)
-    assert speaker.stopped == 1 and not session.turns
+    assert speaker.stopped == 1 and not session.talk.turns
     speaker.waits.set()
     assert (await desk.said(session, [user("one")]))["message"]["content"] == "yes"
     assert session.join().branches[0].spans == [(3, 4)]

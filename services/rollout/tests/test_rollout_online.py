@@ -101,7 +101,7 @@ async def test_a_stream_goes_on_with_the_next_version_behind_what_was_told(serve
     call = await opened(rollout, slots([5]))
     # Tokens are drawn by the seed and the session's key: with these two the first version's answer has many, and does
     # not end by itself before it is cut.
-    monkeypatch.setattr("headrace_rollout.endpoint.desk.secrets.randbelow", lambda _: 12)
+    monkeypatch.setattr("headrace_rollout.sessions.drivers.online.secrets.randbelow", lambda _: 12)
     more = {"stream": True, "logprobs": True, "max_tokens": 200, "seed": 1}
     stream = await client.chat.completions.create(
         model="x", messages=[{"role": "user", "content": "1+1="}], **more

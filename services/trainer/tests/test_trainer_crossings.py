@@ -76,7 +76,7 @@ class Case:
         if options["correction"] != "none":
             options["correction_level"] = draw.choice(("token", "sequence", "geometric"))
         if not self.roles:
-            options["siblings"] = draw.choice(("divide", "whole"))
+            options["branch_weights"] = draw.choice(("divide", "whole"))
         if self.name == "ppo":
             options |= {"gamma": 0.9, "lam": 0.8, "whiten": draw.random() < 0.5, "value_coefficient": 1e-9}
         if self.name == "reinforce_pp":
@@ -222,7 +222,7 @@ class Case:
         for number, unit in enumerate(units):
             if unit.group not in chosen or not unit.trained:
                 continue
-            share = 1 / unit.lines if self.options.get("siblings") == "divide" else 1.0
+            share = 1 / unit.lines if self.options.get("branch_weights") == "divide" else 1.0
             sequences += round(unit.lines * share)
             tokens += share * len(unit.places)
             values = dict(zip(unit.places, given.get(number, [0.0] * len(unit.places)), strict=True))

@@ -207,9 +207,9 @@ def test_a_batch_is_whitened_within_each_role(make_config, name):
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 
 
-@pytest.mark.parametrize("siblings", ["divide", "whole"])
+@pytest.mark.parametrize("weights", ["divide", "whole"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_weights_of_sibling_lines_are_a_mean(make_config, aggregation, siblings):
+def test_weights_of_branches_are_a_mean(make_config, aggregation, weights):
     """Over a step they add up to 1; of token sums, to the mean length of what counts as a sequence."""
     sessions: list[list[Turn]] = [
         [("asker", 3, 1.0), ("teller", 1, 0.0), ("judge", 2, 0.0)],
@@ -217,14 +217,14 @@ def test_weights_of_sibling_lines_are_a_mean(make_config, aggregation, siblings)
         [("asker", 1, 0.5), ("judge", 4, 0.0)],
     ]
     members = [talk(index, turns, plain=True) for index, turns in enumerate(sessions)]
-    options = {"loss_aggregation": aggregation, "siblings": siblings}
+    options = {"loss_aggregation": aggregation, "branch_weights": weights}
     prepared = learned(make_config, "rloo", members, **options)
     algorithm = build_algorithm(TrainerConfig.model_validate(
         make_config(algorithm={"name": "rloo", "options": options})
     ).algorithm)  # fmt: skip
     divisor = denominator(algorithm, [prepared.record])
     total = math.fsum(each.weight * len(each.trained) for each in prepared.sequences) / divisor
-    shares = [1 / len(turns) if siblings == "divide" else 1.0 for turns in sessions for _ in turns]
+    shares = [1 / len(turns) if weights == "divide" else 1.0 for turns in sessions for _ in turns]
     lengths = [count for turns in sessions for _, count, _ in turns]
     tokens = math.fsum(share * length for share, length in zip(shares, lengths, strict=True))
     wanted = tokens / math.fsum(shares) if aggregation == "seq-mean-token-sum" else 1.0
@@ -234,7 +234,7 @@ def test_weights_of_sibling_lines_are_a_mean(make_config, aggregation, siblings)
     ]
     if aggregation == "token-mean":
         assert [set(own) for own in by_session] == [{share} for share in (
-            (1 / 3, 1.0, 0.5) if siblings == "divide" else (1.0, 1.0, 1.0)
+            (1 / 3, 1.0, 0.5) if weights == "divide" else (1.0, 1.0, 1.0)
         )]  # fmt: skip
 
 

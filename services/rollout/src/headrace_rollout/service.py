@@ -27,11 +27,11 @@ from headrace_servicekit.weights.versions import base_name
 
 from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
-from headrace_rollout.engines.hosted.hosts import Hosts
+from headrace_rollout.engines.hosts import Hosts
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.moving import MovedCaches
 from headrace_rollout.runs.installing import PolicyInstaller
-from headrace_rollout.runs.opened import ConversationRun, OnlineRun, OpenedRun
+from headrace_rollout.runs.opened import OnlineRun, OpenedRun
 from headrace_rollout.runs.opening import Place, devices_of, memory_on, open_run, place_in
 from headrace_rollout.streams.base import RESPONSE_BYTES, Opening, ResponseT, SampleStream, Serving
 from headrace_rollout.streams.generation import Generation
@@ -147,18 +147,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Fills groups; see Generation."""
         opening = await _opening(request_iterator)
         run = self._ready_run(opening).text
-        if isinstance(run, ConversationRun):
-            from headrace_rollout.streams.conversations import ConversationStream
-
-            stream: Generation = ConversationStream(run, opening, self._serving(run))
-        elif isinstance(run, OnlineRun):
-            from headrace_rollout.streams.conversations import OnlineStream
-
-            stream = OnlineStream(run, opening, self._serving(run))
-        elif opening.pools:
-            raise invalid("pools: the run's config names no environment; name none")
-        else:
-            stream = Generation(run, opening, self._serving(run))
+        stream = Generation(run, opening, self._serving(run))
         async for response in self._serve(run, stream, request_iterator):
             yield response
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ from headrace_servicekit.rpc.requests import check_number, json_object
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 from headrace_servicekit.rpc.trajectories import pack_routes, unpack_routes
 
-from headrace_rollout.conversations.conversation import Given
 from headrace_rollout.engines.base import Lent, Refused, WeightEntry, Weights
 from headrace_rollout.engines.samples import (
     GIVEN,
@@ -28,6 +27,7 @@ from headrace_rollout.engines.samples import (
     Conversation,
     Distribution,
     Finish,
+    Given,
     Group,
     Prefix,
     Sample,
@@ -290,13 +290,18 @@ def _sampled(branch: Branch) -> Iterator[int]:
 
 def _fill_talk(message: common_pb2.Conversation, talk: Conversation) -> str:
     """Fills in what was said; returns it as text for people."""
-    for (role, content, files, keys), party in zip(talk.messages, talk.parties or repeat(""), strict=False):
+    for role, content, files, keys, party, _ in talk.messages:
         images = [common_pb2.Image(digest=digest_bytes(file)) for file in files]
         message.messages.add(role=role, content=content, party=party, images=images, keys_json=keys)
-    places = {id(branch): place for place, branch in enumerate(talk.branches)}
+    places = {
+        id(each): place for listed in (talk.messages, talk.branches) for place, each in enumerate(listed)
+    }
     for turn in talk.turns:
         message.turns.add(
-            message=turn.message, branch=places[id(turn.branch)], tokens=turn.tokens, reward=turn.reward
+            message=places[id(turn.message)],
+            branch=places[id(turn.branch)],
+            tokens=turn.tokens,
+            reward=turn.reward,
         )
     message.success, message.failure = talk.success, talk.failure
     return "\n".join(

@@ -1,4 +1,5 @@
-"""Where a request of a session goes on: behind the turn that it extends, with the ids sampled there, or as a sibling.
+"""Where a request of a session goes on: behind the turn that it extends, with the ids sampled there, or as a branch of
+its own.
 
 Knows no HTTP, no engine and no simulator.
 """
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from headrace_modelkit.rendering import Endless
 from headrace_servicekit.image_files import BadImage
 
-from headrace_rollout.conversations.conversation import BranchUnderWay, Given, too_many
-from headrace_rollout.conversations.template import TurnTemplate
-from headrace_rollout.endpoint.requests import ChatRequest, Line, Refusal, TextRequest, chat_of
-from headrace_rollout.engines.samples import ImageAt, Message
+from headrace_rollout.endpoint.requests import ChatRequest, Refusal, TextRequest
+from headrace_rollout.engines.samples import Branch, Given, Message
+from headrace_rollout.sessions.session import Place, too_many
+from headrace_rollout.sessions.template import TurnTemplate, turns_of
 
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
@@ -33,60 +34,51 @@ class Mark:
 
 
 @dataclass(eq=False)
-class RequestedBranch(BranchUnderWay):
-    """Requests of a session that extend each other. `text`: of a text, not of messages."""
+class RequestedBranch(Branch):
+    """Requests of a session that extend each other. `text`: of a text, not of messages.
+
+    `messages` are what was said; `lines` the same as clients send it back, with calls of tools apart from the text.
+    """
 
     messages: list[Message] = field(default_factory=list)
     text: bool = False
     tools: list[dict[str, Any]] | None = None
-    lines: list[Line] = field(default_factory=list)
+    lines: list[Message] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     busy: bool = False
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where a turn goes: the branch, what was read before, what is read now, and the messages that are new."""
-
-    branch: RequestedBranch
-    prompt: Given
-    given: Given
-    lines: Sequence[Line]
-
-    @property
-    def context(self) -> list[int]:
-        """What the policy reads."""
-        return [*self.prompt.ids, *self.branch.tokens, *self.given.ids]
-
-    @property
-    def images(self) -> tuple[ImageAt, ...]:
-        """Those of the context."""
-        known = self.branch.images if self.branch.marks else self.prompt.images
-        before = len(self.prompt.ids) + len(self.branch.tokens)
-        return (*known, *(image.behind(before) for image in self.given.images))
+    def adds(self, request: ChatRequest, new: Sequence[Message], said: Message, line: Message) -> None:
+        """Adds a request's new messages and the turn that answers it, as it was said and as clients send it back."""
+        self.messages += [*new, said]
+        self.lines += [*new, line]
+        self.tools, self.text = request.tools, isinstance(request, TextRequest)
+        self.marks.append(Mark(len(self.lines), len(self.tokens), self.spoken))
 
 
 class Branches:
-    """The branches of a session, `first` among them."""
+    """The branches of a session."""
 
     def __init__(self, codec: TextCodec, template: TurnTemplate) -> None:
         self._codec, self._template = codec, template
-        self.first = RequestedBranch()
-        self._branches = [self.first]
+        self._branches: list[RequestedBranch] = []
 
     def place(self, request: ChatRequest) -> Place:
         """Where the request goes on, or begins. Raises ValueError for what the template cannot show."""
         return self._behind(request) or self._anew(request)
 
     def take(self, place: Place) -> None:
-        """Marks its branch as busy, until whoever takes it is done."""
+        """Marks its branch as busy, until it is released."""
+        assert isinstance(place.branch, RequestedBranch)
         place.branch.busy = True
         if place.branch not in self._branches:
             self._branches.append(place.branch)
 
-    def spoken(self) -> list[RequestedBranch]:
-        """Those in which the policy has spoken, in the order in which they began."""
-        return [branch for branch in self._branches if branch.marks]
+    def release(self, place: Place) -> None:
+        """Lets others go on with its branch; one that nothing was said in is no more."""
+        assert isinstance(place.branch, RequestedBranch)
+        place.branch.busy = False
+        if not place.branch.marks:
+            self._branches.remove(place.branch)
 
     async def see(self, request: ChatRequest) -> None:
         """Reads the images of a request before it is placed. Raises Refusal."""
@@ -127,27 +119,25 @@ class Branches:
         if text:
             given = Given(self._codec.encode_behind(new[0].content))
         else:
-            given = self._template.between(mark.spoken, chat_of(new), request.tools)
+            given = self._template.between(mark.spoken, turns_of(new), request.tools)
         if mark is branch.marks[-1] and not branch.busy:
-            return Place(branch, Given(branch.prompt_ids), given, new)
+            return Place(branch, given, new)
         end = len(branch.prompt_ids) + mark.tokens
         images = [image for image in branch.images if image.start < end]
         images += [image.behind(end) for image in given.images]
         read = Given([*branch.prompt_ids, *branch.tokens[: mark.tokens], *given.ids], tuple(images))
-        before = branch.lines[: mark.lines]
-        return Place(RequestedBranch(), read, Given(()), [*before, *new])
+        return Place(RequestedBranch(), read, [*branch.lines[: mark.lines], *new])
 
     def _anew(self, request: ChatRequest) -> Place:
-        """A branch of its own, which reads the whole request: the first one, or a sibling."""
+        """A branch of its own, which reads the whole request."""
         if isinstance(request, TextRequest):
             prompt = Given(self._codec.encode_prompt(text=request.prompt))
         else:
-            prompt = self._template.opened(chat_of(request.lines), request.tools)
-        branch = RequestedBranch() if self.first.marks or self.first.busy else self.first
-        return Place(branch, prompt, Given(()), request.lines)
+            prompt = self._template.opened(turns_of(request.lines), request.tools)
+        return Place(RequestedBranch(), prompt, request.lines)
 
 
-def _common(said: Sequence[Line], lines: Sequence[Line]) -> int:
+def _common(said: Sequence[Message], lines: Sequence[Message]) -> int:
     """How many first messages are the same."""
     for index, (was, now) in enumerate(zip(said, lines, strict=False)):
         if not was.same(now):
@@ -155,7 +145,7 @@ def _common(said: Sequence[Line], lines: Sequence[Line]) -> int:
     return min(len(said), len(lines))
 
 
-def _new(lines: Sequence[Line], said: Sequence[Line], *, text: bool) -> Sequence[Line]:
+def _new(lines: Sequence[Message], said: Sequence[Message], *, text: bool) -> Sequence[Message]:
     """What a request adds to what was said; nothing where it does not extend it, or puts words into the model's mouth.
 
     The messages begin with those that were said; of a text this is looked at here.
@@ -165,4 +155,4 @@ def _new(lines: Sequence[Line], said: Sequence[Line], *, text: bool) -> Sequence
         return [] if any(line.role == "assistant" for line in new) else new
     before, (whole,) = "".join(line.content for line in said), lines
     added = whole.content.removeprefix(before)
-    return [Line("user", added)] if added and added != whole.content else []
+    return [Message("user", added)] if added and added != whole.content else []

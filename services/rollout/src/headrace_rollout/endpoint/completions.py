@@ -8,23 +8,38 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from headrace_rollout.endpoint.answers import Answer
-from headrace_rollout.endpoint.requests import ChatRequest, Message, Refusal, TextRequest, read_request
-from headrace_rollout.endpoint.session import Session
+from headrace_rollout.endpoint.requests import ChatMessage, ChatRequest, Refusal, TextRequest, read_request
+from headrace_rollout.endpoint.session import AgentSession
 from headrace_rollout.endpoint.streaming import Piece, Tokens
 
-Choices = Callable[[Session, ChatRequest, Piece, bool], list[dict[str, Any]]]
+Choices = Callable[[ChatRequest, Piece, bool], list[dict[str, Any]]]
 """The choices of a piece; true for the first one of a choice."""
 
 
-def head_of(session: Session, asked: ChatRequest, kind: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Form:
+    """A form in which turns are asked for and answered.
+
+    `session_of`: the session that a body names; empty for none.
+    """
+
+    read: Callable[[AgentSession, bytes], ChatRequest]
+    whole: Callable[[AgentSession, ChatRequest, Sequence[Answer]], dict[str, Any]]
+    events: Callable[[AgentSession, ChatRequest, AsyncIterator[Piece]], AsyncIterator[str]]
+    session_of: Callable[[bytes], str] = lambda _: ""
+
+
+def _head(session: AgentSession, asked: ChatRequest, kind: str) -> dict[str, Any]:
     """What every answer begins with."""
-    return {"object": kind, "created": int(time.time()), "model": asked.model or session.model}
+    return {"object": kind, "created": int(time.time()), "model": asked.model or session.terms.model}
 
 
-def chat_completion(session: Session, asked: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
+def chat_completion(session: AgentSession, asked: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
     """The answers to a request as one object."""
     choices = [
         {
@@ -35,11 +50,11 @@ def chat_completion(session: Session, asked: ChatRequest, answers: Sequence[Answ
         }
         for index, answer in enumerate(answers)
     ]
-    head = {**head_of(session, asked, "chat.completion"), "id": f"chatcmpl-{session.id}-{answers[0].number}"}
+    head = {**_head(session, asked, "chat.completion"), "id": f"chatcmpl-{session.id}-{answers[0].number}"}
     return {**head, "choices": choices, "usage": usage_of(answers)}
 
 
-def chat_pieces(session: Session, asked: ChatRequest, piece: Piece, first: bool) -> list[dict[str, Any]]:
+def _chat_pieces(asked: ChatRequest, piece: Piece, first: bool) -> list[dict[str, Any]]:
     """Of a streamed chat completion."""
     delta: dict[str, Any] = {"role": "assistant"} if first else {}
     if piece.text or first:
@@ -54,20 +69,21 @@ def chat_pieces(session: Session, asked: ChatRequest, piece: Piece, first: bool)
     return found
 
 
-async def events_of(
-    session: Session,
-    asked: ChatRequest,
-    head: dict[str, Any],
+async def _events(
+    kind: str,
     prefix: str,
     choices: Choices,
+    session: AgentSession,
+    asked: ChatRequest,
     pieces: AsyncIterator[Piece],
 ) -> AsyncIterator[str]:
     """Server-sent events of pieces."""
+    head = _head(session, asked, kind)
     answers: list[Answer] = []
     seen: set[int] = set()
     async for piece in pieces:
         head["id"] = f"{prefix}-{session.id}-{piece.first}"
-        for choice in choices(session, asked, piece, piece.choice not in seen):
+        for choice in choices(asked, piece, piece.choice not in seen):
             yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
         seen.add(piece.choice)
         answers += [piece.answer] if piece.answer is not None else []
@@ -160,21 +176,40 @@ def read_text_request(body: bytes) -> TextRequest:
         json.dumps({key: value for key, value in chat.items() if value is not None}).encode()
     )
     fields = {name: getattr(checked, name) for name in checked.model_fields_set}
-    return TextRequest(**{**fields, "messages": [Message(role="user", content=prompt)]})
+    return TextRequest(**{**fields, "messages": [ChatMessage(role="user", content=prompt)]})
 
 
-def text_choice(asked: TextRequest, answer: Answer, index: int = 0) -> dict[str, Any]:
+def text_completion(session: AgentSession, asked: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
+    """The answers to a request for the rest of a text as one object."""
+    head = {**_head(session, asked, "text_completion"), "id": f"cmpl-{session.id}-{answers[0].number}"}
+    choices = [_text_choice(asked, answer, index) for index, answer in enumerate(answers)]
+    return {**head, "choices": choices, "usage": usage_of(answers)}
+
+
+def _text_choice(asked: ChatRequest, answer: Answer, index: int) -> dict[str, Any]:
     """The answer as the choice that clients parse."""
     log_probs = None
     if asked.logprobs:
-        log_probs = _text_log_probs(answer.tokens, len(asked.prompt))
+        log_probs = _text_log_probs(answer.tokens, len(asked.lines[0].content))
     return {"index": index, "text": answer.content, "logprobs": log_probs, "finish_reason": answer.finish}
 
 
-def text_pieces(session: Session, asked: ChatRequest, piece: Piece, first: bool) -> list[dict[str, Any]]:
+def _text_pieces(asked: ChatRequest, piece: Piece, first: bool) -> list[dict[str, Any]]:
     """Of a streamed completion."""
     log_probs = None
     if piece.tokens:
         log_probs = {**_text_log_probs(piece.tokens, 0), "text_offset": []}
     finish = None if piece.answer is None else piece.answer.finish
     return [{"index": piece.choice, "text": piece.text, "logprobs": log_probs, "finish_reason": finish}]
+
+
+CHATS = Form(
+    lambda _, body: read_request(body),
+    chat_completion,
+    partial(_events, "chat.completion.chunk", "chatcmpl", _chat_pieces),
+)
+TEXTS = Form(
+    lambda _, body: read_text_request(body),
+    text_completion,
+    partial(_events, "text_completion", "cmpl", _text_pieces),
+)

@@ -6,17 +6,17 @@ Knows no session and no HTTP.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 from headrace_schema.images import IMAGE_MARK
 from headrace_servicekit.image_files import BadImage, file_of
-from headrace_servicekit.rpc.trajectories import chat_turn, keys_of
+from headrace_servicekit.rpc.trajectories import keys_of
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
-from headrace_rollout.engines.samples import Distribution
+from headrace_rollout.engines.samples import Distribution, Message
 
 MOST_CHOICES = 128
 TEXTS = ("text", "input_text", "output_text")
@@ -76,31 +76,6 @@ class Refusal(Exception):
         self.status, self.code, self.message, self.param = status, code, message, param
 
 
-@dataclass(frozen=True)
-class Line:
-    """A message as it is compared with others: its text, and (name, arguments as JSON) of the calls of tools."""
-
-    role: str
-    content: str
-    calls: tuple[tuple[str, str], ...] = ()
-    images: tuple[bytes, ...] = ()
-    """Files; the content has a mark where each stands."""
-    keys_json: str = ""
-    """Whatever else chat templates read of it, as in a ChatMessage. It is not compared: clients write it anew."""
-
-    def same(self, other: Line) -> bool:
-        """Whether both say the same; blanks around what the policy said may be lost."""
-        mine, theirs = self.content, other.content
-        if self.role == "assistant":
-            mine, theirs = mine.strip(), theirs.strip()
-        return (self.role, mine, self.calls, self.images) == (
-            other.role,
-            theirs,
-            other.calls,
-            other.images,
-        )
-
-
 class _Part(BaseModel):
     type: str
     text: str = ""
@@ -127,7 +102,7 @@ class _Call(BaseModel):
     function: _Function
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """One message, with all keys that it has: chat templates read some of them."""
 
     model_config = ConfigDict(extra="allow")
@@ -154,7 +129,7 @@ class Message(BaseModel):
             ]
         return keys
 
-    def line(self, tools: Mapping[str, str] = MappingProxyType({})) -> Line:
+    def line(self, tools: Mapping[str, str] = MappingProxyType({})) -> Message:
         """For comparisons."""
         parts = (
             [_Part(type="text", text=self.content)] if isinstance(self.content, str) else self.content or []
@@ -165,7 +140,8 @@ class Message(BaseModel):
             (each.function.name, canonical(each.function.arguments)) for each in self.tool_calls or ()
         )
         keys = keys_of(self.keys(tools))
-        return Line("system" if self.role == "developer" else self.role, text, calls, images, keys)
+        role = "system" if self.role == "developer" else self.role
+        return Message(role, text, images, keys, calls=calls)
 
 
 class _Tool(BaseModel):
@@ -198,7 +174,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str = ""
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     max_tokens: int | None = Field(default=None, ge=1)
@@ -235,9 +211,9 @@ class ChatRequest(BaseModel):
         return [given] if isinstance(given, str) else given
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[Message]:
         """The messages for comparisons."""
-        found, tools = list[Line](), dict[str, str]()
+        found, tools = list[Message](), dict[str, str]()
         for message in self.messages:
             found.append(message.line(tools))
             tools |= {call.id: call.function.name for call in message.tool_calls or () if call.id}
@@ -323,7 +299,7 @@ def _unread(request: ChatRequest) -> dict[str, str]:
     return found
 
 
-def _check_images(message: Message, where: str) -> None:
+def _check_images(message: ChatMessage, where: str) -> None:
     """Raises Refusal for images that are no data, and for a text that has their mark."""
     try:
         line = message.line()
@@ -335,11 +311,6 @@ def _check_images(message: Message, where: str) -> None:
     if line.content.count(IMAGE_MARK) != len(line.images):
         why = f"the text {IMAGE_MARK} stands for an image; write it otherwise beside images"
         raise Refusal(400, "invalid_request", f"{where}: {why}", "messages")
-
-
-def chat_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """Messages as `TurnTemplate` takes them."""
-    return [{**chat_turn(line.role, line.content, line.keys_json), "images": line.images} for line in lines]
 
 
 def canonical(arguments: str | Mapping[str, Any]) -> str:

@@ -1,18 +1,21 @@
 """POST /v1/responses in terms of chat completions: its items as messages, and an answer as a response.
 
-Items beside text, calls and their outputs are refused by name. Knows no session.
+Items beside text, calls and their outputs are refused by name.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from headrace_servicekit.session_marks import session_of_answer
+
 from headrace_rollout.endpoint.answers import Answer
-from headrace_rollout.endpoint.completions import log_probs_of
+from headrace_rollout.endpoint.completions import Form, log_probs_of
 from headrace_rollout.endpoint.requests import ChatRequest, Refusal, read_request
+from headrace_rollout.endpoint.session import AgentSession
 from headrace_rollout.endpoint.streaming import Piece, Tokens
 
 _NOTHING = Answer(0, "", (), "stop", 0, ())
@@ -29,11 +32,9 @@ _OWN = (
     *("background", "conversation", "prompt"),
 )
 _LOG_PROBS = "message.output_text.logprobs"
-Earlier = Callable[[str], tuple[ChatRequest, Answer] | None]
-"""The request and the answer of a response's id; None for one that the session does not remember."""
 
 
-def read_response_request(body: bytes, earlier: Earlier) -> ChatRequest:
+def read_response_request(session: AgentSession, body: bytes) -> ChatRequest:
     """The request as one for a chat completion.
 
     Raises Refusal with the key and what to do.
@@ -60,7 +61,7 @@ def read_response_request(body: bytes, earlier: Earlier) -> ChatRequest:
     for param, reason in wrong.items():
         if reason:
             raise Refusal(400, "unsupported_parameter", f"{param}: {reason}", param)
-    messages = _before(given, earlier)
+    messages = _before(given, session)
     listed = given.get("input")
     messages += messages_of([{"role": "user", "content": listed}] if isinstance(listed, str) else listed)
     chat = {
@@ -80,22 +81,24 @@ def read_response_request(body: bytes, earlier: Earlier) -> ChatRequest:
     return read_request(json.dumps({key: value for key, value in chat.items() if value is not None}).encode())
 
 
-def previous_of(body: bytes) -> str:
-    """The id of the response that a request goes on from; empty for none."""
+def _session_of(body: bytes) -> str:
+    """The session of the response that a request goes on from; empty for none."""
     try:
         found = json.loads(body).get("previous_response_id")
     except (ValueError, AttributeError, RecursionError):
         return ""
-    return found if isinstance(found, str) else ""
+    return session_of_answer(found) if isinstance(found, str) else ""
 
 
-def _before(given: Mapping[str, Any], earlier: Earlier) -> list[dict[str, Any]]:
+def _before(given: Mapping[str, Any], session: AgentSession) -> list[dict[str, Any]]:
     """The messages that stand before the input."""
     instructions = given.get("instructions")
     before: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if (named := given.get("previous_response_id")) is None:
         return before
-    if (found := earlier(str(named))) is None:
+    number = str(named).removeprefix(f"resp_{session.id}_")
+    found = session.exchanges.of_answer(int(number)) if number.isdecimal() else None
+    if found is None:
         message = "previous_response_id: it is no response of this session, or one of long ago"
         raise Refusal(404, "not_found", message, "previous_response_id")
     request, answer = found
@@ -187,10 +190,10 @@ def response(id: str, asked: ChatRequest, answer: Answer, model: str) -> dict[st
 
 
 async def response_events(
-    pieces: AsyncIterator[Piece], *, asked: ChatRequest, name: str, model: str
+    session: AgentSession, asked: ChatRequest, pieces: AsyncIterator[Piece]
 ) -> AsyncIterator[str]:
-    """Server-sent events of a response as it is made; `name` is its id without the number."""
-    count = 0
+    """Server-sent events of a response as it is made."""
+    count, model = 0, session.terms.model
 
     def event(kind: str, **fields: Any) -> str:
         nonlocal count
@@ -201,7 +204,7 @@ async def response_events(
 
     at: dict[str, Any] = {}
     async for piece in pieces:
-        id = f"{name}_{piece.first}"
+        id = f"resp_{session.id}_{piece.first}"
         if not count:
             begun = {
                 **response(id, asked, _NOTHING, model),
@@ -274,3 +277,13 @@ def _tools(given: Sequence[Any] | None) -> list[dict[str, Any]] | None:
         kept = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
         found.append({"type": "function", "function": kept})
     return found
+
+
+RESPONSES = Form(
+    read_response_request,
+    lambda session, asked, answers: response(
+        f"resp_{session.id}_{answers[0].number}", asked, answers[0], session.terms.model
+    ),
+    response_events,
+    _session_of,
+)

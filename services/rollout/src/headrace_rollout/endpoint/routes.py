@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -22,30 +22,14 @@ from headrace_servicekit.http_server import (
     guarded,
     while_connected,
 )
-from headrace_servicekit.session_marks import session_of_answer
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
-from headrace_rollout.endpoint.answers import Answer
-from headrace_rollout.endpoint.completions import (
-    chat_completion,
-    chat_pieces,
-    events_of,
-    head_of,
-    read_text_request,
-    text_choice,
-    text_pieces,
-    usage_of,
-)
-from headrace_rollout.endpoint.requests import ChatRequest, Refusal, read_request
-from headrace_rollout.endpoint.responses import (
-    previous_of,
-    read_response_request,
-    response,
-    response_events,
-)
+from headrace_rollout.endpoint.completions import CHATS, TEXTS, Form
+from headrace_rollout.endpoint.requests import ChatRequest, Refusal
+from headrace_rollout.endpoint.responses import RESPONSES
 from headrace_rollout.endpoint.server import KEY, NO_KEY, SESSION, Endpoint
-from headrace_rollout.endpoint.session import Session
+from headrace_rollout.endpoint.session import AgentSession
 from headrace_rollout.endpoint.streaming import MARKS, Piece, Pieces, pieces_of
 
 _COMPLETION = re.compile(r"(?:chatcmpl-|cmpl-|resp_)([0-9a-f]{16})[-_](\d{1,9})")
@@ -87,6 +71,7 @@ def read_reward(body: bytes) -> tuple[float, bool | None, str, bool]:
     return float(value), success, f"{found[1]}-{found[2]}" if found else "", final
 
 
+FORMS = {"/v1/chat/completions": CHATS, "/v1/completions": TEXTS, "/v1/responses": RESPONSES}
 MOST_BYTES, MOST_ARRIVING = 32 << 20, 128 << 20
 """Longest body of a request; bytes of all bodies that arrive at the same time."""
 
@@ -113,54 +98,32 @@ class Routes:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint, self._bodies = endpoint, Bodies(MOST_BYTES, MOST_ARRIVING)
 
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
+    async def answer(self, request: Request, form: Form) -> Response:
+        """POST /v1/chat/completions, /v1/completions and /v1/responses.
 
-        async def work(session: Session, body: bytes) -> Response:
-            asked, repeats = read_request(body), _repeats(request)
-            if asked.stream:
-                head = head_of(session, asked, "chat.completion.chunk")
-                events = partial(events_of, session, asked, head, "chatcmpl", chat_pieces)
-                return await _streamed(session, asked, repeats, events)
-            answers = await session.answer(asked, **repeats)
-            return JSONResponse(chat_completion(session, asked, answers))
-
-        return await self._answered(request, work)
-
-    async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
-
-        async def work(session: Session, body: bytes) -> Response:
-            asked, repeats = read_text_request(body), _repeats(request)
-            head = head_of(session, asked, "text_completion")
-            if asked.stream:
-                events = partial(events_of, session, asked, head, "cmpl", text_pieces)
-                return await _streamed(session, asked, repeats, events)
-            answers = await session.answer(asked, **repeats)
-            choices = [text_choice(asked, answer, index) for index, answer in enumerate(answers)]
-            id = f"cmpl-{session.id}-{answers[0].number}"
-            return JSONResponse({**head, "id": id, "choices": choices, "usage": usage_of(answers)})
-
-        return await self._answered(request, work)
-
-    async def responses(self, request: Request) -> Response:
-        """POST /v1/responses."""
-
-        async def work(session: Session, body: bytes) -> Response:
-            asked = read_response_request(body, partial(_response_of, session))
-            repeats = _repeats(request)
-            if asked.stream:
-                events = partial(response_events, asked=asked, name=f"resp_{session.id}", model=session.model)
-                return await _streamed(session, asked, repeats, events)
-            (answer,) = await session.answer(asked, **repeats)
-            return JSONResponse(response(f"resp_{session.id}_{answer.number}", asked, answer, session.model))
-
-        return await self._answered(request, work, lambda body: session_of_answer(previous_of(body)))
+        A session that a client's request began is withdrawn where the request comes to nothing.
+        """
+        session, of = None, ""
+        try:
+            body = await self._body(request)
+            of = form.session_of(body)
+            session = self._endpoint.session(request.headers, of)
+            response = await while_connected(request.receive, _answered(request, session, body, form))
+        except (Refusal, CallerLeft, ClientDisconnect) as error:
+            own = self._endpoint.clients_desk(request.headers)
+            begun_here = not (of or SESSION in request.headers)
+            if own is not None and session is not None and begun_here and not session.talk.turns:
+                own.drop(session, "withdrawn")
+            if isinstance(error, Refusal):
+                raise
+            return Response(status_code=LEFT_STATUS)
+        response.headers[SESSION] = session.id
+        return response
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         desk = self._endpoint.clients_desk(request.headers)
-        name = desk.terms.model if desk is not None else self._endpoint.session(request.headers).model
+        name = desk.terms.model if desk is not None else self._endpoint.session(request.headers).terms.model
         listed = {"id": name, "object": "model", "created": 0, "owned_by": "headrace"}
         return JSONResponse({"object": "list", "data": [listed]})
 
@@ -213,64 +176,38 @@ class Routes:
         except BodyRefused as refused:
             raise Refusal(refused.status, refused.code, refused.message) from refused
 
-    async def _answered(
-        self,
-        request: Request,
-        work: Callable[[Session, bytes], Coroutine[Any, Any, Response]],
-        named: Callable[[bytes], str] = lambda _: "",
-    ) -> Response:
-        """What `work` makes of the request's session; `named`: the session that a body names.
 
-        A session that a client's request began is withdrawn where the request comes to nothing.
-        """
-        session, of = None, ""
-        try:
-            body = await self._body(request)
-            of = named(body)
-            session = self._endpoint.session(request.headers, of)
-            response = await while_connected(request.receive, work(session, body))
-        except (Refusal, CallerLeft, ClientDisconnect) as error:
-            own, begun_here = (
-                self._endpoint.clients_desk(request.headers),
-                not (of or SESSION in request.headers),
-            )
-            if own is not None and session is not None and begun_here and not session.turns:
-                own.drop(session, "withdrawn")
-            if isinstance(error, Refusal):
-                raise
-            return Response(status_code=LEFT_STATUS)
-        response.headers[SESSION] = session.id
-        return response
-
-
-async def _streamed(
-    session: Session,
-    asked: ChatRequest,
-    repeats: Mapping[str, Any],
-    events: Callable[[AsyncIterator[Piece]], AsyncIterator[str]],
-) -> Response:
-    """Server-sent events of an answer as it is made. What is refused before the first one is a plain refusal."""
+async def _answered(request: Request, session: AgentSession, body: bytes, form: Form) -> Response:
+    """The answer, whole or as server-sent events. What is refused before the first one is a plain refusal."""
+    asked = form.read(session, body)
+    # `openai` counts how often it repeats a request, others give each a key.
+    again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+    answer = partial(session.answer, asked, again=again, key=request.headers.get(KEY, ""))
+    if not asked.stream:
+        return JSONResponse(form.whole(session, asked, await answer()))
     marks = MARKS[session.terms.tool_calls] if asked.tools and asked.tool_choice != "none" else ()
-    codec, log_probs = session.terms.codec, bool(asked.logprobs)
+    codec, log_probs = session.player.codec, bool(asked.logprobs)
     texts = [Pieces(codec, marks, log_probs=log_probs) for _ in range(asked.n or 1)]
-    pieces = pieces_of(lambda told: session.answer(asked, **repeats, told=told), texts)
+    pieces = pieces_of(lambda told: answer(told=told), texts)
     first = await anext(pieces)
+    return StreamingResponse(_told(form, session, asked, first, pieces), media_type="text/event-stream")
 
+
+async def _told(
+    form: Form, session: AgentSession, asked: ChatRequest, first: Piece, pieces: AsyncGenerator[Piece, None]
+) -> AsyncIterator[str]:
     async def whole() -> AsyncIterator[Piece]:
         yield first
         async for piece in pieces:
             yield piece
 
-    async def told() -> AsyncIterator[str]:
-        try:
-            async for event in events(whole()):
-                yield event
-        except Refusal as refusal:
-            yield f"data: {json.dumps(_error(refusal))}\n\n"
-        finally:
-            await pieces.aclose()
-
-    return StreamingResponse(told(), media_type="text/event-stream")
+    try:
+        async for event in form.events(session, asked, whole()):
+            yield event
+    except Refusal as refusal:
+        yield f"data: {json.dumps(_error(refusal))}\n\n"
+    finally:
+        await pieces.aclose()
 
 
 def make_app(endpoint: Endpoint) -> FastAPI:
@@ -279,9 +216,8 @@ def make_app(endpoint: Endpoint) -> FastAPI:
     app.add_middleware(KeyFirst, endpoint=endpoint)
     app.add_exception_handler(Refusal, _refused)
     routes = Routes(endpoint)
-    app.add_route("/v1/chat/completions", routes.chat, methods=["POST"])
-    app.add_route("/v1/completions", routes.completions, methods=["POST"])
-    app.add_route("/v1/responses", routes.responses, methods=["POST"])
+    for path, form in FORMS.items():
+        app.add_route(path, partial(routes.answer, form=form), methods=["POST"])
     app.add_route("/v1/models", routes.models, methods=["GET"])
     app.add_route("/v1/sessions/{session}/reward", routes.reward, methods=["POST"])
     app.add_route("/v1/sessions", routes.sessions, methods=["GET", "POST"])
@@ -296,18 +232,6 @@ def _refused(request: Request, refusal: Exception) -> Response:
     return JSONResponse(_error(refusal), refusal.status)
 
 
-def _repeats(request: Request) -> dict[str, Any]:
-    """What the client says of whether it repeats a request: `openai` counts, others give each a key."""
-    again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-    return {"again": again, "key": request.headers.get(KEY, "")}
-
-
 def _error(refusal: Refusal) -> dict[str, Any]:
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
     return {"error": {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}}
-
-
-def _response_of(session: Session, id: str) -> tuple[ChatRequest, Answer] | None:
-    """The request and answer of a response's id, if it is one of the session's."""
-    number = id.removeprefix(f"resp_{session.id}_")
-    return session.answered(int(number)) if number.isdecimal() else None

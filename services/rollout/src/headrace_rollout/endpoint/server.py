@@ -13,12 +13,12 @@ from headrace_servicekit.rpc.addresses import host_port
 from headrace_servicekit.session_marks import session_of_key
 
 from headrace_rollout.endpoint.requests import Refusal
-from headrace_rollout.endpoint.session import Session
+from headrace_rollout.endpoint.session import AgentSession
 
 if TYPE_CHECKING:
     import uvicorn
 
-    from headrace_rollout.endpoint.desk import Desk
+    from headrace_rollout.sessions.drivers.online import Desk
 
 SESSION, GROUP = "x-headrace-session", "x-headrace-group"
 """Headers of requests with an online run's key: the session that is gone on with, and the group of a new one."""
@@ -37,7 +37,7 @@ class Endpoint:
 
     def __init__(self, host: str, advertised: str) -> None:
         self._host, self._advertised = host, advertised
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
         self.desk: Desk | None = None
         """Of an online run: whoever shows its key begins sessions."""
         self._starting = asyncio.Lock()
@@ -53,7 +53,7 @@ class Endpoint:
         return self._url
 
     @contextmanager
-    def serving(self, session: Session) -> Iterator[None]:
+    def serving(self, session: AgentSession) -> Iterator[None]:
         """Answers the session's requests meanwhile."""
         self._sessions[session.id] = session
         try:
@@ -77,7 +77,7 @@ class Endpoint:
         """Whether the request shows the run's key, or that of a session that goes on."""
         return self.clients_desk(headers) is not None or self._of_key(_key(headers)) is not None
 
-    def session(self, headers: Mapping[str, str], named: str = "") -> Session:
+    def session(self, headers: Mapping[str, str], named: str = "") -> AgentSession:
         """The session of a request's key, or the one that the run's key begins, or names by `named` or its header.
 
         Raises Refusal.
@@ -90,7 +90,7 @@ class Endpoint:
             raise Refusal(401, "invalid_api_key", NO_KEY)
         return session
 
-    def _of_key(self, key: str) -> Session | None:
+    def _of_key(self, key: str) -> AgentSession | None:
         found = self._sessions.get(session_of_key(key))
         if found is None and self.desk is not None:
             found = self.desk.with_id(session_of_key(key))

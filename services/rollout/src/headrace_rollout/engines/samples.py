@@ -9,7 +9,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from headrace_modelkit.vision import ImageReader
 
 
 @dataclass(frozen=True)
@@ -133,15 +136,38 @@ class Group:
 
 
 class Message(NamedTuple):
-    """What one side of a conversation said; `content` has a mark where each of the images stands.
-
-    `keys_json`: whatever else chat templates read of it, as in a ChatMessage.
-    """
+    """What one side of a conversation said; `content` has a mark where each of the images stands."""
 
     role: str
     content: str
     images: tuple[bytes, ...] = ()
     keys_json: str = ""
+    """Whatever else chat templates read of it, as in a ChatMessage."""
+    party: str = ""
+    """With several roles, who said it or is told it."""
+    calls: tuple[tuple[str, str], ...] = ()
+    """(name, arguments as JSON) of the calls of tools, where messages are compared."""
+
+    def same(self, other: Message) -> bool:
+        """Whether both say the same; blanks around what the policy said may be lost, and clients write keys anew."""
+        mine, theirs = self.content, other.content
+        if self.role == "assistant":
+            mine, theirs = mine.strip(), theirs.strip()
+        return (self.role, mine, self.calls, self.images) == (other.role, theirs, other.calls, other.images)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Ids that the policy reads at once, and the images among them."""
+
+    ids: Sequence[int]
+    images: tuple[ImageAt, ...] = ()
+
+    @classmethod
+    def of(cls, reader: ImageReader, ids: Sequence[int], files: Sequence[bytes]) -> Given:
+        """Ids in which each of the images has its tokens. Raises ValueError."""
+        starts = reader.starts(ids, [reader.read(data) for data in files])
+        return cls(ids, tuple(map(ImageAt, starts, files)))
 
 
 @dataclass(eq=False)
@@ -158,13 +184,48 @@ class Branch:
     spans: list[tuple[int, int]] = field(default_factory=list)
     drawn: list[Distribution | None] = field(default_factory=list)
     images: list[ImageAt] = field(default_factory=list)
+    spoken: Sequence[int] = ()
+    """Ids of the policy's last turn."""
+
+    @property
+    def context(self) -> list[int]:
+        """What the policy reads next."""
+        return [*self.prompt_ids, *self.tokens]
+
+    def reads(self, given: Given) -> None:
+        """Adds the prompt, and later ids between two turns: context, without loss."""
+        if not self.prompt_ids:
+            self.prompt_ids, self.images = given.ids, [*given.images]
+        elif given.ids:
+            length = len(self.prompt_ids) + len(self.tokens)
+            self.images += [image.behind(length) for image in given.images]
+            self.tokens += given.ids
+            self.log_probs += [0.0] * len(given.ids)
+            self.spans.append((GIVEN, len(given.ids)))
+            self.drawn.append(None)
+
+    def spoke(self, whole: Prefix, drawn: Distribution | None = None) -> int:
+        """Adds a turn of the policy, sampled from `drawn` (None: as the stream says); its tokens that carry loss.
+
+        All of them, or none where what it was drawn from is not whole: a trainer cannot compute its log-probs.
+        """
+        self.spoken = whole.token_ids
+        if drawn is not None and not drawn.whole:
+            self.reads(Given(whole.token_ids))
+            return 0
+        self.tokens += whole.token_ids
+        self.log_probs += whole.log_probs
+        self.spans += whole.spans
+        self.drawn += [drawn] * len(whole.spans)
+        return len(whole.token_ids)
 
 
-@dataclass
+@dataclass(eq=False)
 class Turn:
-    """A turn of the policy that is learned from: its message, and its `tokens` in its branch."""
+    """A turn that is learned from, the `number`-th of its session: its message, and its `tokens` in its branch."""
 
-    message: int
+    number: int
+    message: Message
     branch: Branch
     tokens: int
     reward: float = 0.0
@@ -172,19 +233,45 @@ class Turn:
 
 @dataclass(eq=False)
 class Conversation:
-    """What a policy and an environment said: all messages, those of the prompt first, and the policy's turns in time.
+    """What a session said: all messages, those of the prompt first, and the policy's turns in time.
 
-    `failure` says why the environment did not go on; `parties`, with several roles, who said or is told each message;
-    `cut` which branch a limit has cut, if it is one of these.
+    `opened` is what was read before the first turn where there is none; `cut` the branch that a limit has cut;
+    `failure` says why there is nothing to learn from.
     """
 
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    branches: list[Branch] = field(default_factory=list)
-    parties: list[str] = field(default_factory=list)
+    opened: Branch = field(default_factory=Branch)
     cut: Branch | None = None
     success: bool = False
     failure: str = ""
+
+    @property
+    def branches(self) -> list[Branch]:
+        """Those that the policy has spoken in, in the order of its first turns there; else what it read."""
+        return [*dict.fromkeys(turn.branch for turn in self.turns)] or [self.opened]
+
+    def ended(
+        self, key: SlotKey, attempt: int, number: int, finish: Finish, *, greedy: bool = False
+    ) -> TrajectoryUpdate:
+        """The whole conversation as what fills a slot."""
+        first, *others = branches = self.branches
+        behind = [token for branch in others for token in branch.context]
+        whole = Prefix([*first.tokens, *behind], [], [])
+        return TrajectoryUpdate(
+            key=key,
+            attempt=attempt,
+            offset=0,
+            token_ids=whole.token_ids,
+            log_probs=[],
+            policy_number=number,
+            prompt_ids=first.prompt_ids,
+            finish=finish,
+            whole=whole,
+            greedy=greedy,
+            images=tuple(image for branch in branches for image in branch.images),
+            talk=self,
+        )
 
 
 @dataclass(frozen=True)
@@ -213,6 +300,11 @@ class TrajectoryUpdate:
     """Of a conversation that has ended."""
     images: tuple[ImageAt, ...] = ()
     """Of the prompt; of a conversation, all that it was computed with, in the order of their tokens."""
+
+    @classmethod
+    def untouched(cls, key: SlotKey, attempt: int, number: int) -> TrajectoryUpdate:
+        """A conversation that was stopped: it begins anew elsewhere, so nothing of it goes with it."""
+        return cls(key, attempt, 0, [], [], number, [], stopped=True, whole=Prefix([], [], []))
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,16 +24,17 @@ from headrace_servicekit.weights.ways import Links, Way
 from typing_extensions import override
 
 from headrace_rollout.engines.base import Engine, PolicyHolder, device_of
-from headrace_rollout.wire import duration_of
+from headrace_rollout.wire import duration_of, invalid
 
 if TYPE_CHECKING:
     import torch
     from headrace_modelkit.tokenizer import TextCodec
 
-    from headrace_rollout.conversations.players import Player
-    from headrace_rollout.conversations.template import TurnTemplate
-    from headrace_rollout.endpoint.desk import Desk
+    from headrace_rollout.engines.samples import Stream
     from headrace_rollout.environments.pool import Pools
+    from headrace_rollout.sessions.drivers.base import Driver, Put
+    from headrace_rollout.sessions.drivers.online import Desk
+    from headrace_rollout.sessions.turns import Player
     from headrace_rollout.streams.base import AnyStream, SampleStream, Serving
 
 RETENTION_BYTES = 1 << 30
@@ -230,6 +231,14 @@ class TextRun(OpenedRun):
     def text(self) -> TextRun:
         return self
 
+    def driver(self, opening: rollout_pb2.GenerateOpen, stream: Stream, put: Put, serving: Serving) -> Driver:
+        """What makes the trajectories of a stream. Raises INVALID."""
+        from headrace_rollout.sessions.drivers.prompt import PromptDriver
+
+        if opening.pools:
+            raise invalid("pools: the run's config names no environment; name none")
+        return PromptDriver(self, opening, stream, put, serving.caches)
+
     @override
     def _figures(self) -> dict[str, float]:
         return asdict(self.engine.figures)
@@ -255,10 +264,20 @@ class TextRun(OpenedRun):
 class ConversationRun(TextRun):
     """A run whose policy is a language model that speaks with environments."""
 
-    template: TurnTemplate
+    policy: Player
     pools: Pools
     others: Mapping[str, Player] = field(default_factory=dict)
     """Who plays the roles that the config names."""
+
+    @override
+    def driver(self, opening: rollout_pb2.GenerateOpen, stream: Stream, put: Put, serving: Serving) -> Driver:
+        if self.config.agent is not None:
+            from headrace_rollout.sessions.drivers.agent import AgentDriver
+
+            return AgentDriver(self, opening, stream, put, serving.endpoint)
+        from headrace_rollout.sessions.drivers.environment import ConversationDriver
+
+        return ConversationDriver(self, opening, stream, put)
 
     @override
     async def close(self) -> None:
@@ -271,6 +290,12 @@ class OnlineRun(TextRun):
     """A run whose policy is a language model that clients from outside speak with."""
 
     desk: Desk
+
+    @override
+    def driver(self, opening: rollout_pb2.GenerateOpen, stream: Stream, put: Put, serving: Serving) -> Driver:
+        from headrace_rollout.sessions.drivers.online import OnlineDriver
+
+        return OnlineDriver(self, stream, put)
 
     @override
     def stop_waiting(self) -> None:

@@ -25,13 +25,11 @@ from headrace_servicekit.registry import PluginError
 from headrace_servicekit.rpc.addresses import advertised_host
 from headrace_servicekit.rpc.errors import ServiceError
 
-from headrace_rollout.conversations.players import Player
-from headrace_rollout.conversations.template import TurnTemplate
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig, Weights
 from headrace_rollout.engines.beside import EngineBeside, Frozen
 from headrace_rollout.engines.contract import require_engine
-from headrace_rollout.engines.hosted.hosts import Hosts
+from headrace_rollout.engines.hosts import Hosts
 from headrace_rollout.engines.samples import Distribution, SlotKey, Stream
 from headrace_rollout.environments.pool import Pools
 from headrace_rollout.runs.opened import (
@@ -42,6 +40,8 @@ from headrace_rollout.runs.opened import (
     Retention,
     TextRun,
 )
+from headrace_rollout.sessions.template import TurnTemplate
+from headrace_rollout.sessions.turns import Player
 from headrace_rollout.wire import weights_of
 from headrace_rollout.workloads import acting_policy
 
@@ -141,19 +141,15 @@ def _text_run(
     def build(wanted: EngineConfig) -> Engine:
         engine = chosen.build(wanted)
         require_engine(chosen.name, engine)
-        if config.routed_experts:
-            _require_routes(chosen.name, engine, config)
         if config.images and (wrong := _images_refused(chosen.name, engine, codec)):
             raise PluginError([wrong])
-        if wanted.adapters:
-            _require_adapters(chosen.name, engine, config)
         return engine
 
     if config.environment is not None:
         policy = _player(config, build(settings), codec)
         others, engine = _players(config, settings, policy, build)
         pools = Pools(blobs, token, config.environment.step_timeout_s)
-        return ConversationRun(name, config, engine, codec, policy.template, pools, others)
+        return ConversationRun(name, config, engine, codec, policy, pools, others)
     if config.agent is not None and config.agent.online is not None:
         return _online_run(name, config, config.agent, build(settings), codec)
     return TextRun(name, config, build(settings), codec)
@@ -163,7 +159,7 @@ def _online_run(
     name: str, config: RolloutConfig, agent: AgentSection, engine: Engine, codec: TextCodec
 ) -> OnlineRun:
     from headrace_rollout.endpoint.answers import Terms
-    from headrace_rollout.endpoint.desk import Desk
+    from headrace_rollout.sessions.drivers.online import Desk
 
     assert agent.online is not None
     blind = _blind(engine, codec, config)
@@ -179,21 +175,13 @@ def _online_run(
         lambda _: None,
         tuple(sampling.stop),
     )
-    terms = Terms(
-        name,
-        stream,
-        codec,
-        template,
-        agent.online.max_turns,
-        engine.max_context_tokens,
-        agent.tool_calls,
-        asked=agent.sampling == "request",
-    )
+    terms = Terms(name, agent.tool_calls, agent.online.max_turns, asked=agent.sampling == "request")
+    policy = Player(engine, codec, template)
 
     def kept(key: SlotKey) -> bool:
         return retention.has(key.prompt_ordinal, key.sample_index)
 
-    desk = Desk(config.endpoint_key, agent.online, terms, config.group_size, kept)
+    desk = Desk(config.endpoint_key, agent.online, terms, policy, stream, config.group_size, kept)
     return OnlineRun(name, config, engine, codec, desk, retention=retention)
 
 
@@ -257,36 +245,6 @@ def _players(
     if not (beside or learning):
         return found, policy.engine
     return found, EngineBeside(policy.engine, beside, learning, apart)
-
-
-def _require_adapters(name: str, engine: Engine, config: RolloutConfig) -> None:
-    """Raises PluginError where rows of several adapters cannot be computed beside each other."""
-    reason = ""
-    if not engine.capabilities.lora:
-        reason = f"{name} computes with no adapters beside its model"
-    elif config.images:
-        reason = "the data has images, and a vision tower's rows are not those of prompts"
-    if reason:
-        raise PluginError(
-            [KeyProblem("rollout.enable_lora", reason, "leave it out: adapters are merged then")]
-        )
-
-
-def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:
-    """Raises PluginError where trajectories cannot carry the experts that the run replays."""
-    from headrace_modelkit.experts import FAMILIES, expert_shape
-    from headrace_modelkit.loading import load_architecture
-
-    key, reason, fix = "algorithm.options.routing_replay", "", "leave it out"
-    if expert_shape(load_architecture(config.model)) is None:
-        reason = (
-            f"{config.model.path!r} has no experts that tokens are routed to ({', '.join(FAMILIES)} have)"
-        )
-    elif not engine.capabilities.routed_experts:
-        reason = f"rollout.engine: {name} does not tell which experts it sent tokens to"
-        fix = "use the engine transformers or vllm, or leave it out"
-    if reason:
-        raise PluginError([KeyProblem(key, reason, fix)])
 
 
 def _images_refused(name: str, engine: Engine, codec: TextCodec) -> KeyProblem | None:

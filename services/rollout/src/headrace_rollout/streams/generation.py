@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import grpc
 from headrace.common.v1 import common_pb2
@@ -13,31 +13,25 @@ from headrace_servicekit.rpc.errors import ServiceError
 from typing_extensions import override
 
 from headrace_rollout.engines.base import prefills_of
-from headrace_rollout.engines.samples import Finish, Group, Prefix, SlotKey, TrajectoryUpdate
+from headrace_rollout.engines.samples import TrajectoryUpdate
 from headrace_rollout.environments.pool import Pool
 from headrace_rollout.runs.opened import TextRun
+from headrace_rollout.sessions.drivers.base import Produced
 from headrace_rollout.streams.base import Handover, SampleStream, Serving
 from headrace_rollout.wire import (
     duration_of,
     fill_chunk,
     fill_trajectory,
-    groups_of,
     partial_of,
     refusals,
     stream_of,
 )
 
-WAITING_SAMPLES = 4096
-"""Samples without a row, beyond which a stream's next assignment waits."""
-_POLL_S = 0.02
 _TOKEN_BYTES = 8
 
 
-Produced = TrajectoryUpdate | Pool
-
-
 class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
-    """The life of a Generate stream. A pool of conversations among its outputs was lost."""
+    """The life of a Generate stream, whose trajectories the driver of its run makes."""
 
     def __init__(self, run: TextRun, opening: rollout_pb2.GenerateOpen, serving: Serving) -> None:
         super().__init__(run, opening, serving)
@@ -48,42 +42,16 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         )
         put = handover.put
         self._stream = stream_of(opening, put, lambda reason: put(_failed(reason)), self._holds)
+        self._driver = run.driver(opening, self._stream, self._inbox.put_nowait, serving)
 
     async def _submit(self, request: rollout_pb2.AssignGroups) -> None:
-        caches = self._serving.caches if self._engine.capabilities.resume_from_cache else None
-        groups = await groups_of(request.groups, self._codec, caches)
-        # Not reading the next assignment slows the caller through the stream's flow control.
-        while self._engine.waiting_samples > WAITING_SAMPLES:  # noqa: ASYNC110  # counted in a thread
-            await asyncio.sleep(_POLL_S)
+        assigned = await self._driver.read(request.groups)
         self._serving.fence.check(self._header, lease=True)
         if self._revoking:  # What is not begun is assigned elsewhere.
             return
-        self._outstanding += sum(len(group.samples) for group in groups)
-        longest = None if self._evaluation else self._run.config.longest_prompt
-        if longest is not None:
-            long = [group for group in groups if len(group.prompt_ids) > longest]
-            groups = [group for group in groups if len(group.prompt_ids) <= longest]
-            if long:
-                self._inbox.put_nowait([*self._too_long(long)])
+        self._outstanding += sum(len(group.samples) for group in request.groups)
         with refusals():
-            await self._engine.submit(self._stream, groups)
-
-    def _too_long(self, groups: Sequence[Group]) -> Iterator[TrajectoryUpdate]:
-        """The ends of samples whose prompt is longer than the run wants; no engine sees them."""
-        for group in groups:
-            for sample in group.samples:
-                yield TrajectoryUpdate(
-                    SlotKey(group.prompt_ordinal, sample.sample_index),
-                    sample.attempt,
-                    0,
-                    [],
-                    [],
-                    self._stream.policy_number,
-                    group.prompt_ids,
-                    Finish.PROMPT_TOO_LONG,
-                    whole=Prefix([], [], []),
-                    images=group.images,
-                )
+            await self._driver.begin(assigned)
 
     @override
     async def revoke(self) -> None:
@@ -91,7 +59,11 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         await super().revoke()
 
     async def _abort(self) -> None:
-        await self._engine.abort(None, stream=self._stream)
+        await self._driver.abort()
+
+    @override
+    async def _leave(self) -> None:
+        await self._driver.close()
 
     def _size(self, output: Produced) -> int:
         if not isinstance(output, TrajectoryUpdate):
@@ -119,6 +91,7 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         if not (response.chunks or response.partials or response.revoked or response.lost_pools):
             return None
         self._tell_prefills(response)
+        self._driver.tell(response)
         return response
 
     def _tell_prefills(self, response: rollout_pb2.GenerateResponse) -> None:

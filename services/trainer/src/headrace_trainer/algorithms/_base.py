@@ -267,13 +267,6 @@ class Algorithm(Protocol):
         """Whether the reference must be another model than the policy: `trainer.reference`."""
 
     @property
-    def on_policy_only(self) -> str:
-        """Why samples of an older version than the base would be learned from wrongly: "its baseline is ...".
-
-        Empty where the loss corrects for them. A run with `algorithm.max_staleness` above 0 is refused otherwise.
-        """
-
-    @property
     def critic(self) -> CriticPlan | None:
         """The critic whose values `columns` and the loss may name; most have none."""
 
@@ -284,9 +277,9 @@ class Algorithm(Protocol):
         """
 
     @property
-    def siblings(self) -> str:
-        """What the lines of a session are worth that do not extend each other: "divide", its credit by their number, or
-        "whole", all of it each. Read it with `siblings_of`: an algorithm may leave it out.
+    def branch_weights(self) -> str:
+        """What each branch of an agent's session is worth: "divide", its credit by their number, or "whole", all of it.
+        Read it with `branch_weights_of`: an algorithm may leave it out.
         """
 
     def advantages(self, outcomes: Outcomes) -> Tensor | Advantages:
@@ -299,7 +292,7 @@ class Algorithm(Protocol):
         """What each of a sequence's `tokens` trained tokens weighs in the sum."""
 
     def denominator(self, tokens: float, sequences: int) -> float:
-        """What the sum is divided by, given the trained tokens, those of siblings by what these weigh, and the
+        """What the sum is divided by, given the trained tokens, those of branches by what these weigh, and the
         sequences that have any.
         """
 
@@ -327,9 +320,9 @@ def turn_credit_of(algorithm: Algorithm) -> TurnCredit | None:
     return found
 
 
-def siblings_of(algorithm: Algorithm) -> str:
-    """`Algorithm.siblings`; "divide" of one that has no such property."""
-    return str(getattr(algorithm, "siblings", "divide"))
+def branch_weights_of(algorithm: Algorithm) -> str:
+    """`Algorithm.branch_weights`; "divide" of one that has no such property."""
+    return str(getattr(algorithm, "branch_weights", "divide"))
 
 
 def replays_routing(algorithm: Algorithm) -> bool:

@@ -74,7 +74,6 @@ class PolicyGradient(Generic[Chosen]):
     least_group = 1
     greedy_first = False
     needs_teacher = False
-    on_policy_only = ""
     whole_answers = ""
     """Why credit cannot go by turn: "its ratio is ..."; empty where it can."""
     compares = Barrier.GROUP
@@ -136,9 +135,9 @@ class PolicyGradient(Generic[Chosen]):
         return TurnCredit(self.options.turn_discount) if self.options.credit == "turn" else None
 
     @property
-    def siblings(self) -> str:
+    def branch_weights(self) -> str:
         """By the option of that name."""
-        return self.options.siblings
+        return self.options.branch_weights
 
     @property
     def critic(self) -> CriticPlan | None:

@@ -65,10 +65,10 @@ class PolicyOptions(Options):
     turn_discount: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="discount of a reward from turn to turn; needs credit: turn"
     )
-    siblings: Literal["divide", "whole"] = Field(
+    branch_weights: Literal["divide", "whole"] = Field(
         default="divide",
-        description="what the trajectories of an agent's session weigh that do not extend each other: divide, one by "
-        "their number each, so that a session weighs no more for having several; whole, 1 each",
+        description="what each branch of an agent's session weighs: divide, one by their number, so that a session "
+        "weighs no more for having several; whole, 1",
     )
     epochs: Count = Field(default=1, description="passes over the step's batch")
     minibatches: Count = Field(

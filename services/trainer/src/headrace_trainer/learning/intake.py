@@ -26,7 +26,7 @@ from headrace_trainer.algorithms._base import (
     Algorithm,
     Outcomes,
     Turns,
-    siblings_of,
+    branch_weights_of,
     turn_credit_of,
 )
 from headrace_trainer.algorithms._turns import by_role, by_turn
@@ -178,7 +178,7 @@ class Intake:
 
     def _share(self, branches: Many[Branch]) -> float:
         """What each branch of a member weighs."""
-        whole = any(branch.role for branch in branches) or siblings_of(self._algorithm) == "whole"
+        whole = any(branch.role for branch in branches) or branch_weights_of(self._algorithm) == "whole"
         return 1.0 if whole else 1.0 / max(1, len(branches))
 
     def _outcomes(self, state: steps.StepState, batch: Many[Inferred]) -> Outcomes:

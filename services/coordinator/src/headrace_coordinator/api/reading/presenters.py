@@ -27,7 +27,8 @@ from headrace_schema.resources.views import (
 from headrace_schema.sections.running import PlacementSection
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.devices.demand import section_of
+from headrace_coordinator.domain.devices.leases import is_gpu
+from headrace_coordinator.domain.devices.placement import first_mode, placement_of
 from headrace_coordinator.domain.devices.scheduling import Gift
 from headrace_coordinator.domain.ledger.compact import expand, expand_drops
 from headrace_coordinator.domain.ledger.slot_index import (
@@ -99,17 +100,13 @@ def plan_view(run: RunState) -> RunPlanView:
     """How a run uses its devices."""
     plan, placement, last = run.plan, run.spec["placement"], run.totals.last_step
     mode, ahead = placement["mode"], bool(run.spec["algorithm"].get("max_staleness"))
-    now = section_of(PlacementSection.model_validate(placement), run.plan, ahead=ahead)
-    turns = now.mode == "collocated" or now.share
+    gpus = any(map(is_gpu, run.grant.devices if run.grant else ()))
+    now = placement_of(PlacementSection.model_validate(placement), run.plan, ahead=ahead, gpus=gpus)
     measured = {} if last is None else {**last["stage_s"], "step": last["wall_s"]}
     return RunPlanView(
-        mode=now.mode,
-        flow="" if turns else "pipelined" if now.pipelined else "sequential",
-        memory=""
-        if not turns and now.mode == "disaggregated"
-        else "resident"
-        if now.resident
-        else "offloaded",
+        mode=now.section.mode,
+        flow="" if now.turns else "pipelined" if now.streams else "sequential",
+        memory="" if not now.rollouts_wait else "resident" if now.resident else "offloaded",
         chosen_by="auto" if mode == "auto" else "spec",
         from_step=plan.from_step + 1 if plan else 1,
         rollout=plan.rollout if plan else placement["rollout"],
@@ -130,7 +127,7 @@ def _before_any_plan(spec: Mapping[str, Any]) -> str:
     if spec["trainer"].get("helpers"):
         return "collocated: helpers take turns on the rollouts' devices"
     ahead = bool(spec["algorithm"].get("max_staleness"))
-    first = "disaggregated" if ahead else "collocated"
+    first = first_mode(ahead=ahead)
     if placement.measured_steps(spec["steps"]):
         second = "" if ahead else ", then disaggregated"
         return f"the first steps measure {first}{second}, then what promises more"

@@ -14,16 +14,22 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from headrace.rollout.v1 import rollout_pb2
 from headrace_schema.sections.agent import OnlineSection
+from headrace_servicekit.rpc.requests import check_number
 
-from headrace_rollout.conversations.conversation import ended, stopped
-from headrace_rollout.conversations.speaker import Asked, Speaker
 from headrace_rollout.endpoint.answers import Terms
 from headrace_rollout.endpoint.requests import Refusal
-from headrace_rollout.endpoint.session import Session
+from headrace_rollout.endpoint.session import AgentSession
 from headrace_rollout.engines.base import Refused
-from headrace_rollout.engines.samples import GIVEN, Conversation, Finish, SlotKey, TrajectoryUpdate
+from headrace_rollout.engines.samples import GIVEN, Conversation, Finish, SlotKey, Stream, TrajectoryUpdate
+from headrace_rollout.sessions.turns import Asked, Player, Says, Speaker
+
+if TYPE_CHECKING:
+    from headrace_rollout.runs.opened import OnlineRun
+    from headrace_rollout.sessions.drivers.base import Put
 
 LOG = logging.getLogger(__name__)
 SWEEP_S = 1.0
@@ -33,7 +39,7 @@ _KEYS = 2**31
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Slot:
     """A slot to fill with a rewarded session whose tokens are of version `oldest` or later, by `emit`."""
 
     key: SlotKey
@@ -48,7 +54,7 @@ class Place:
 class Open:
     """A session that has no reward yet; `at` is when it was last heard of."""
 
-    session: Session
+    session: AgentSession
     group: str
     at: float
     key: str = ""
@@ -65,9 +71,9 @@ class Rewarded:
     at: float
     state: str = "waiting"
 
-    def ended(self, place: Place) -> TrajectoryUpdate:
-        """As what fills a slot."""
-        return ended(self.talk, place.key, place.attempt, self.oldest, self.finish, greedy=False)
+    def fill(self, slot: Slot) -> None:
+        """Sends it as what fills a slot."""
+        slot.emit(self.talk.ended(slot.key, slot.attempt, self.oldest, self.finish))
 
 
 class Desk:
@@ -78,9 +84,16 @@ class Desk:
     """
 
     def __init__(
-        self, key: str, section: OnlineSection, terms: Terms, group_size: int, kept: Callable[[SlotKey], bool]
+        self,
+        key: str,
+        section: OnlineSection,
+        terms: Terms,
+        player: Player,
+        stream: Stream,
+        group_size: int,
+        kept: Callable[[SlotKey], bool],
     ) -> None:
-        self.key, self.terms = key, terms
+        self.key, self.terms, self.player, self.stream = key, terms, player, stream
         self.mark = ""
         """What the ids of its sessions begin with: where the endpoint is."""
         self.counts: Counter[str] = Counter()
@@ -89,16 +102,16 @@ class Desk:
         self._section, self._group_size, self._kept = section, group_size, kept
         self._open: dict[str, Open] = {}
         self._rewarded: dict[str, list[Rewarded]] = defaultdict(list)
-        self._places: dict[int, dict[SlotKey, Place]] = defaultdict(dict)
+        self._places: dict[int, dict[SlotKey, Slot]] = defaultdict(dict)
         self._filled: dict[SlotKey, Rewarded] = {}
-        self._speaker: Speaker | None = None
+        self._speaker: Says | None = None
         self._changed = asyncio.Event()
         self._closed = False
         self._sweeping: asyncio.Task[None] | None = None
 
     # --- clients
 
-    def begin(self, group: str = "", key: str = "") -> Session:
+    def begin(self, group: str = "", key: str = "") -> AgentSession:
         """A new session; those of a `group` are compared with each other. Raises Refusal.
 
         A request of the `key` of one that is open is the same one, sent again.
@@ -113,37 +126,35 @@ class Desk:
             most = f"{self._section.max_sessions} sessions are open (agent.online.max_sessions)"
             raise Refusal(429, "too_many_sessions", f"{most}; reward some, or ask again later")
         slot = SlotKey(secrets.randbelow(_KEYS), 0)
-        talk = Conversation()
-        session = Session(slot, 1, talk, self.terms, self, greedy=False, mark=self.mark, secret=self.key)
+        session = AgentSession(slot, 1, self.terms, self, mark=self.mark, secret=self.key)
         self._open[session.id] = Open(session, group, time.monotonic(), key)
         if self._sweeping is None:
             self._sweeping = asyncio.create_task(self._sweep(), name="drop sessions without a reward")
         return session
 
-    def find(self, id: str) -> Session:
+    def find(self, id: str) -> AgentSession:
         """The open session of an id. Raises Refusal 404."""
         if (found := self._open.get(id)) is None:
             reason = "it was rewarded or withdrawn, its reward came too late, or it never was"
             raise Refusal(404, "not_found", f"no session {id[:40]!r} is open: {reason}")
         return found.session
 
-    def has(self, session: Session) -> bool:
+    def has(self, session: AgentSession) -> bool:
         """Whether the session is one of these, and open."""
         return session.id in self._open
 
-    def with_id(self, id: str) -> Session | None:
+    def with_id(self, id: str) -> AgentSession | None:
         """The open session with this id."""
         found = self._open.get(id)
         return found.session if found else None
 
-    def end(self, session: Session) -> str:
+    def end(self, session: AgentSession) -> str:
         """What becomes of a session that has its last reward: taken, waiting (for a step), stale or untrained."""
         found = self._open.pop(session.id)
         talk = session.join()
         versions = [number for branch in talk.branches for number, _ in branch.spans if number > GIVEN]
-        finish = session.limit or (Finish.LENGTH if session.cut else Finish.TERMINATED)
-        rewarded = Rewarded(talk, finish, min(versions, default=0), time.monotonic())
-        if session.turns and not session.learned:
+        rewarded = Rewarded(talk, session.finish, min(versions, default=0), time.monotonic())
+        if talk.turns and not session.learned:
             self._count("untrained", [rewarded])
             return rewarded.state
         group = found.group if self._group_size > 1 else session.id
@@ -151,11 +162,11 @@ class Desk:
         self._match()
         return rewarded.state
 
-    def drop(self, session: Session, why: str) -> None:
+    def drop(self, session: AgentSession, why: str) -> None:
         """A session that will have no reward."""
         if self._open.pop(session.id, None) is not None:
             session.join()  # Ends what it waits for.
-            if session.turns:
+            if session.talk.turns:
                 self.counts[why] += 1
                 LOG.info("session %s is dropped: %s", session.id, why)
 
@@ -190,7 +201,7 @@ class Desk:
                 async with asyncio.timeout(_AGAIN_S):
                     await self._changed.wait()
 
-    async def _speaking(self) -> Speaker:
+    async def _speaking(self) -> Says:
         while self._speaker is None:
             if self._closed:
                 raise Refusal(503, "run_over", "the run has left this instance; see headrace run endpoint")
@@ -199,24 +210,24 @@ class Desk:
 
     # --- streams
 
-    def opened(self, speaker: Speaker) -> None:
+    def opened(self, speaker: Says) -> None:
         """Requests are answered by it from now on."""
         self._speaker = speaker
         self._wake()
 
-    def left(self, speaker: Speaker, owner: object) -> None:
+    def left(self, speaker: Says, owner: object) -> None:
         """A stream has ended: what it was assigned is nobody's, and requests wait for the next one."""
         self._withdraw(owner)
         if self._speaker is speaker:
             self._speaker = None
             self._wake()
 
-    def offer(self, places: Iterable[Place]) -> None:
+    def offer(self, places: Iterable[Slot]) -> None:
         """Slots to fill."""
         for place in places:
             filled = self._filled.get(place.key)
             if filled is not None and self._kept(place.key):
-                place.emit(filled.ended(place))
+                filled.fill(place)
             else:
                 self._places[place.key.prompt_ordinal][place.key] = place
         self._match()
@@ -224,9 +235,9 @@ class Desk:
     def stop(self, owner: object = None) -> None:
         """What a stream was assigned (None: any) and is not filled comes back to it as stopped."""
         for place in self._withdraw(owner):
-            place.emit(stopped(place.key, place.attempt, 0))
+            place.emit(TrajectoryUpdate.untouched(place.key, place.attempt, 0))
 
-    def _withdraw(self, owner: object) -> list[Place]:
+    def _withdraw(self, owner: object) -> list[Slot]:
         found = []
         for ordinal in list(self._places):
             mine = [each for each in self._places[ordinal].values() if owner in (None, each.owner)]
@@ -271,12 +282,12 @@ class Desk:
             if not several:
                 del self._rewarded[group]
 
-    def _fill(self, places: Sequence[Place], members: Sequence[Rewarded]) -> None:
+    def _fill(self, places: Sequence[Slot], members: Sequence[Rewarded]) -> None:
         for place, member in zip(places, members, strict=True):
             del self._places[place.key.prompt_ordinal][place.key]
             self._filled = {key: each for key, each in self._filled.items() if self._kept(key)}
             self._filled[place.key] = member
-            place.emit(member.ended(place))
+            member.fill(place)
         if not self._places[places[0].key.prompt_ordinal]:
             del self._places[places[0].key.prompt_ordinal]
         self._count("taken", members)
@@ -298,7 +309,7 @@ class Desk:
         """One round of it."""
         now = time.monotonic()
         for each in list(self._open.values()):
-            each.at = max(each.at, now if each.session.answering else each.session.answered_at)
+            each.at = max(each.at, now if each.session.exchanges.under_way else each.session.answered_at)
             if now - each.at > self._section.reward_within_s:
                 self.drop(each.session, "unrewarded")
         if self._group_size == 1:
@@ -308,3 +319,45 @@ class Desk:
             if short and now - max(each.at for each in several) > self._section.reward_within_s:
                 del self._rewarded[group]
                 self._count("incomplete", several)
+
+
+class OnlineDriver:
+    """The slots of one stream, which the run's desk fills."""
+
+    def __init__(self, run: OnlineRun, stream: Stream, put: Put) -> None:
+        self._engine, self._desk, self._put = run.engine, run.desk, put
+        self._speaker = Speaker(run.desk.player, stream)
+        self._desk.opened(self._speaker)
+
+    async def read(self, groups: Sequence[rollout_pb2.GroupAssignment]) -> Sequence[Slot]:
+        """The slots of an assignment. Raises INVALID."""
+        found = []
+        for group in groups:
+            check_number("prompt_ordinal", group.prompt_ordinal)
+            for sample in group.samples:
+                check_number("samples.sample_index", sample.sample_index)
+                key = SlotKey(group.prompt_ordinal, sample.sample_index)
+                found.append(Slot(key, sample.attempt, group.oldest_version, self._emit, self))
+        return found
+
+    async def begin(self, assigned: Sequence[Slot]) -> None:
+        """Offers them."""
+        self._desk.offer(assigned)
+        if self._engine.paused:  # What came behind the pause comes back at once too.
+            await self.abort()
+
+    async def abort(self) -> None:
+        """What is not filled comes back as stopped."""
+        self._desk.stop(self)
+
+    async def close(self) -> None:
+        """Ends the turns; requests wait for the next stream."""
+        self._desk.left(self._speaker, self)
+        await self._speaker.close()
+
+    def tell(self, response: rollout_pb2.GenerateResponse) -> None:
+        """Adds what became of sessions."""
+        response.sessions.update(self._desk.news())
+
+    def _emit(self, update: TrajectoryUpdate) -> None:
+        self._put([update])

@@ -1,6 +1,6 @@
-"""The policy's side of the conversations of one stream: each turn is a sample of its own to the engine.
+"""Who takes the turns of sessions, and the requests to its engine, to which each turn is a sample.
 
-Turns that are asked for at once go to the engine together, those of one prompt as one group. Knows no environment.
+Turns that are asked for at once go to the engine together, those of one prompt as one group. Knows no session.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace_rollout.engines.base import Engine
+from headrace_rollout.engines.beside import FROZEN_NUMBER, Frozen
 from headrace_rollout.engines.samples import (
     Distribution,
     Group,
@@ -23,20 +24,72 @@ from headrace_rollout.engines.samples import (
     Stream,
     TrajectoryUpdate,
 )
+from headrace_rollout.sessions.template import TurnTemplate
+
+if TYPE_CHECKING:
+    from headrace_modelkit.tokenizer import TextCodec
 
 SEED_BYTES = 8
-Place = tuple[int, SlotKey, int]
+TurnKey = tuple[int, SlotKey, int]
 """Turn, slot and attempt."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What ends turns: a number of tokens, and texts."""
+class Player:
+    """The policy, or a `frozen` model, in a role: its engine and the form in which it reads messages.
 
-    max_new_tokens: int
-    stop: tuple[str, ...]
+    What is None is as the stream has it.
+    """
+
+    engine: Engine
+    codec: TextCodec
+    template: TurnTemplate
+    frozen: Frozen | None = None
+    adapter: str = ""
+    """Which of its engine's adapters it is, where that has several."""
+    learns: bool = True
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+    stop: Sequence[str] | None = None
+
+    def greedy(self, sample: bool) -> bool:
+        """Whether its turns are the likeliest tokens, in a sample that is so or not."""
+        return sample and self.temperature is None
+
+    def stream(self, outer: Stream) -> Stream:
+        """What holds for its turns in a stream's sessions."""
+        own = replace(outer, adapter=self.adapter)
+        if self.frozen is not None:
+            own = replace(own, policy_number=FROZEN_NUMBER)
+        if self.temperature is not None:
+            own = replace(own, distribution=Distribution(temperature=self.temperature))
+        if self.max_new_tokens is not None:
+            own = replace(own, max_new_tokens=self.max_new_tokens)
+        if self.stop is not None:
+            own = replace(own, stop=tuple(self.stop))
+        return own
 
 
+@dataclass(frozen=True)
+class Draw:
+    """How a turn is drawn: from what, by which seed, and which number of tokens and which texts end it.
+
+    What is None or empty is as the stream has it. Turns of a sample that name the same `seed` draw alike.
+    """
+
+    distribution: Distribution | None = None
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    """Beside those of the stream."""
+    seed: str = ""
+
+    def most_tokens(self, stream: Stream) -> int:
+        """The longest that the turn may be."""
+        return min(self.max_new_tokens or stream.max_new_tokens, stream.max_new_tokens)
+
+
+AS_STREAM = Draw()
+"""As the stream says."""
 Heard = Callable[[Sequence[int], Sequence[float]], None]
 """Is told new ids of a turn, with their log-probs, as they are made."""
 
@@ -45,39 +98,50 @@ Heard = Callable[[Sequence[int], Sequence[float]], None]
 class Asked:
     """A turn that is wanted: what the policy reads, and whose turn it is, the `turn`-th of the sample.
 
-    Without `limits` and `distribution` those of the stream hold. `heard` is told what is new until the turn's end,
-    which carries the rest. Turns of a sample that name the same `seed` draw alike.
+    `heard` is told what is new until the turn's end, which carries the rest.
     """
 
     key: SlotKey
     attempt: int
     turn: int
     prompt_ids: Sequence[int]
-    greedy: bool
-    limits: Limits | None = None
+    images: tuple[ImageAt, ...] = ()
+    greedy: bool = False
+    draw: Draw = AS_STREAM
     heard: Heard | None = None
     prefix: Prefix | None = None
     """What the turn begins with, of a stream that has ended."""
-    distribution: Distribution | None = None
-    seed: str = ""
-    images: tuple[ImageAt, ...] = ()
 
     @property
-    def place(self) -> Place:
+    def own_key(self) -> TurnKey:
         """What tells it from others."""
         return self.turn, self.key, self.attempt
 
 
-class Speaker:
-    """Asks an engine for turns under the terms of `outer`, each turn with a seed of its own."""
+class Says(Protocol):
+    """What asks for the turns of a player; `stream` is what holds for them."""
 
-    def __init__(self, engine: Engine, outer: Stream) -> None:
-        self._engine, self._outer = engine, outer
+    @property
+    def player(self) -> Player: ...
+
+    @property
+    def stream(self) -> Stream: ...
+
+    async def say(self, asked: Asked) -> TrajectoryUpdate:
+        """The end of the turn, or its stop from outside."""
+
+
+class Speaker:
+    """Asks a player's engine for turns under the terms of a stream, each turn with a seed of its own."""
+
+    def __init__(self, player: Player, outer: Stream) -> None:
+        self.player, self.stream = player, player.stream(outer)
+        self._engine = player.engine
         self._loop = asyncio.get_running_loop()
         self._waiting: list[Asked] = []
-        self._answers: dict[Place, asyncio.Future[TrajectoryUpdate]] = {}
+        self._answers: dict[TurnKey, asyncio.Future[TrajectoryUpdate]] = {}
         self._streams: dict[tuple[Any, ...], Stream] = {}
-        self._heard: dict[Place, Heard] = {}
+        self._heard: dict[TurnKey, Heard] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def say(self, asked: Asked) -> TrajectoryUpdate:
@@ -85,11 +149,11 @@ class Speaker:
 
         Cancelled, it stops the turn at the engine.
         """
-        place = asked.place
+        key = asked.own_key
         answer: asyncio.Future[TrajectoryUpdate] = self._loop.create_future()
-        self._answers[place] = answer
+        self._answers[key] = answer
         if asked.heard is not None:
-            self._heard[place] = asked.heard
+            self._heard[key] = asked.heard
         if not self._waiting:
             self._loop.call_soon(self._submit)
         self._waiting.append(asked)
@@ -102,9 +166,9 @@ class Speaker:
                 self._begin(self._stop(asked))
             raise
         finally:
-            if self._answers.get(place) is answer:
-                del self._answers[place]
-                self._heard.pop(place, None)
+            if self._answers.get(key) is answer:
+                del self._answers[key]
+                self._heard.pop(key, None)
 
     async def close(self) -> None:
         """Ends all turns; nothing comes back."""
@@ -118,7 +182,7 @@ class Speaker:
         waiting, self._waiting = self._waiting, []
         by_stream: dict[Stream, list[Asked]] = defaultdict(list)
         for asked in waiting:
-            by_stream[self._stream(asked)].append(asked)
+            by_stream[self._stream_of(asked)].append(asked)
         for stream, several in by_stream.items():
             self._begin(self._ask(stream, several))
 
@@ -127,49 +191,47 @@ class Speaker:
             await self._engine.submit(stream, list(_groups(several)))
         except Exception as error:  # noqa: BLE001  # whatever it is, each that waits gets it
             for asked in several:
-                self._resolve(asked.place, error)
+                self._resolve(asked.own_key, error)
 
     async def _stop(self, asked: Asked) -> None:
-        await self._engine.abort([asked.key], stream=self._stream(asked))
+        await self._engine.abort([asked.key], stream=self._stream_of(asked))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _stream(self, asked: Asked) -> Stream:
+    def _stream_of(self, asked: Asked) -> Stream:
         """That of the turn, with its seed, of its limits and its distribution."""
-        turn, limits = asked.turn, asked.limits or Limits(self._outer.max_new_tokens, self._outer.stop)
-        each = 1 if asked.heard is not None else 0
-        distribution = asked.distribution or self._outer.distribution
-        terms = (turn, limits, each, distribution, asked.seed)
+        turn, draw, each = asked.turn, asked.draw, 1 if asked.heard is not None else 0
+        terms = (turn, draw, each)
         if terms not in self._streams:
 
             def sink(outputs: list[TrajectoryUpdate]) -> None:
                 self._loop.call_soon_threadsafe(self._arrived, turn, outputs)
 
             self._streams[terms] = replace(
-                self._outer,
-                distribution=distribution,
-                seed=_seed(self._outer.seed, asked.seed or turn),
+                self.stream,
+                distribution=draw.distribution or self.stream.distribution,
+                seed=_seed(self.stream.seed, draw.seed or turn),
                 sink=sink,
                 chunk_tokens=each,
                 goes_on=True,
-                max_new_tokens=limits.max_new_tokens,
-                stop=limits.stop,
+                max_new_tokens=draw.most_tokens(self.stream),
+                stop=(*self.stream.stop, *draw.stop),
             )
         return self._streams[terms]
 
     def _arrived(self, turn: int, outputs: list[TrajectoryUpdate]) -> None:
         for output in outputs:
-            place = (turn, output.key, output.attempt)
+            key = (turn, output.key, output.attempt)
             if output.finish is not None or output.stopped:
-                self._resolve(place, output)
-            elif (heard := self._heard.get(place)) is not None:
+                self._resolve(key, output)
+            elif (heard := self._heard.get(key)) is not None:
                 heard(output.token_ids, output.log_probs)
 
-    def _resolve(self, place: Place, result: TrajectoryUpdate | Exception) -> None:
-        answer = self._answers.get(place)
+    def _resolve(self, key: TurnKey, result: TrajectoryUpdate | Exception) -> None:
+        answer = self._answers.get(key)
         if answer is None or answer.done():
             return
         if isinstance(result, Exception):

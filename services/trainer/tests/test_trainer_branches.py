@@ -1,4 +1,4 @@
-"""Siblings of a session: lines that are read apart, share one reward, and weigh as the option says."""
+"""Branches of a session: they are read apart, share one reward, and weigh as the option says."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_the_lines_of_a_session_are_read_apart_and_share_what_it_is_worth(make_c
     ("options", "weights"),
     [
         ({}, [1.0, 0.5, 0.5]),
-        ({"siblings": "whole"}, [1.0, 1.0, 1.0]),
+        ({"branch_weights": "whole"}, [1.0, 1.0, 1.0]),
         ({"loss_aggregation": "seq-mean-token-mean"}, [0.5, 0.5, 0.25]),
     ],
 )
-def test_a_session_weighs_no_more_for_having_siblings_unless_each_is_to_count(make_config, options, weights):
+def test_a_session_weighs_no_more_for_having_branches_unless_each_is_to_count(make_config, options, weights):
     _, _, prepared = sequences(make_config, **options)
     assert [each.weight for each in prepared.sequences] == weights
 
@@ -93,13 +93,13 @@ def test_witnesses_of_the_engines_log_probs_are_lines():
     assert found.images == pictured.images, "the engine has seen them"
 
 
-def test_siblings_come_with_prompts_of_their_own():
+def test_branches_come_with_prompts_of_their_own():
     message = trainer_pb2.SettledGroup(prompt_ordinal=0)
     trajectory = settled_trajectory(0, 0, 1, random_sequences(3)[1], 1)
-    sibling = trajectory.branches.add()
-    given = sibling.segments.add()
+    other = trajectory.branches.add()
+    given = other.segments.add()
     given.tokens.token_ids.extend([4, 5])
-    own = sibling.segments.add(policy_number=1)
+    own = other.segments.add(policy_number=1)
     own.tokens.CopyFrom(trajectory.branches[0].segments[1].tokens)
 
     def read():
@@ -109,8 +109,8 @@ def test_siblings_come_with_prompts_of_their_own():
         (member,) = read_group(message, SamplingSection(), 32).members
         return member
 
-    _, other = read().branches
-    assert other.tokens[:2] == [4, 5] and other.trained[0] == 2
-    del sibling.segments[0]
+    _, found = read().branches
+    assert found.tokens[:2] == [4, 5] and found.trained[0] == 2
+    del other.segments[0]
     with pytest.raises(Refusal, match="the first id is sampled"):
         read()

@@ -18,8 +18,7 @@ from headrace_schema.sections.generating import PromptSection
 from headrace_servicekit.image_files import check_image
 from headrace_servicekit.rpc.trajectories import chat_turn
 
-from headrace_rollout.conversations.conversation import Given
-from headrace_rollout.engines.samples import Message
+from headrace_rollout.engines.samples import Given, Message
 
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec

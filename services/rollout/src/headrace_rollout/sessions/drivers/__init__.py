@@ -1,0 +1,1 @@
+"""Drivers of Generate streams: prompts, environments, agents behind the endpoint, online clients."""
