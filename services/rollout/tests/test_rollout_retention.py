@@ -107,7 +107,6 @@ async def test_what_finished_unsent_when_a_caller_left_is_kept(rollout, assignme
             "me",
             rollout.instance.fence,
             lambda: None,
-            None,
             rollout.servicer._caches,
             rollout.servicer._endpoint,
         ),
