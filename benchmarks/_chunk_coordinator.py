@@ -141,7 +141,12 @@ class Bench:
         admitted = ev.RunAdmitted(at=now, run=run, rollouts=["rollout"], trainers=["trainer"], devices=[])
         await self.event_log.commit(submitted, admitted, restored)
         context = RunContext(
-            self.event_log, self.fleet, run, await asyncio.to_thread(Dataset.open, spec.data, 0), Quiet()
+            self.event_log,
+            self.fleet,
+            run,
+            spec,
+            await asyncio.to_thread(Dataset.open, spec.data, 0),
+            Quiet(),
         )
         await context.staffing.staff()
         for member in context.workers.rollouts:

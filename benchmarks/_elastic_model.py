@@ -13,7 +13,7 @@ from math import log
 from statistics import fmean, median
 
 from _elastic_bound import least
-from headrace_coordinator.run.step.moving.tail import MIN_GAIN, MIN_HOLD_S
+from headrace_coordinator.run.step.tail import MIN_GAIN, MIN_HOLD_S
 from headrace_planner import (
     DeviceKind,
     Edge,

@@ -1,4 +1,4 @@
-"""Writes docs/run-spec.md from the run spec's schema: every key, its type, its default, what it means.
+"""Writes docs/run-spec.md from the run spec's schema: every key, and what does not go together.
 
 `python -m ci.spec_docs [--check] FILE`. With --check it writes nothing and fails when the file is not current.
 """
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from headrace_schema.rules.table import table_rows
 from headrace_schema.spec import RunSpec
 
 HEAD = """# Run spec
@@ -22,8 +23,9 @@ given; an unknown key is refused with the nearest valid one. `headrace run submi
 against your fleet without starting anything, `--set a.b=c` overrides a key, and `headrace spec-schema` prints the JSON
 Schema that this page is made from. The files in `examples/` are complete documents.
 
-Integers are at most 2147483647 unless said otherwise. Combinations that cannot work (a batch that the ranks cannot
-share evenly, two services on one device that do not take turns, …) are refused with the key and the nearest value.
+Integers are at most 2147483647 unless said otherwise. Numbers that do not fit (a batch that the ranks cannot share
+evenly, too few devices, …) are refused with the key and the nearest value, and so is
+[what does not go together](#what-does-not-go-together).
 
 ## Secrets
 
@@ -55,6 +57,13 @@ see: references are refused there too, so let the program read a variable. `EMPT
 A variable or file that is not there is told with its key as a run is submitted or opened. Where an error, a verdict's
 detail or a tool's answer repeats a secret of six or more characters, the reference stands there instead.
 """
+TOGETHER = """## What does not go together
+
+The key of the first column is refused in a spec that asks for the second one, too, with this reason and this way out.
+What an engine or an algorithm cannot do is what its plug-in registers ([Extending](extending.md)).
+
+| key | with | because | so |
+| --- | --- | --- | --- |"""
 BOUNDS = {
     "minimum": "≥ {}",
     "exclusiveMinimum": "> {}",
@@ -76,6 +85,7 @@ def page() -> str:
             f"{section.get('description', '').strip()}\n",
             table(path, section, definitions),
         ]
+    blocks += [TOGETHER, *(f"| {' | '.join(map(_cell, row))} |" for row in table_rows())]
     return "\n".join(blocks).rstrip() + "\n"
 
 

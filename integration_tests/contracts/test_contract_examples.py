@@ -9,7 +9,7 @@ from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.rules import problems_of
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.data import Dataset
-from headrace_schema.rules.learning import GROUP_RELATIVE
+from headrace_schema.rules.asked import GROUP_RELATIVE
 from headrace_schema.spec import RunSpec
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from pydantic import ValidationError

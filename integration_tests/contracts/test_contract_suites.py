@@ -55,8 +55,8 @@ def asked(spec):
     except Impossible as error:
         data = error
     submission = Submission(run, FleetView({}, {}, []), data, evaluated=evaluated)
-    if problems := problems_of(submission, (local_rules.data, local_rules.suite_limit)):
-        raise Impossible(in_users_keys(problems, evaluated))
+    if problems := problems_of(submission, (local_rules.data, local_rules.answers)):
+        raise Impossible(in_users_keys(problems, evaluated.suite))
     return submission
 
 

@@ -22,8 +22,15 @@ names = [name for name in names if not name.startswith(extra) or name.endswith("
 wanted = [name for name in names if not name.endswith("__main__")]
 print(len([importlib.import_module(name) for name in wanted]))
 """
-OF_EXTRAS = ("headrace_rollout.engines.vllm.",)
-"""What only an extra with an environment of its own can import; its options are read without it."""
+OF_EXTRAS = (
+    "headrace_rollout.engines.vllm.",
+    *(
+        f"headrace_simulator.backends.conversation.{name}"
+        for name in ("reasoning_gym", "skyrl_gym", "textarena")
+    ),
+    "headrace_simulator.backends.verifiers",
+)
+"""What only an extra can import."""
 HAS = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1]) is not None)"
 COMMON = {"headrace-proto", "headrace-schema", "headrace-servicekit"}
 PLANNER = "headrace-planner"

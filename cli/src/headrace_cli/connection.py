@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.client.tokens import fleet_ca, fleet_token, same_place
 
-from headrace_cli.commands.options import DEFAULT_DATA_DIR
+from headrace_cli.commands.options import DEFAULT_DATA_DIR, Place, expanded
 from headrace_cli.errors import EXIT_USER_ERROR, CommandError, refused
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import DEFAULT_PORT
 from headrace_cli.launcher.state import living_state
-from headrace_cli.output import error_console
+from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
     from headrace.client import Client
 
+Answer = tuple[Any, Callable[[], Any]]
+"""The document for programs, and what makes the text for people: it may ask the client for more."""
 SAY_S = 3.0
 CHECKING = (
     "the coordinator checks the spec; a fleet loads the scorers first, for reward.load_timeout_s at most, and makes an "
@@ -99,3 +101,22 @@ def connect(target: Target, *, patience_s: float = 0.0) -> Iterator[Client]:
                 exit_code=EXIT_USER_ERROR,
             ) from error
         raise refused(error) from error
+
+
+def show(answer: Answer, as_json: bool) -> None:
+    """Prints an answer, for a program or for people."""
+    document, text = answer
+    if as_json:
+        print_json(document)
+    else:
+        console().print(text())
+
+
+def asking(command: Callable[..., Answer]) -> Callable[..., None]:
+    """A command that returns its answer, made of a function with a client in place of --url, --data-dir and --json."""
+
+    def ask(client: Place, **options: Any) -> None:
+        with connect(find_target(client.url, client.data_dir)) as found:
+            show(command(found, **options), client.as_json)
+
+    return expanded(command, ask, {"client": Place})

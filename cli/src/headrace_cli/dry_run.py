@@ -43,8 +43,9 @@ def check_with(client: Client, spec: dict[str, Any]) -> dict[str, Any]:
 def warnings(spec: dict[str, Any]) -> list[dict[str, str]]:
     """What is valid and rarely meant, by key; nothing where another release's schema made it valid."""
     from headrace_schema.rules.combinations import doubtful_values
-    from headrace_schema.rules.embodied import no_policy_directory
+    from headrace_schema.rules.environments import no_policy_directory
     from headrace_schema.spec import RunSpec
+    from headrace_schema.workflow import acts_in_environments
     from pydantic import ValidationError
 
     try:
@@ -53,7 +54,7 @@ def warnings(spec: dict[str, Any]) -> list[dict[str, str]]:
         return []
     name = str(spec["model"].get("path", ""))
     named = bool(name) and not name.startswith(("/", "~", "."))
-    if named and spec.get("workflow") == "embodied":
+    if named and acts_in_environments(spec.get("workflow")):
         found.append(no_policy_directory(name).model_dump())
     elif named and not _is_cached(name):
         problem = f"there is no directory {name}, nor a copy in Hugging Face's cache of this machine"

@@ -41,14 +41,6 @@ def test_what_is_given_stays():
     assert (spec.data.source, spec.reward.scorers[0].name) == ("jsonl", "exact")
 
 
-def test_credit_by_turn_is_of_runs_with_turns():
-    options = {"algorithm": {"options": {"credit": "turn"}}}
-    RunSpec.model_validate({**BASE, **options})
-    scored = {"data": JSONL, "reward": {"scorers": [{"name": "exact"}]}}
-    told = problems_of({"workflow": "reasoning", "environment": None, **scored, **options})
-    assert "turns are those of agentic runs, and workflow is reasoning" in told["algorithm.options.credit"]
-
-
 def test_a_rollout_is_told_how_messages_become_prompts():
     prompt = {"chat": True, "template_arguments": {"enable_thinking": False}}
     spec = RunSpec.model_validate({**BASE, "data": {"prompt": prompt}})
@@ -60,16 +52,6 @@ def test_a_rollout_is_told_how_messages_become_prompts():
 @pytest.mark.parametrize(
     ("more", "key", "words"),
     [
-        ({"environment": None}, "environment", "give environment.tasks"),
-        ({"deterministic": True}, "deterministic", "no fixed waves"),
-        ({"rollout": {"chunk_tokens": 4}}, "rollout.chunk_tokens", "when it has ended"),
-        ({"trainer": {"warmup": {"steps": 2}}}, "trainer.warmup.steps", "no right answers"),
-        (
-            {"data": {"prompt": {"template": "{question}?"}}},
-            "data.prompt.template",
-            "first messages are the prompt",
-        ),
-        ({"environment": {"tasks": ["a.py:A"], "state": ["x"]}}, "environment.state", "messages are what"),
         ({"environment": {"tasks": ["a.py"]}}, "environment.tasks[0]", "write a.py:Class"),
         ({"environment": {"tasks": ["a.py:A", "a.py:A"]}}, "environment.tasks", "named twice"),
         (
@@ -84,11 +66,6 @@ def test_a_rollout_is_told_how_messages_become_prompts():
         ),
         ({"data": {"options": {"tasks": ["b.py:B"]}}}, "data.options.tasks", "not among environment.tasks"),
         (
-            {"algorithm": {"options": {"routing_replay": True}}},
-            "algorithm.options.routing_replay",
-            "without routes",
-        ),
-        (
             {"environment": {"tasks": ["textarena:GuessTheNumber-v0"]}, "data": JSONL},
             "data.source",
             "leave it out (episodes)",
@@ -99,28 +76,11 @@ def test_a_rollout_is_told_how_messages_become_prompts():
             "environment.tasks[0]",
             "write agent: {verifiers: wordle}",
         ),
-        ({"model": {"policy": {"kind": "mlp"}}}, "model.policy", "workflow is agentic"),
-        (
-            {"algorithm": {"max_staleness": 1}, "rollout": {"install": "in_flight"}},
-            "rollout.install",
-            "a conversation is made with one version",
-        ),
     ],
 )
 def test_keys_that_make_no_sense_are_named_with_the_fix(more, key, words):
     found = problems_of(more)
     assert words in found[key], found
-
-
-def test_an_environment_is_of_embodied_and_agentic_runs_alone():
-    found = problems_of({"workflow": "reasoning", "data": JSONL, "reward": {"scorers": [{"name": "exact"}]}})
-    assert "is of embodied runs" in found["environment"]
-    robots = {
-        "workflow": "embodied",
-        "model": {"policy": {"kind": "mlp"}},
-        "environment": {"tasks": ["Pendulum-v1"], "rewritten_turns": "append"},
-    }
-    assert "is of agentic runs" in problems_of(robots)["environment.rewritten_turns"]
 
 
 AGENT: dict[str, Any] = {
@@ -167,16 +127,6 @@ def test_what_does_not_fit_an_agent_is_refused(more, key, words):
     assert key in found
 
 
-def test_agents_and_seconds_are_of_agentic_runs():
-    text = {
-        "workflow": "reasoning",
-        "environment": None,
-        "data": JSONL,
-        "reward": {"scorers": [{"name": "exact"}]},
-    }
-    assert "needs workflow: agentic" in problems_of({**text, "agent": {"python": "a.py:f"}})["agent"]
-
-
 ONLINE: dict[str, Any] = {**BASE, "environment": None, "agent": {"online": {"reward_within_s": 60}}}
 
 
@@ -195,12 +145,6 @@ def test_an_online_run_needs_no_data_no_agent_and_no_group():
     ("more", "key", "words"),
     [
         ({"algorithm": {"name": "grpo"}}, "algorithm.group_size", "X-Headrace-Group"),
-        ({"algorithm": {"name": "remax"}}, "algorithm.name", "greedy"),
-        ({"agent": {"online": {}, "python": "a.py:f"}}, "agent.python", "nothing is started"),
-        ({"environment": {"tasks": ["tools"]}}, "environment", "outside clients"),
-        ({"data": JSONL}, "data.source", "comes from the clients"),
-        ({"data": {"heldout": 4}}, "data.heldout", "nobody asks"),
-        ({"deterministic": True}, "deterministic", "remove it"),
         ({"agent": {"online": {"reward_within_s": 0}}}, "agent.online.reward_within_s", ""),
     ],
 )
@@ -243,11 +187,6 @@ def playing(**algorithm: Any) -> dict[str, Any]:
     ("more", "key", "words"),
     [
         (
-            {**ONLINE, "algorithm": {"options": {"routing_replay": True}}},
-            "algorithm.options.routing_replay",
-            "without routes",
-        ),
-        (
             playing(options={"routing_replay": True}),
             "policies.tutor.algorithm.options.routing_replay",
             "without routes",
@@ -267,11 +206,6 @@ def playing(**algorithm: Any) -> dict[str, Any]:
             "policies.tutor.algorithm.options.clip_low",
             "policies.tutor.algorithm.options.epochs",
         ),
-        (
-            {**playing(name="opo"), "algorithm": {"name": "grpo", "max_staleness": 1}},
-            "policies.tutor.algorithm.name",
-            "opo is right only",
-        ),
     ],
 )
 def test_rules_of_an_algorithm_hold_for_that_of_every_policy(more, key, words):
@@ -287,28 +221,6 @@ def test_adapters_of_one_base_are_in_one_engine():
     assert config.adapter_scales() == {"": 8.0, "guesser": 0.5} and config.weights.lora == "adapter"
     merged = RunSpec.model_validate(BASE | ONE_BASE | {"policies": own, "rollout": {}})
     assert not RolloutConfig.of(merged).adapters and TrainerConfig.of(merged).weights.lora == "auto"
-
-
-@pytest.mark.parametrize(
-    ("policy", "more", "key", "words"),
-    [
-        ({"model": {"path": "models/b"}}, {}, "rollout.enable_lora", "give all policies one model"),
-        ({"trainer": {}}, {}, "rollout.enable_lora", "without trainer.lora"),
-        ({}, {"trainer": {}}, "rollout.enable_lora", "trainer.lora is not given"),
-        ({"own_devices": True}, {}, "policies.guesser.own_devices", "one engine for all"),
-        ({}, {"weights": {"lora": "merged"}}, "weights.lora", "set weights.lora: auto"),
-        ({}, {"deterministic": True}, "rollout.enable_lora", "not the trainer's to the bit"),
-        (
-            {"model": {"path": "models/b"}},
-            {"rollout": {}, "weights": {"lora": "adapter"}},
-            "weights.lora",
-            "another model",
-        ),
-    ],
-)
-def test_adapters_that_cannot_be_in_one_engine_are_refused(policy, more, key, words):
-    found = problems_of(ONE_BASE | {"policies": {"guesser": policy}} | more)
-    assert words in found[key], found
 
 
 @pytest.mark.parametrize(
@@ -382,12 +294,3 @@ def test_a_task_that_gives_no_reward_needs_scorers():
         given = {"environment": {"tasks": [task]}}
         assert f"{task} gives none" in problems_of(given)["reward.scorers"]
         RunSpec.model_validate({**BASE, **given, "reward": {"scorers": [{"name": "exact"}]}})
-
-
-def test_policies_are_of_agentic_runs_and_of_the_backend_fsdp():
-    spec = {**BASE, "workflow": "reasoning", "environment": None, "data": JSONL}
-    spec["reward"] = {"scorers": [{"name": "exact"}]}
-    assert "workflow: agentic" in problems_of({**spec, "policies": {"a": {}}})["policies"]
-    roles = {"tasks": ["games.py:Guess"], "roles": {"guesser": {"policy": "a"}}}
-    more = {"environment": roles, "policies": {"a": {}}, "trainer": {"backend": "megatron"}}
-    assert "trains one policy" in problems_of(more)["trainer.backend"]

@@ -39,18 +39,6 @@ def problems_of(**sections: Any) -> list[str]:
     return [sentence(item) for item in explain(caught.value, TrainerConfig)]
 
 
-def test_what_the_trainer_cannot_do_is_named_by_key():
-    assert problems_of(sampling={"top_p": 0.5, "top_k": 3}, trainer={"warmup": {"steps": 1}}) == [
-        "sampling.top_p: truncated or penalised sampling is refused on policy (the kept set does not travel); "
-        "set top_p: 1",
-        "sampling.top_k: truncated or penalised sampling is refused on policy (the kept set does not travel); "
-        "set top_k: 0",
-        "trainer.warmup.steps: warm-up needs reference answers, and warmup_examples is empty; "
-        "set trainer.warmup.steps: 0 or use a data source that has answers",
-    ]
-    assert problems_of(optimizer={"leraning_rate": 1})[0].startswith("optimizer.leraning_rate: unknown key")
-
-
 @pytest.mark.parametrize("example", [{"answer": "4"}, {"answer": "4", "text": "a", "chat": []}])
 def test_a_warm_up_example_has_one_prompt(example):
     (problem,) = problems_of(warmup_examples=[example])

@@ -11,12 +11,13 @@ from pathlib import Path
 import grpc
 import pytest
 from google.protobuf import duration_pb2
-from headrace.common.v1 import common_pb2
+from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
+from headrace_servicekit.weights.serving import WeightServicer
 from headrace_servicekit.weights.store import WeightStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -232,3 +233,21 @@ def stores(tmp_path):
     yield make
     for store in opened:
         store.close()
+
+
+@pytest.fixture
+async def serve_store():
+    """`await serve_store(store)` serves it at a free port, by a `servicer` of the test's own or the real one."""
+    servers = []
+
+    async def serve(store, token=None, servicer=None):
+        server = GrpcServer("127.0.0.1:0", token=token)
+        add = weights_pb2_grpc.add_WeightServiceServicer_to_server
+        server.add_service(add, servicer or WeightServicer(store), "headrace.common.v1.WeightService")
+        store.address = await server.start()
+        servers.append(server)
+        return server
+
+    yield serve
+    for server in servers:
+        await server.drain(0)

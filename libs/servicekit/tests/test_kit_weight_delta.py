@@ -5,9 +5,8 @@ import asyncio
 import ml_dtypes
 import numpy as np
 import pytest
-from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
+from headrace.common.v1 import common_pb2, weights_pb2
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights import streaming
 from headrace_servicekit.weights.arrivals import Arrival
 from headrace_servicekit.weights.delta import BadChange, Part, apply, encode
@@ -53,31 +52,6 @@ def publish_weights(store, number, weights):
     return pending.seal(number - 1, number)
 
 
-class Fleet:
-    """Stores whose bodies are served, and receivers on other hosts."""
-
-    def __init__(self, stores):
-        self._stores, self._servers = stores, []
-
-    async def serve(self, store, servicer=None):
-        server = GrpcServer("127.0.0.1:0", token=None)
-        add = weights_pb2_grpc.add_WeightServiceServicer_to_server
-        server.add_service(add, servicer or WeightServicer(store), "headrace.common.v1.WeightService")
-        store.address = await server.start()
-        self._servers.append(server)
-
-    async def end(self):
-        for server in self._servers:
-            await server.drain(0)
-
-
-@pytest.fixture
-async def fleet(stores):
-    made = Fleet(stores)
-    yield made
-    await made.end()
-
-
 def always(*names, **options):
     return ways_of(names or ("delta", "grpc"), Links(always=True, **options))
 
@@ -87,10 +61,10 @@ async def receive(store, version, manifest, *sources, ways):
 
 
 @pytest.fixture
-async def two_versions(stores, fleet):
+async def two_versions(stores, serve_store):
     """A producer with two versions, and a receiver on another host that holds the first."""
     producer, receiver = stores("a"), stores("b", root="other")
-    await fleet.serve(producer)
+    await serve_store(producer)
     first, second = [
         publish_weights(producer, number, weights) for number, weights in enumerate(adamw_steps(2), 1)
     ]
@@ -187,11 +161,11 @@ async def test_an_adamw_step_takes_less_than_three_hundredths_and_is_equal_to_th
     assert 0.005 < found.bytes_moved / second[1].size_bytes < 0.03
 
 
-async def test_who_took_changes_hands_them_on_without_its_base(two_versions, stores, fleet):
+async def test_who_took_changes_hands_them_on_without_its_base(two_versions, stores, serve_store):
     producer, receiver, second = two_versions
     third = stores("c", root="third")
     await receive(third, *(await held(producer, 1)), producer.source(RUN, 1), ways=always())
-    await fleet.serve(receiver)
+    await serve_store(receiver)
     await receive(receiver, *second, producer.source(RUN, 2), ways=always())
     receiver.keep(RUN, {2})
     producer.close()
@@ -258,12 +232,12 @@ class Broken(WeightServicer):
 
 @pytest.mark.parametrize("fault", ["lost", "spoiled", "hole", "short", "silent"])
 async def test_changes_that_are_lost_or_wrong_lead_to_the_whole_in_the_same_update(
-    two_versions, fleet, monkeypatch, fault
+    two_versions, serve_store, monkeypatch, fault
 ):
     if fault == "silent":
         monkeypatch.setattr(streaming, "IDLE_TIMEOUT_S", 0.2)
     producer, receiver, second = two_versions
-    await fleet.serve(producer, Broken(producer, fault))
+    await serve_store(producer, servicer=Broken(producer, fault))
     found = await receive(receiver, *second, producer.source(RUN, 2), ways=always())
     (why,) = found.fallbacks
     assert found.transport == GRPC and why.startswith("delta from a: ")
@@ -274,27 +248,27 @@ async def test_changes_that_are_lost_or_wrong_lead_to_the_whole_in_the_same_upda
     assert len(names) == 3, f"a part was left: {names}"
 
 
-async def test_changes_alone_that_are_lost_leave_nothing(two_versions, fleet):
+async def test_changes_alone_that_are_lost_leave_nothing(two_versions, serve_store):
     producer, receiver, second = two_versions
-    await fleet.serve(producer, Broken(producer, "lost"))
+    await serve_store(producer, servicer=Broken(producer, "lost"))
     with pytest.raises(ServiceError, match="WEIGHTS_UNAVAILABLE"):
         await receive(receiver, *second, producer.source(RUN, 2), ways=always("delta"))
     assert receiver.find(RUN, 2) is None and receiver.find(RUN, 1)
     assert len(list(receiver.directory.iterdir())) == 2
 
 
-async def test_a_broken_stream_of_changes_goes_on_where_it_broke(two_versions, fleet):
+async def test_a_broken_stream_of_changes_goes_on_where_it_broke(two_versions, serve_store):
     producer, receiver, second = two_versions
     servicer = Broken(producer, "stutters")
-    await fleet.serve(producer, servicer)
+    await serve_store(producer, servicer=servicer)
     found = await receive(receiver, *second, producer.source(RUN, 2), ways=always())
     assert (found.transport, found.fallbacks) == (DELTA, []) and servicer.calls > 1
     assert bytes(found.body) == bytes(producer.get(RUN, 2).body)
 
 
-async def test_a_whole_version_comes_every_so_often(stores, fleet):
+async def test_a_whole_version_comes_every_so_often(stores, serve_store):
     producer, receiver = stores("a"), stores("b", root="other")
-    await fleet.serve(producer)
+    await serve_store(producer)
     ways, used = always(whole_every=3), []
     for number in range(1, 8):
         published = publish(producer, number=number, seed=number)
@@ -316,9 +290,9 @@ def test_the_quicker_way_is_taken_and_the_other_one_measured_now_and_then():
     assert "".join(used) == "wdddwdddw" + "dwwwdwww"
 
 
-async def test_versions_of_one_host_are_mapped_before_changes_are_thought_of(stores, fleet):
+async def test_versions_of_one_host_are_mapped_before_changes_are_thought_of(stores, serve_store):
     producer, receiver = stores("a"), stores("b")
-    await fleet.serve(producer)
+    await serve_store(producer)
     ways = always("shm", "delta", "grpc")
     for number in (1, 2):
         published = publish(producer, number=number, seed=number)

@@ -9,7 +9,6 @@ from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError, reason_of
-from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights.arrivals import Arrival
 from headrace_servicekit.weights.receiving import receive_base, receive_weights, ways_of
 from headrace_servicekit.weights.serving import WeightServicer
@@ -19,23 +18,6 @@ from headrace_servicekit.weights.ways import Attempt
 from weight_parts import LAYOUT, RUN, publish, step
 
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
-
-
-@pytest.fixture
-async def serve_store():
-    servers = []
-
-    async def serve(store, token=None, servicer=None):
-        server = GrpcServer("127.0.0.1:0", token=token)
-        add = weights_pb2_grpc.add_WeightServiceServicer_to_server
-        server.add_service(add, servicer or WeightServicer(store), "headrace.common.v1.WeightService")
-        store.address = await server.start()
-        servers.append(server)
-        return server
-
-    yield serve
-    for server in servers:
-        await server.drain(0)
 
 
 async def receive(store, version, manifest, *sources, token=None):

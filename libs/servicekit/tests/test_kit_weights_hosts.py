@@ -5,9 +5,8 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from headrace.common.v1 import common_pb2, weights_pb2_grpc
+from headrace.common.v1 import common_pb2
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights import arrivals, streaming
 from headrace_servicekit.weights.receiving import receive_weights
 from headrace_servicekit.weights.serving import WeightServicer
@@ -38,22 +37,17 @@ class Gated(WeightServicer):
 
 
 @pytest.fixture
-async def serving(stores):
+def serving(stores, serve_store):
     """`serving(name, root)` is a store that is served, and its servicer."""
-    servers = []
 
     async def serve(name, root):
         store = stores(name, root=root)
-        server, servicer = GrpcServer("127.0.0.1:0", token=None), Gated(store)
+        servicer = Gated(store)
         servicer.go_on.set()
-        server.add_service(weights_pb2_grpc.add_WeightServiceServicer_to_server, servicer, "w")
-        store.address = await server.start()
-        servers.append(server)
+        await serve_store(store, servicer=servicer)
         return store, servicer
 
-    yield serve
-    for server in servers:
-        await server.drain(0)
+    return serve
 
 
 def source(store, *, relay=False):

@@ -2,8 +2,13 @@
 
 import asyncio
 import json
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from headrace_servicekit.process.spawn import descendants
 from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout
 from headrace_servicekit.process.worker_pipes import Codec, FrameReader, frame
 
@@ -84,3 +89,19 @@ async def test_an_ending_that_is_cancelled_as_the_process_ends_stays_cancelled()
     killing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await killing
+
+
+def test_what_other_threads_have_started_is_found_though_one_ends_meanwhile(monkeypatch):
+    read = Path.read_text
+
+    def ended(path, *rest):
+        if path.parts[-2:] == (str(os.getpid()), "children"):
+            raise FileNotFoundError(path)
+        return read(path, *rest)
+
+    monkeypatch.setattr(Path, "read_text", ended)
+    with ThreadPoolExecutor(1) as pool, pool.submit(subprocess.Popen, ["sleep", "60"]).result() as child:
+        try:
+            assert child.pid in descendants([os.getpid()])
+        finally:
+            child.kill()

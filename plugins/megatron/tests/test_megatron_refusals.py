@@ -89,7 +89,6 @@ def test_ranks_of_one_model_are_one_replica(ranks, sizes, replicas):
     ("ranks", "options", "key", "words"),
     [
         (3, {"tensor_parallel": 2}, "trainer.ranks", "3 ranks are no multiple of the 2"),
-        (1, {"sequence_parallel": True}, f"{OPTIONS}.sequence_parallel", "tensor_parallel is 1"),
         (
             4,
             {"tensor_parallel": 4},
@@ -105,19 +104,6 @@ def test_sizes_that_do_not_divide_are_refused(refusal_of, ranks, options, key, w
     refusal = refusal_of(ranks, options)
     assert refusal.metadata["key"] == key
     assert words in refusal.message
-
-
-@needs_megatron
-@pytest.mark.parametrize(
-    ("sections", "key"),
-    [
-        ({"algorithm": {"name": "ppo"}}, "algorithm.name"),
-        ({"trainer": {"helpers": 1}}, "trainer.helpers"),
-        ({"trainer": {"shared_prefix": True}}, "trainer.shared_prefix"),
-    ],
-)
-def test_what_is_not_supported_is_refused_with_its_key(refusal_of, sections, key):
-    assert refusal_of(**sections).metadata["key"] == key
 
 
 @needs_megatron

@@ -132,7 +132,6 @@ def test_options_must_suit_one_of_the_releases_that_run():
 
 
 def test_an_algorithm_that_is_right_on_policy_only_refuses_older_samples_at_submission():
-    """One of somebody else's: of the built-in ones the schema says so."""
     trainer = {
         **FLEET.capabilities["trainer"],
         "algorithms": frozenset({"grpo", "mine"}),
@@ -145,8 +144,9 @@ def test_an_algorithm_that_is_right_on_policy_only_refuses_older_samples_at_subm
     assert "mine is right" in found["algorithm.max_staleness"] and "grpo" in found["algorithm.max_staleness"]
     assert problems({"algorithm": {"name": "mine"}, "placement": placement}, fleet) == {}
     assert problems({"algorithm": {"max_staleness": 1}, "placement": placement}, fleet) == {}
-    # Trainers that register no features say it when the run opens.
-    assert problems({"algorithm": {"max_staleness": 1}, "placement": placement}) == {}
+    assert problems({"algorithm": {"max_staleness": 1}, "placement": placement}) == {}, (
+        "no features are known"
+    )
 
 
 JOINT = {"rollout": 0.6, "simulator": 0.4}

@@ -4,8 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from headrace_coordinator.api.submission.rules import answers, problems_of
+from headrace_coordinator.api.submission.rules import problems_of
 from headrace_schema.problems import sentence
+from headrace_schema.rules.table import conflicts
 from submission_parts import BOTH, FLEET, GPUS, ONE, SPAN, evaluated, problems, spans, spec_of, submission_of
 
 
@@ -33,11 +34,31 @@ def test_an_engine_that_installs_between_answers_only_is_told_how_older_answers_
 def test_what_a_gpu_cannot_do_is_refused_with_what_would_fit():
     resident = {"placement": {"mode": "collocated", "memory": "resident"}}
     assert "set placement.memory: offloaded" in problems(resident, GPUS)["placement.memory"]
-    assert (
-        "collocated with trainer.helpers"
-        in problems({"placement": {"mode": "hybrid"}}, GPUS)["placement.mode"]
-    )
     assert problems(resident, BOTH) == {}, "on CPU slots"
+
+
+HYBRID = {"mode": "hybrid", "rollout": "0-1", "trainer": "2-3"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "key", "words"),
+    [
+        ({"trainer": {"ranks": 2}}, "trainer.ranks", "set one for each GPU (4)"),
+        ({"algorithm": {"max_staleness": 1}}, "algorithm.max_staleness", "sleep while answers are made"),
+        ({"placement": {**HYBRID, "memory": "resident"}}, "placement.memory", "offloaded"),
+    ],
+)
+def test_hybrid_on_gpus_wants_a_rank_on_each_and_one_step_at_a_time(changed, key, words):
+    fleet = replace(
+        GPUS, devices=[f"h/gpu:{n}" for n in range(4)], instances={"rollout": 2, "trainer": 4, "reward": 1}
+    )
+    spec = {"placement": HYBRID, "trainer": {"ranks": 4}, "algorithm": {"prompts_per_step": 4}}
+    assert problems(spec, fleet) == {}
+    whole = {**spec, "placement": {**HYBRID, "trainer": "0-3"}}
+    assert problems(whole, fleet) == {}, "the trainer's devices may be said to be all"
+    cores = replace(fleet, devices=[f"h/cpu:{n}" for n in range(4)])
+    assert "generates too" in problems(whole, cores)["placement.trainer"]
+    assert words in problems({**spec, **{k: {**spec[k], **v} for k, v in changed.items()}}, fleet)[key]
 
 
 HOSTS = "rollout.engine_options.hosts"
@@ -63,7 +84,6 @@ def test_an_engine_over_hosts_names_what_it_needs():
     assert "on 2" in over(6, 3)[HOSTS] and "headrace join" in over(6, 3)[HOSTS]
     for size, changes, problem in (
         (5, {}, rf"{HOSTS}: 5 devices cannot be divided among 2 hosts"),
-        (8, {"placement": {"mode": "auto"}}, r"placement\.mode: .*set collocated or disaggregated"),
         (8, {"trainer": {"helpers": 1}}, r"trainer\.helpers: .*answers prompts alone"),
     ):
         with pytest.raises(ValueError, match=problem):
@@ -132,11 +152,12 @@ def test_answers_that_the_engine_would_sample_otherwise_are_refused():
     features = frozenset(
         {"sglang:resume_from_prefix", "vllm:top_p_after_others", "vllm:penalty_counts_prompt"}
     )
-    fleet = replace(FLEET, capabilities={"rollout": {"engine_features": features}})
+    engines = {"engines": frozenset({"sglang", "vllm"}), "engine_features": features}
+    fleet = replace(FLEET, capabilities={"rollout": engines})
 
     def refused(engine: str, **sampling: float) -> list[str]:
         submission = evaluated(spec_of(rollout={"engine": engine}), fleet, **sampling)
-        return [sentence(each) for each in answers(submission)]
+        return [sentence(each) for each in conflicts(submission.resolved)]
 
     both = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
     top_p, penalty = refused("sglang", **both)

@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from headrace_coordinator.api.submission.approximate import drafted
 from headrace_coordinator.api.submission.submission import Submission
+from headrace_schema.rules.table import conflicts
 from submission_parts import BOTH, FLEET, GPUS, SPAN, evaluated, problems, spans, spec_of
 
 
@@ -215,9 +215,6 @@ def test_a_quantised_rollout_is_corrected_for_in_every_policys_algorithm():
         spec, _ = decided(QUANTISING, **learning_beside({"name": "grpo", "options": options}))
         assert spec.policies["tutor"].algorithm.options == options
         assert spec.algorithm.options == {"correction": "truncate"}
-    given = {"name": "grpo", "options": {"correction": "none"}}
-    key = "policies.tutor.algorithm.options.correction"
-    assert "leave it out (truncate then)" in problems(learning_beside(given), QUANTISING)[key]
     found = problems(learning_beside({"name": "own", "options": {}}), QUANTISING)
     assert (
         "own is right on samples of the trainer's own distribution"
@@ -230,13 +227,11 @@ def test_a_quantised_rollout_is_corrected_for_in_every_policys_algorithm():
     )
 
 
-def test_what_asks_for_exact_answers_of_a_quantised_rollout_is_refused(model_of):
+def test_a_quantised_rollout_is_of_what_can_correct_and_of_what_it_quantises(model_of):
     key = "rollout.engine_options.quantization"
-    exact = quantising(model={"path": "owner/model", "dtype": "float32"})
-    assert "set model.dtype: bfloat16" in problems(exact, QUANTISING)[key]
-    none = quantising(algorithm={"options": {"correction": "none"}})
-    assert "leave it out (truncate then)" in problems(none, QUANTISING)["algorithm.options.correction"]
-    assert problems(quantising(algorithm={"name": "own"}), QUANTISING)[key].endswith("one of grpo")
+    assert problems(quantising(algorithm={"name": "own"}), QUANTISING)[key].endswith(
+        "set algorithm.name: grpo"
+    )
     assert "deterministic" in problems(quantising(deterministic=True), QUANTISING)
     int8 = {"engine": "vllm", "engine_options": {"quantization": "int8"}}
     dense = problems({"model": model_of(QWEN_7B), "rollout": int8}, QUANTISING)
@@ -252,8 +247,6 @@ def drafting(**speculative):
 def test_drafts_go_with_what_they_can(model_of):
     assert problems(drafting(method="ngram"), QUANTISING) == {}
     assert "correction" not in decided(QUANTISING, **drafting(method="ngram"))[0].algorithm.options
-    replay = {**drafting(method="ngram"), "algorithm": {"options": {"routing_replay": True}}}
-    assert "drafted tokens" in problems(replay, QUANTISING)["algorithm.options.routing_replay"]
     small = model_of({**QWEN_7B, "vocab_size": 32000}, "small")["path"]
     with_draft = {"model": model_of(QWEN_7B), **drafting(method="draft", model=small)}
     found = problems(with_draft, QUANTISING)["rollout.engine_options.speculative.model"]
@@ -276,11 +269,17 @@ def test_an_evaluation_of_drafted_answers_keeps_to_what_their_check_knows():
     def refused(engine, **sampling):
         options = {"speculative": {"method": "ngram"}}
         spec = spec_of(rollout={"engine": engine, "engine_options": options})
-        return [each.key for each in drafted(evaluated(spec, FLEET, **sampling))]
+        return [each.key for each in conflicts(evaluated(spec, fleet, **sampling).resolved)]
+
+    capable = {
+        "engines": frozenset({"sglang", "vllm"}),
+        "engine_features": frozenset({"vllm:drafts_truncated", "vllm:top_p_after_others"}),
+    }
+    fleet = replace(FLEET, capabilities={"rollout": capable})
 
     both = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1}
     assert refused("vllm", **both) == ["sampling.min_p"]
-    assert refused("sglang", **both) == ["sampling.top_p", "sampling.min_p"]
+    assert {*refused("sglang", **both)} == {"sampling.top_p", "sampling.min_p"}
     assert refused("vllm", temperature=0.7, top_p=0.9) == []
 
 

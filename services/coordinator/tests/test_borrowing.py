@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.step.moving.borrowing import Borrowing
-from headrace_coordinator.run.step.moving.helping import Helping
-from headrace_coordinator.run.step.moving.tail import Tail
+from headrace_coordinator.run.step.loans import Helping, Loan
+from headrace_coordinator.run.step.tail import Tail
 from headrace_planner.elastic.policy import Move, Role, plan_elastic
 from headrace_simulation.fleet.rollout import Rollout
-from headrace_simulation.moves import borrow_eagerly, help_always, move_eagerly
+from headrace_simulation.moves import help_always, move_eagerly
 from headrace_simulation.virtual_time import run_virtual
 from headrace_simulation.world import World
 
@@ -32,8 +31,8 @@ def never_at_all(state, now):
 def live(monkeypatch):
     """Runs a calm world of one run with rollouts that borrow; `hear(world, method, request)` hears every call."""
 
-    def run(ranks=1, rollouts=1, policy=borrow_eagerly, hear=lambda world, method, request: None, **sections):
-        monkeypatch.setattr(Borrowing, "policy", staticmethod(policy))
+    def run(ranks=1, rollouts=1, policy=move_eagerly, hear=lambda world, method, request: None, **sections):
+        monkeypatch.setattr(Loan, "policy", staticmethod(policy))
         world = World(3, faults=False)
         spec = world.spec.model_dump(mode="json")
         spec |= {"deterministic": False, "steps": STEPS, "placement": {"mode": "disaggregated"}}
@@ -145,7 +144,6 @@ def test_the_end_of_the_answers_brings_the_devices_back(live, sections):
 
 
 def test_devices_move_at_a_steps_begin_and_in_its_tail(live, monkeypatch):
-    monkeypatch.setattr(Helping, "policy", staticmethod(move_eagerly))
     monkeypatch.setattr(Helping, "until", staticmethod(help_always))
     outcome, steps, world = live(rollouts=2, trainer={"helpers": 1, "micro_batch_tokens": 16})
     assert set(outcome.states.values()) == {"SUCCEEDED"} and outcome.recoveries == 0

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from headrace.rollout.v1 import rollout_pb2
-from headrace_coordinator.api.submission.rules import images
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.packed import PackedItems
 from headrace_coordinator.data.sources import open_source
 from headrace_coordinator.run.step.dispatch import by_size
 from headrace_schema.problems import Impossible
+from headrace_schema.rules.table import conflicts
 from headrace_schema.sections.generating import DataSection
 from PIL import Image
 from submission_parts import FLEET, spec_of, submission_of
@@ -304,7 +304,12 @@ def test_groups_with_many_bytes_of_images_go_in_several_messages(monkeypatch):
 def test_what_cannot_take_images_is_refused_by_its_key(lines, tmp_path):
     features = frozenset({"transformers:images", "vllm:resume_from_prefix"})
     rollout = {"engines": frozenset({"transformers", "vllm"}), "engine_features": features}
-    capabilities = {**FLEET.capabilities, "rollout": rollout}
+    trainer = {
+        **FLEET.capabilities["trainer"],
+        "backends": frozenset({"fsdp", "megatron"}),
+        "backend_features": frozenset({"fsdp:images"}),
+    }
+    capabilities = {**FLEET.capabilities, "rollout": rollout, "trainer": trainer}
     fleet = replace(FLEET, capabilities=capabilities)
     data = {
         "source": "jsonl",
@@ -315,7 +320,7 @@ def test_what_cannot_take_images_is_refused_by_its_key(lines, tmp_path):
     def refused(kind="qwen2_5_vl", **changes):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         spec = spec_of(model={"path": str(tmp_path)}, data=data, **changes)
-        return {each.key: each.fix for each in images(submission_of(spec, fleet))}
+        return {each.key: each.fix for each in conflicts(submission_of(spec, fleet).resolved)}
 
     assert refused() == {}
     assert refused(rollout={"engine": "vllm"}) == {"rollout.engine": "set rollout.engine: transformers"}

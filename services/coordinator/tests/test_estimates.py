@@ -5,7 +5,6 @@ from itertools import combinations
 from math import nan
 
 import pytest
-from headrace_coordinator.api.reading.presenters import evaluation_view
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.estimates import interval, pass_at
 from headrace_schema.resources.evaluations import EvaluationView
@@ -103,7 +102,7 @@ def test_a_run_reports_what_its_evaluations_are_worth():
     run_virtual(world.live())
     views = [event.view for event in world.store.log if isinstance(event, ev.Evaluated)]
     assert views
-    for view in map(evaluation_view, views):
+    for view in map(EvaluationView.from_json, views):
         assert view.score_low is not None and view.score_high is not None
         assert view.score_low <= view.score <= view.score_high
         assert view.pass_at == {"1": 1.0, "2": 1.0}, "every reward is at least 0"
@@ -119,6 +118,6 @@ def test_a_view_of_an_older_release_has_no_interval():
         "answers": 1,
         "examples": [],
     }
-    found = evaluation_view(old)
+    found = EvaluationView.from_json(old)
     assert found.score_low is None and found.score != found.score
     assert EvaluationView.model_validate(found.model_dump()).pass_at == {}

@@ -7,8 +7,8 @@ import math
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.run.step.moving.helping import Helping
-from headrace_coordinator.run.step.moving.tail import Tail
+from headrace_coordinator.run.step.loans import Helping, Loan
+from headrace_coordinator.run.step.tail import Tail
 from headrace_planner.elastic.policy import Move, Role
 from headrace_simulation.fleet.trainer import Trainer
 from headrace_simulation.moves import move_eagerly
@@ -38,7 +38,7 @@ def live(monkeypatch):
         mode="collocated",
         **sections,
     ):
-        monkeypatch.setattr(Helping, "policy", staticmethod(policy))
+        monkeypatch.setattr(Loan, "policy", staticmethod(policy))
         monkeypatch.setattr(Helping, "until", staticmethod(lambda state: math.inf))
         world = World(seed, faults=False)
         spec = world.spec.model_dump(mode="json")
@@ -176,7 +176,7 @@ def test_a_helper_killed_after_any_of_its_calls_costs_its_groups_alone(live, nth
 
 def test_a_helper_goes_to_a_run_that_waits_and_comes_back(monkeypatch):
     """A trainer that only helps is what nobody waits for: the second run starts with it."""
-    monkeypatch.setattr(Helping, "policy", staticmethod(eager))
+    monkeypatch.setattr(Loan, "policy", staticmethod(eager))
     monkeypatch.setattr(Helping, "until", staticmethod(lambda state: math.inf))
     world = World(4, faults=False, count=2)
     for index, spec in enumerate(world.specs):

@@ -78,7 +78,7 @@ async def test_a_store_that_lost_its_end_is_said_and_rebuilt_from_history_and_ch
     await one.coordinator.archive.once()
     one.event_log.post(submitted(str(tmp_path / "runs/new"), "new"))
     await one.event_log.flush()
-    await one.event_log.history.sync()
+    await one.event_log.history.write()
     one.event_log.mark()
     await one.kill()
     server.kill()

@@ -5,14 +5,16 @@ from types import SimpleNamespace
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
+from headrace_coordinator.domain.devices.placement import placement_of
 from headrace_coordinator.domain.ledger.slots import Slot
 from headrace_coordinator.domain.ledger.versions import Version
 from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.step import learning
 from headrace_coordinator.run.step.learning import MESSAGE_BYTES, learn_requests
-from headrace_coordinator.run.step.state import AttemptState
+from headrace_coordinator.run.step.state import AttemptState, Takes
 from headrace_coordinator.run.step.trajectories import Trajectories, Trajectory
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
+from headrace_schema.sections.running import PlacementSection
 
 GROUP = 2
 TRUNCATED = common_pb2.FINISH_REASON_LENGTH
@@ -37,13 +39,20 @@ def attempt():
     context = SimpleNamespace(
         state=SimpleNamespace(ledger=ledger, lineage=lineage),
         spec=SimpleNamespace(
-            algorithm=SimpleNamespace(truncated="mask", max_staleness=0), deterministic=False
+            algorithm=SimpleNamespace(truncated="mask", max_staleness=0),
+            deterministic=False,
+            graph=SimpleNamespace(whole_batch=False),
         ),
-        workers=SimpleNamespace(leader=TrainerClient("run", None, None, 1), producers=[]),
-        placement=SimpleNamespace(hybrid=False),
+        workers=SimpleNamespace(
+            leader=TrainerClient("run", None, None, 1), producers=[], placement=placed("disaggregated")
+        ),
         images=lambda ordinal: (),
     )
-    return AttemptState(context, None, None, Trajectories(1 << 40), streams=True)
+    return AttemptState(context, None, None, Trajectories(1 << 40))
+
+
+def placed(mode):
+    return placement_of(PlacementSection(mode=mode))
 
 
 def finish(attempt, size, finish_reason=common_pb2.FINISH_REASON_EOS):
@@ -78,7 +87,7 @@ def test_beside_helpers_the_trainer_group_has_little_in_hand(attempt):
     attempt.context.workers.ranks = 1
     attempt.context.spec.trainer = SimpleNamespace(micro_batch_tokens=40)
     groups = attempt.groups
-    groups.shared, groups.waiting = True, list(range(9))
+    groups.takes, groups.waiting = Takes.SHARED, list(range(9))
     pieces = []
     while piece := groups.take():
         pieces.append(piece)
@@ -100,8 +109,8 @@ def test_what_helpers_give_back_waits_again_where_it_is_still_settled(attempt):
 
 
 def test_a_closed_queue_holds_the_rest_where_the_trainer_group_is_about_to_have_more_devices(attempt):
-    attempt.context.placement = SimpleNamespace(hybrid=True, resident=True)
-    groups = AttemptState(attempt.context, None, None, Trajectories(1), streams=True).groups
+    attempt.context.workers.placement = placed("hybrid")
+    groups = AttemptState(attempt.context, None, None, Trajectories(1)).groups
     groups.put([4])
     groups.close()
     assert groups.take() == [] and not groups.exhausted

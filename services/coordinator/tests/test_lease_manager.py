@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from headrace_coordinator.api.reading.reads import instance_views
+from headrace_coordinator.api.reading.reads import instance_view
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.leases import LeaseRequest
 from headrace_coordinator.domain.ledger.slots import SlotLedger
@@ -80,6 +80,11 @@ async def lease_manager():
     return await ManagedLeases(Clocks()).open()
 
 
+def shown(lease_manager):
+    (state,) = lease_manager.event_log.state.instances.values()
+    return instance_view(lease_manager.fleet, state)
+
+
 async def test_a_holder_in_doubt_is_killed_once_its_supervisor_is_back(lease_manager):
     """The command that was sent while host h was cut off never arrived."""
     lease_manager.fleet.supervisors.clear()
@@ -104,7 +109,7 @@ async def test_a_step_of_the_wall_clock_ends_no_lease_and_no_silence(lease_manag
     lease_manager.clocks.wall += jump
     lease_manager.live(5, beats=True)
     assert lease_manager.held == {1} and not lease_manager.killed
-    (view,) = instance_views(lease_manager.fleet)
+    view = shown(lease_manager)
     assert (view.state, view.last_heartbeat_age_s) == ("READY", 0.0)
     assert 0 < lease_manager.fleet.lease_manager.expires_in(1) <= TTL
     lease_manager.live(TTL + 2, beats=False)
@@ -115,7 +120,7 @@ async def test_what_an_instance_uses_is_what_its_last_heartbeat_said(lease_manag
     lease_manager.live(1, beats=True)
     usage = InstanceUsage(7, 1.25, (("GPU-aa/gpu:0", 0.5, 9),))
     lease_manager.fleet.heartbeat("a", [1], usage)
-    (view,) = instance_views(lease_manager.fleet)
+    view = shown(lease_manager)
     assert (view.resident_memory_bytes, view.busy_cores) == (7, 1.25)
     assert [each.model_dump() for each in view.gpus] == [
         {"device": "GPU-aa/gpu:0", "busy": 0.5, "used_memory_bytes": 9}
@@ -152,9 +157,9 @@ async def test_a_silent_instance_is_shown_before_it_is_killed(lease_manager):
     ledger, grant = SlotLedger(2, 2), Grant(trainers=["a"])
     lease_manager.event_log.state.runs["r"] = RunState("r", {}, "", ledger, Lineage(), 0.0, grant=grant)
     lease_manager.live(2 * BEAT, beats=False)
-    assert instance_views(lease_manager.fleet)[0].state == "READY" and lease_manager.fleet.silences("r") == []
+    assert shown(lease_manager).state == "READY" and lease_manager.fleet.silences("r") == []
     lease_manager.live(2, beats=False)
-    (view,) = instance_views(lease_manager.fleet)
+    view = shown(lease_manager)
     assert (view.state, view.silent_for_s) == ("SILENT", 12.0)
     assert lease_manager.fleet.silences("r") == ["trainer-0 has been silent for 12 s; it is killed at 30 s"]
     assert lease_manager.fleet.silences("other") == [] and not lease_manager.killed

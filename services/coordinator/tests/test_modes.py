@@ -21,13 +21,16 @@ async def nothing(scene):
     """No trouble."""
 
 
-def lived(**placement):
+def lived(gpus=False, rollout=None, trainer=None, **placement):
     scene = Scene(
         nothing,
         steps=STEPS,
         algorithm={"prompts_per_step": 6, "group_size": 4, "options": {}},
+        rollout=rollout or {},
+        trainer=trainer or {},
         placement={"flow": None, "memory": None, "share": False, **placement},
     )
+    scene.gpus = gpus
     (state,) = ends(scene).values()
     (run,) = {event.run for event in scene.log(ev.StepCommitted)}
     assert state == "SUCCEEDED" and trained_once(scene, run)
@@ -74,6 +77,20 @@ def test_in_hybrid_rollouts_stay_loaded_unless_the_spec_says_otherwise(called):
     assert not called.count("Suspend")
     lived(mode="hybrid", memory="offloaded")
     assert called.count("Suspend")
+
+
+def test_on_gpus_the_ranks_on_the_rollouts_devices_sleep_while_these_generate(called):
+    """And the group, which spans all of them, learns once the answers are complete."""
+    scene = lived(gpus=True, rollout={"instances": 2}, trainer={"ranks": 3, "helpers": 0}, mode="hybrid")
+    devices = {stage: {} for stage in ("generate", "learn")}
+    for lease in scene.log(ev.LeaseGranted):
+        devices[lease.stage].setdefault(*lease.devices, []).append(lease)
+    shared = devices["generate"].keys() & devices["learn"].keys()
+    assert len(devices["generate"]) == len(shared) == 2 and len(devices["learn"]) == 3
+    (own,) = devices["learn"].keys() - shared
+    assert len(devices["learn"][own]) == 1, "nobody else wants that device: its rank stays loaded"
+    assert all(len(devices["learn"][device]) >= TURNS for device in shared)
+    assert not early(scene) and called.count("Suspend") == 2 * called.count("Pause")
 
 
 def early(scene):

@@ -8,7 +8,7 @@ from headrace_coordinator.domain.ledger.dispatch import DispatchOrder, credit, p
 from headrace_coordinator.domain.ledger.slot_index import ASSIGNED, FINISHED, PENDING, SETTLED, SlotIndex
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage
-from headrace_coordinator.run.step.state import SettledGroups
+from headrace_coordinator.run.step.state import Learns, SettledGroups
 from headrace_coordinator.run.step.trajectories import Trajectories
 from headrace_simulation.virtual_time import run_virtual
 from headrace_simulation.world import World, run_world
@@ -148,11 +148,8 @@ def test_work_is_handed_out_step_by_step_and_not_beyond_the_credit(ledger):
 
 
 def test_the_queue_has_the_groups_of_the_step_that_is_learned(ledger):
-    placement = SimpleNamespace(hybrid=False, resident=False)
-    context = SimpleNamespace(
-        state=SimpleNamespace(ledger=ledger), placement=placement, spec=SimpleNamespace(deterministic=False)
-    )
-    groups = SettledGroups(context, Trajectories(1), streams=True)
+    context = SimpleNamespace(state=SimpleNamespace(ledger=ledger), spec=SimpleNamespace(deterministic=False))
+    groups = SettledGroups(context, Trajectories(1), Learns.BESIDE)
     finish(ledger, 0, 1, 2, 3)
     settle(ledger, 0, 1, 2)
     groups.put([2, 1, 0])

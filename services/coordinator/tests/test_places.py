@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, Quarantine, plan_grant
+from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, Quarantine, is_gpu, plan_grant
+from headrace_coordinator.domain.devices.placement import placement_of
 from headrace_coordinator.domain.devices.places import engine_groups, machines, named_devices
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.domain.runs import Grant
@@ -114,21 +115,30 @@ def seated(state):
     return WorkerClient("a", state, None, 1)
 
 
+def placed(section, devices=()):
+    return placement_of(section, gpus=any(map(is_gpu, devices)))
+
+
 def workers_of(spec, grant, rollouts, trainers):
     return SimpleNamespace(
-        spec=spec, section=spec.placement, grant=grant, rollouts=rollouts, trainers=trainers, ranks=1
+        spec=spec,
+        placement=placed(spec.placement, grant.devices),
+        grant=grant,
+        rollouts=rollouts,
+        trainers=trainers,
+        ranks=1,
     )
 
 
 def test_containers_of_one_machine_divide_its_devices():
     rollout, trainer = (member(i) for i in containers(CORES)[:2])
-    section = PlacementSection(mode="disaggregated")
+    section = placed(PlacementSection(mode="disaggregated"))
     chosen = default_devices(section, CORES, [rollout], [trainer])
     assert chosen == {
         ("rollout", "rollout-container-0"): CORES[:1],
         ("trainer", "rollout-container-0"): CORES[1:],
     }
-    named = PlacementSection(mode="disaggregated", rollout=["cpu:1"], trainer=["cpu:0"])
+    named = placed(PlacementSection(mode="disaggregated", rollout=["cpu:1"], trainer=["cpu:0"]))
     assert list(default_devices(named, CORES, [rollout], [trainer]).values()) == [CORES[1:], CORES[:1]]
     with pytest.raises(PlacementError, match="two devices on rollout-container-0"):
         default_devices(section, [GPU], [member(containers([GPU])[0])], [member(containers([GPU])[1])])
@@ -136,16 +146,14 @@ def test_containers_of_one_machine_divide_its_devices():
 
 def test_hybrid_gives_the_trainer_all_devices_once_answers_are_complete():
     rollout, trainer = (member(i) for i in containers(CORES)[:2])
-    section = PlacementSection(mode="hybrid", rollout="0", trainer="1")
+    section = placed(PlacementSection(mode="hybrid", rollout="0", trainer="1"))
     apart, joined = (
         default_devices(section, CORES, [rollout], [trainer], joined=joined) for joined in (False, True)
     )
     assert list(apart.values()) == [CORES[:1], CORES[1:]]
     assert [sorted(side) for side in joined.values()] == [CORES[:1], CORES]
-    gpus = [f"GPU-{number}/gpu:{number}" for number in range(2)]
-    members = [member(i) for i in containers(gpus)[:2]]
-    with pytest.raises(PlacementError, match="on GPUs a rank computes on one"):
-        default_devices(PlacementSection(mode="hybrid"), gpus, members[:1], members[1:])
+    alone = default_devices(section, CORES, [], [trainer], joined=True)
+    assert sorted(*(side for side in alone.values() if side)) == CORES, "also where no rollout is"
 
 
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
@@ -351,7 +359,9 @@ def test_a_model_with_a_cpu_slot_of_its_own_waits_for_one():
 def test_a_device_that_only_one_side_sees_is_its_own():
     rollout = member(instance("rollout-0", "h1", [CORES[0]]))
     trainer = member(instance("trainer-0", "h2", CORES, "trainer"))
-    rollout_first = default_devices(PlacementSection(mode="disaggregated"), CORES[::-1], [rollout], [trainer])
+    rollout_first = default_devices(
+        placed(PlacementSection(mode="disaggregated")), CORES[::-1], [rollout], [trainer]
+    )
     assert list(rollout_first.values()) == [[CORES[0]], [CORES[1]]]
 
 

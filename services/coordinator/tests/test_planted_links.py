@@ -9,7 +9,7 @@ from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.projections.lines import LineFile, read_lines, write_whole
 from headrace_coordinator.projections.videos import Recording, Video, write_recordings
-from headrace_coordinator.store.segments import overwrite, write_synced
+from headrace_coordinator.store.run_files import RunFiles
 from headrace_servicekit.recording.recorder import RunRecorder
 from history_parts import train
 
@@ -95,14 +95,19 @@ def test_no_log_is_read_through_a_link(tmp_path, part):
     assert read_log(tmp_path / "logs", "rollout-0", "debug", 10) is None
 
 
+def append_to(history):
+    event = ev.Noted(at=0, run="run", text="")
+    with RunFiles.opened(history, write=True) as files:
+        files.append([(1, event, ev.encode(event))])
+
+
 WRITERS = {
     "videos/file": lambda runs, path: write_recordings(
         path.parents[1], [Recording(Video(path.name, 0, 0, success=True), b"", b"")]
     ),
     "metrics.jsonl": lambda runs, path: LineFile(path).append([b"{}"]),
     "position": lambda runs, path: write_whole(path, b"{}"),
-    "history/0.jsonl": lambda runs, path: overwrite(path, 0, b"{}"),
-    "history/summary.json": lambda runs, path: write_synced(runs, path, b"{}"),
+    "history/events.sqlite3": lambda _, path: append_to(path.parent),
 }
 
 

@@ -12,7 +12,7 @@ from headrace_simulation.fleet.network import SimulatedInstanceClient
 from regroup_parts import COORDINATOR, JOINER, LEADER, STEPS, Scene, played
 
 
-@pytest.mark.parametrize("mode", ["collocated", "disaggregated", "auto"])
+@pytest.mark.parametrize("mode", ["collocated", "disaggregated", "hybrid", "auto"])
 def test_a_group_grows_and_shrinks_without_losing_a_step_or_reading_a_checkpoint(mode):
     scene = Scene(mode=mode)
     outcome = played(scene)
@@ -127,10 +127,9 @@ def test_a_trainer_that_refuses_the_state_leaves_the_run_with_the_size_that_it_h
     [
         ({"sizes": [4]}, "INVALID", "use one of: 1, 2, 3, 6"),
         ({"sizes": [2], "trainers": 1}, "CONFLICT", "2 trainer instances .*headrace scale trainer=2"),
-        ({"sizes": [2], "placement": {"mode": "hybrid"}}, "INVALID", "set trainer.ranks: 1"),
         ({"sizes": [2], "placement": {"trainer": ["cpu:1"], "rollout": ["cpu:0"]}}, "INVALID", "placement"),
     ],
-    ids=["batch", "no trainer", "hybrid", "named devices"],
+    ids=["batch", "no trainer", "named devices"],
 )
 def test_a_size_that_does_not_fit_is_refused_with_what_would(scene, reason, words):
     scene = Scene(**scene)

@@ -24,6 +24,7 @@ PLACEMENTS = {
     "joint": {"rollout,simulator,trainer": "0-1", "joint": {"rollout": 0.6, "simulator": 0.4}},
     "joint_apart": {"rollout,simulator": "0-1", "trainer": "2", "joint": {"rollout": 0.5, "simulator": 0.5}},
     "hybrid": {"mode": "hybrid", "rollout": "0-1", "simulator": "2-3", "trainer": "4-5"},
+    "gpus": {"mode": "hybrid", "rollout": "0-1", "simulator": "2-3", "trainer": "0-3"},
 }
 
 
@@ -103,7 +104,12 @@ class Leased(Robots):
 
     def __init__(self, seed: int, placement: dict, **more) -> None:
         super().__init__(seed, **more)
-        self.spec = RunSpec.model_validate(self.spec.model_dump(mode="json") | {"placement": dict(placement)})
+        fields = self.spec.model_dump(mode="json") | {"placement": dict(placement)}
+        if (
+            placement is PLACEMENTS["gpus"]
+        ):  # A rank on each; those that rollouts and simulators have, too, sleep.
+            self.gpus, fields["trainer"]["ranks"] = True, 4
+        self.spec = RunSpec.model_validate(fields)
         self.together: set[tuple[str, ...]] = set()
         self.doubled: set[str] = set()
         """Devices with two holders at once."""
@@ -127,7 +133,7 @@ def test_simulators_hold_their_devices_while_rollouts_hold_theirs(placement):
     opened = [request for request in world.requests if hasattr(request, "max_episode_steps")]
     tried = [request for request in opened if "trial-" in request.header.run]  # as the run was submitted
     assert tried and all(request.leased for request in opened if request not in tried)
-    turns = placement in ("collocated", "unlike", "joint")
+    turns = placement in ("collocated", "unlike", "joint", "gpus")
     assert world.doubled == ({"0", "1"} if "joint" in PLACEMENTS[placement] else set())
     simulating = {kinds for kinds in world.together if "simulator" in kinds}
     both = ("rollout", "simulator")

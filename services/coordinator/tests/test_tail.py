@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from headrace_coordinator.run.step.moving.tail import Tail
+from headrace_coordinator.run.step.tail import Tail
 from headrace_planner.elastic.policy import ElasticState, Role, Rollout, plan_elastic
 
 FIXED, EACH = 0.02, 0.001

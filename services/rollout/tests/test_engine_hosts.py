@@ -11,9 +11,9 @@ import pytest
 import torch
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace_rollout.engines.base import Capabilities, EngineConfig, Policy
-from headrace_rollout.engines.hosted.backend import BackendFailed
+from headrace_rollout.engines.hosted.backend import version_key
 from headrace_rollout.engines.hosted.following import FollowerEngine
-from headrace_rollout.engines.hosted.hosts import Hosts, version_key
+from headrace_rollout.engines.hosts import BackendFailed, Hosts
 from headrace_servicekit.rpc.server import GrpcServer
 
 CPU = (torch.device("cpu"),)

@@ -185,12 +185,6 @@ async def test_a_fork_begins_with_the_other_runs_adapters(client: TrainerClient,
     ("sections", "key", "words"),
     [
         ({"lora": {"targets": ["q_proj", "query"]}}, "trainer.lora.targets", "'query'"),
-        ({"trainer": {"helpers": 1}}, "trainer.helpers", "adapters are merged"),
-        (
-            {"algorithm": {"name": "ppo", "options": {"critic": "model"}}},
-            "trainer.lora",
-            "a critic that is a head of the policy",
-        ),
         ({"lora": {"rank": 0}}, "trainer.lora.rank", "greater than or equal to 1"),
         ({"lora": {"ranks": 8}}, "trainer.lora.ranks", "did you mean"),
     ],

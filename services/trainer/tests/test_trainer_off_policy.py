@@ -205,24 +205,10 @@ def test_stale_samples_are_corrected_for_unless_the_options_say_otherwise():
     assert build_algorithm(section(max_staleness=1, old_log_probs="engine")).options.correction is None
 
 
-def test_an_algorithm_that_is_right_on_policy_only_refuses_older_samples_by_name():
-    for name in ALGORITHMS.names():
-        reason = build_algorithm(section(name)).on_policy_only
-        assert ("off_policy" in ALGORITHMS.find(name).features) is (not reason), name
-        if not reason:
-            build_algorithm(section(name, max_staleness=16))
-            continue
-        with pytest.raises(Refusal, match=f"{name} is right on samples of the newest version only") as caught:
-            build_algorithm(section(name, max_staleness=1))
-        assert caught.value.metadata["key"] == "algorithm.max_staleness" and reason in caught.value.message
-    assert build_algorithm(section("opo")).on_policy_only
-
-
-def test_an_algorithm_that_does_not_say_is_refused(monkeypatch):
-    monkeypatch.delattr("headrace_trainer.algorithms._policy_gradient.PolicyGradient.on_policy_only")
-    build_algorithm(section())
-    with pytest.raises(Refusal, match="does not say how it corrects"):
-        build_algorithm(section(max_staleness=1))
+def test_every_built_in_algorithm_but_one_says_that_it_corrects_for_older_samples():
+    assert [each for each in ALGORITHMS.names() if "off_policy" not in ALGORITHMS.find(each).features] == [
+        "opo"
+    ]
 
 
 @pytest.fixture

@@ -56,8 +56,6 @@ def test_only_dapo_samples_dynamically_unless_asked():
         "dapo": Refill(True, 3)
     }
     assert build("rloo", drop_equal=True, max_refill=2).refill == Refill(drop_equal=True, most=2)
-    with pytest.raises(Refusal, match=r"algorithm\.options\.drop_equal"):
-        build("reinforce_pp", drop_equal=True)
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -17,20 +17,9 @@ if TYPE_CHECKING:
 WALL_S = 1e9
 """The wall clock of a world when it begins."""
 KINDS = [
-    *["kill"] * 3,
-    "two",
-    "coordinator",
-    "store",
-    "partition",
-    "reply",
-    "stop",
-    "clock",
-    "sleep",
-    "damage",
-    "missing",
-    "full",
-    "leave",
-]
+    *["kill"] * 3, "two", "coordinator", "store", "partition", "reply", "stop", "clock", "sleep", "damage", "missing",
+    "full", "leave",
+]  # fmt: skip
 
 
 class Faults:

@@ -48,8 +48,5 @@ class Regroupers:
     async def _ask(self, run: str, ranks: int) -> None:
         self._asked += 1
         key, change = f"ranks-{self._asked}", RunChange.model_validate({"trainer": {"ranks": ranks}})
-        if (
-            await self._users.ask(lambda coordinator: coordinator.run_changes.change(run, change, key))
-            is not None
-        ):
-            self._users.counts["ranks"] += 1
+        made = await self._users.ask(lambda coordinator: coordinator.run_changes.change(run, change, key))
+        self._users.counts["ranks"] += made is not None

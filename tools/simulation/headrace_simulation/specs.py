@@ -20,6 +20,8 @@ KEPT = 7
 """Seeds with this rest by 16 have runs whose sides stay loaded while they take turns: none found a bug before."""
 AHEAD = (9, 11)
 """Seeds with one of these rests by 16 have runs with answers of older versions: none found a bug before."""
+ON_GPUS = 19
+"""Seeds with this rest by 32 have hosts with GPUs, and runs whose ranks are on the rollouts' too: none found a bug."""
 UNREADABLE = "unreadable"
 ROBOTS = 0.15
 """Share of runs with a robot policy."""
@@ -180,6 +182,18 @@ def ranged(spec: RunSpec, seed: int) -> RunSpec:
     if devices and "all" not in devices:
         most = min(most, len(devices))  # A spec that names fewer devices than ranks is refused.
     fields["trainer"] |= {"min_ranks": fewest, "max_ranks": most}
+    return RunSpec.model_validate(fields)
+
+
+def spanning(spec: RunSpec, seed: int) -> RunSpec:
+    """The same run, whose ranks on the rollouts' GPUs sleep while these generate."""
+    own, fields = random.Random(f"{seed}/{spec.name}/spanning"), spec.model_dump(mode="json")
+    ranks = own.choice([2, 3])
+    named = {"rollout": "0-1", "trainer": own.choice(["2", "0-2"])} if ranks == 3 else {}
+    fields["placement"] = {"mode": "hybrid", **named}
+    fields["rollout"] |= {"instances": min(2, spec.rollout.instances), "helpers": 0}
+    fields["trainer"] |= {"ranks": ranks, "min_ranks": None, "max_ranks": None, "helpers": 0}
+    fields["algorithm"] |= {"prompts_per_step": ranks * own.choice([1, 2]), "max_staleness": 0}
     return RunSpec.model_validate(fields)
 
 

@@ -26,7 +26,7 @@ from headrace_simulation.judging.replay import RecordingStore, Replay, nothing_h
 from headrace_simulation.judging.world import Outcome, WorldJudge
 from headrace_simulation.moves import moving
 from headrace_simulation.regroupers import regroups
-from headrace_simulation.specs import ahead, random_spec, ranged, robots
+from headrace_simulation.specs import ON_GPUS, ahead, random_spec, ranged, robots, spanning
 from headrace_simulation.users import Users
 from headrace_simulation.virtual_time import run_virtual
 
@@ -90,6 +90,8 @@ class World(Processes):
         self.specs = [random_spec(self.rng, seed, "run" if not i else f"run{i}") for i in range(count)]
         if faults:
             self.specs = [ranged(ahead(robots(spec, seed), seed, always=stale), seed) for spec in self.specs]
+            if seed % 32 == ON_GPUS:
+                self.gpus, self.specs = True, [spanning(spec, seed) for spec in self.specs]
         self.spare = {
             kind: sizes.choice([0, 0, 1, 2]) if faults else 0 for kind in ("rollout", "trainer", "reward")
         } | {"simulator": 0}
@@ -167,7 +169,7 @@ class World(Processes):
             self.store,
             lambda: loop.time() + self.wall_ahead_s,
             lambda: loop.time() + self.slept_s,
-            history=History(Path(self.data_dir) / "runs", _at_once),
+            history=History(Path(self.data_dir) / "runs", _at_once, synced=False),
         )
         await event_log.open("simulated")
         fleet = Fleet(event_log, self.connect, SETTINGS)

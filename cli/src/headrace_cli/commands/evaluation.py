@@ -11,9 +11,17 @@ import typer
 from typer.core import TyperGroup
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
-from headrace_cli.connection import CHECKING, connect, find_target, saying
+from headrace_cli.connection import CHECKING, Answer, asking, connect, find_target, saying, show
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused, writing
-from headrace_cli.output import console, error_console, print_json
+from headrace_cli.output import console, error_console
+from headrace_cli.show.evaluations import (
+    comparison_table,
+    evaluations_list,
+    progress_line,
+    progress_lines,
+    result_table,
+    waiting,
+)
 
 if TYPE_CHECKING:
     from headrace.client import Client, EvaluationRun
@@ -93,9 +101,9 @@ def submit(
             else:
                 made = client.evaluate(spec, idempotency_key=idempotency_key or None)
         if dry_run:
-            _show_check(checked, as_json)
+            show(({"valid": True, "spec": checked}, lambda: "the spec is valid; nothing was queued"), as_json)
         elif detach:
-            _show(made, as_json)
+            show(_figures(made), as_json)
         else:
             _finish(client, made, as_json, videos, rrd)
 
@@ -108,13 +116,6 @@ def _videos_asked(spec: dict[str, Any]) -> int:
     return asked
 
 
-def _show_check(answer: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json({"valid": True, "spec": answer})
-    else:
-        console().print("the spec is valid; nothing was queued")
-
-
 def _finish(client: Client, made: EvaluationRun, as_json: bool, videos: Path | None, rrd: bool) -> None:
     """Shows the progress on standard error, the end on standard output."""
     try:
@@ -122,7 +123,7 @@ def _finish(client: Client, made: EvaluationRun, as_json: bool, videos: Path | N
     except KeyboardInterrupt:
         error_console().print(f"\nthe evaluation goes on; stop it with: headrace run cancel {made.id}")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    _show(found, as_json)
+    show(_figures(found), as_json)
     if videos is not None:
         _save_videos(client, found.id, videos, rrd)
     if found.state != "SUCCEEDED":
@@ -132,8 +133,6 @@ def _finish(client: Client, made: EvaluationRun, as_json: bool, videos: Path | N
 def _watch(client: Client, evaluation: str) -> EvaluationRun:
     if sys.stderr.isatty():
         return _draw(client, evaluation)
-    from headrace_cli.show.evaluations import progress_line, waiting
-
     shown = ""
     while True:
         found = client.evaluation(evaluation)
@@ -151,8 +150,6 @@ def _draw(client: Client, evaluation: str) -> EvaluationRun:
     from rich.live import Live
     from rich.text import Text
 
-    from headrace_cli.show.evaluations import progress_lines
-
     with Live(console=error_console(), transient=True, auto_refresh=False) as live:
         while True:
             found = client.evaluation(evaluation)
@@ -162,40 +159,24 @@ def _draw(client: Client, evaluation: str) -> EvaluationRun:
             time.sleep(LOOK_S)
 
 
-def _show(found: EvaluationRun, as_json: bool) -> None:
-    if as_json:
-        print_json(found.raw)
-        return
-    from headrace_cli.show.evaluations import result_table
-
-    console().print(result_table(found))
+def _figures(found: EvaluationRun) -> Answer:
+    return found.raw, lambda: result_table(found)
 
 
 @app.command("list")
-def list_evaluations(
-    url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
-) -> None:
+@asking
+def list_evaluations(client: Client) -> Answer:
     """List evaluations, newest first: state, place in the queue, progress and figures."""
-    with connect(find_target(url, data_dir)) as client:
-        found = client.evaluations()
-    if as_json:
-        print_json({"evaluations": [each.raw for each in found]})
-        return
-    from headrace_cli.show.evaluations import evaluations_list
-
-    console().print(evaluations_list(found, console().width) if found else "no evaluations")
+    found = client.evaluations()
+    document = {"evaluations": [each.raw for each in found]}
+    return document, lambda: evaluations_list(found, console().width) if found else "no evaluations"
 
 
 @app.command()
-def get(
-    evaluation: EvaluationId,
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+@asking
+def get(client: Client, evaluation: EvaluationId) -> Answer:
     """Show one evaluation with its figures. Its transcripts: `headrace run trajectories EVALUATION`."""
-    with connect(find_target(url, data_dir)) as client:
-        _show(client.evaluation(evaluation), as_json)
+    return _figures(client.evaluation(evaluation))
 
 
 @app.command("videos")
@@ -243,19 +224,8 @@ def _save_videos(client: Client, evaluation: str, directory: Path, rrd: bool) ->
 
 
 @app.command()
-def compare(
-    first: EvaluationId,
-    second: EvaluationId,
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+@asking
+def compare(client: Client, first: EvaluationId, second: EvaluationId) -> Answer:
     """Compare two evaluations of the same items: second minus first, item by item."""
-    with connect(find_target(url, data_dir)) as client:
-        found = client.compare(first, second)
-    if as_json:
-        print_json(found.raw)
-        return
-    from headrace_cli.show.evaluations import comparison_table
-
-    console().print(comparison_table(found, console().width))
+    found = client.compare(first, second)
+    return found.raw, lambda: comparison_table(found, console().width)

@@ -5,45 +5,28 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from headrace_servicekit.rpc.addresses import LOOPBACK, host_port
 
-from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url
-from headrace_cli.commands.starting import (
-    Backend,
-    Count,
-    Devices,
-    Engine,
-    Foreground,
-    Scale,
-    Sim,
-    Timeout,
-    absolute,
-    counts_of,
-    device_names,
-    pythons_of,
-    start,
-    telling,
-)
+from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url, grouped
+from headrace_cli.commands.starting import FleetOptions, JoinOptions, start, telling
+from headrace_cli.connection import Answer, asking, connect, find_target
 from headrace_cli.errors import user_error
-from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan, host_name
+from headrace_cli.launcher.plan import DEFAULT_PORT, host_name
 from headrace_cli.output import console, error_console, print_json, styled
+from headrace_cli.show.fleet import devices_table, instances_table, isolation_lines
+from headrace_cli.show.runs import runs_list
 
 if TYPE_CHECKING:
+    from headrace.client import Client
+
     from headrace_cli.launcher.data_dir import DataDir
     from headrace_cli.launcher.repair import Examination
 
 
 AUTHORITY = "ca.pem"
-TlsFiles = Annotated[
-    Path | None,
-    typer.Option(
-        help="Directory with ca.pem, host.pem and host-key.pem of one's own, to encrypt with.",
-        show_default=False,
-    ),
-]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -56,8 +39,9 @@ def add_to(app: typer.Typer) -> None:
     app.command("open")(open_dashboard)
 
 
+@grouped
 def up(
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    options: FleetOptions,
     port: Annotated[
         int,
         typer.Option(min=1, max=65534, help="Port of the HTTP API; with --listen the next one is gRPC's."),
@@ -69,17 +53,6 @@ def up(
             show_default=False,
         ),
     ] = LOOPBACK,
-    rollout: Count = 1,
-    trainer: Count = 1,
-    reward: Count = 1,
-    simulator: Count = 1,
-    scale: Scale = None,
-    devices: Devices = "",
-    engine: Engine = "transformers",
-    sim: Sim = "gymnasium",
-    backend: Backend = "fsdp",
-    foreground: Foreground = False,
-    timeout: Timeout = 600,
     no_token: NoToken = False,
     tls: Annotated[
         bool,
@@ -87,8 +60,6 @@ def up(
             "--tls", help="Encrypt all traffic, with certificates of an authority of the fleet's own."
         ),
     ] = False,
-    tls_files: TlsFiles = None,
-    as_json: JsonFlag = False,
 ) -> None:
     """Start the services as local processes and return when they are ready."""
     from headrace_cli.launcher.data_dir import DataDir
@@ -100,20 +71,10 @@ def up(
             raise user_error(
                 "--no-token", "everybody who reaches --listen could run code here", "leave it out"
             )
-    plan = FleetPlan(
-        absolute(data_dir),
-        port,
-        counts_of(rollout, trainer, reward, simulator, scale),
-        device_names(devices),
-        tethered=foreground,
-        no_token=no_token,
-        pythons=pythons_of(engine, sim, backend),
-        listen=listen,
-        tls="given" if tls_files else "made" if tls else "",
-    )
+    plan = options.plan(port, encrypt=tls, no_token=no_token, listen=listen)
     if plan.tls:
-        _encrypt(DataDir.at(data_dir), listen, tls_files)
-    start(plan, data_dir, timeout, foreground, as_json)
+        _encrypt(DataDir.at(options.data_dir), listen, options.tls_files)
+    start(plan, options)
 
 
 def _encrypt(place: DataDir, address: str, given: Path | None) -> None:
@@ -128,7 +89,9 @@ def _encrypt(place: DataDir, address: str, given: Path | None) -> None:
         error_console().print(f"fingerprint: {make_files(place, address)}", markup=False)
 
 
+@grouped
 def join(
+    options: JoinOptions,
     head: Annotated[
         str,
         typer.Argument(
@@ -147,18 +110,6 @@ def join(
             help="Address of this host for the others; default: that towards HEAD.", show_default=False
         ),
     ] = "",
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    rollout: Count = 1,
-    trainer: Count = 0,
-    reward: Count = 0,
-    simulator: Count = 0,
-    scale: Scale = None,
-    devices: Devices = "",
-    engine: Engine = "transformers",
-    sim: Sim = "gymnasium",
-    backend: Backend = "fsdp",
-    foreground: Foreground = False,
-    timeout: Timeout = 600,
     ca_file: Annotated[
         Path | None,
         typer.Option(help="Copy of tls/ca.pem in an encrypted head's data directory.", show_default=False),
@@ -167,8 +118,6 @@ def join(
         str,
         typer.Option(help="Of an encrypted head's authority, in place of --ca-file.", show_default=False),
     ] = "",
-    tls_files: TlsFiles = None,
-    as_json: JsonFlag = False,
 ) -> None:
     """Bring this host's devices and processes into the fleet of another host. Stop them with `headrace down`.
 
@@ -179,9 +128,9 @@ def join(
     from headrace_cli.launcher.start import refuse_second_fleet
 
     host, port = head_place(head)
-    place, authority = DataDir.at(data_dir), None
-    if tls_files is not None:
-        authority = tls_files / AUTHORITY
+    place, authority = DataDir.at(options.data_dir), None
+    if options.tls_files is not None:
+        authority = options.tls_files / AUTHORITY
     elif ca_file is not None or fingerprint:
         from headrace_cli.launcher.encryption import trust
 
@@ -194,27 +143,18 @@ def join(
     address = listen or address_towards(host)
     if address != LOOPBACK:
         require_own_address("--listen", address)
-    plan = FleetPlan(
-        absolute(data_dir),
-        0,
-        counts_of(rollout, trainer, reward, simulator, scale),
-        device_names(devices),
-        tethered=foreground,
-        pythons=pythons_of(engine, sim, backend),
-        listen=address,
-        host=name or host_name(),
-        head=found,
-        tls="given" if tls_files else "made" if authority else "",
+    plan = options.plan(
+        0, encrypt=authority is not None, listen=address, host=name or host_name(), head=found
     )
     if plan.tls:
         from headrace_cli.launcher.encryption import ask_for_certificate, take_files
 
         place.prepare()
-        if tls_files is not None:
-            take_files(tls_files, place.tls, address)
+        if options.tls_files is not None:
+            take_files(options.tls_files, place.tls, address)
         else:
             ask_for_certificate(place.tls, found, address)
-    start(plan, data_dir, timeout, foreground, as_json)
+    start(plan, options)
 
 
 def down(data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
@@ -293,31 +233,27 @@ def _asks() -> bool:
     return typer.confirm("keep the damaged files aside and go on from what is good?")
 
 
-def status(data_dir: DataDirOption = DEFAULT_DATA_DIR, url: Url = None, as_json: JsonFlag = False) -> None:
+@asking
+def status(client: Client) -> Answer:
     """Show the fleet: services, devices and runs. Exit code 1 when none answers."""
-    from headrace_cli.connection import connect, find_target
+    instances, leases, runs = client.instances(), client.leases(), client.list()
+    found = {"instances": instances, "devices": leases.devices, "leases": leases.leases, "runs": runs}
+    document = {"url": client.base_url} | {key: [item.raw for item in rows] for key, rows in found.items()}
 
-    with connect(find_target(url, data_dir)) as client:
-        instances, leases, runs = client.instances(), client.leases(), client.list()
-    if as_json:
-        documents = {"instances": instances, "devices": leases.devices, "leases": leases.leases, "runs": runs}
-        print_json(
-            {"url": client.base_url} | {key: [item.raw for item in rows] for key, rows in documents.items()}
+    def text() -> Any:
+        from rich.console import Group
+
+        width = console().width
+        return Group(
+            instances_table(instances, coordinator=client.base_url, width=width),
+            *isolation_lines(instances),
+            devices_table(leases, width),
+            runs_list(runs[:10], width)
+            if runs
+            else "no runs yet: headrace run submit examples/tiny.yaml --watch",
         )
-        return
-    from headrace_cli.show.fleet import devices_table, instances_table, isolation_lines
-    from headrace_cli.show.runs import runs_list
 
-    out = console()
-    out.print(instances_table(instances, coordinator=client.base_url, width=out.width))
-    for line in isolation_lines(instances):
-        out.print(line, markup=False)
-    out.print(devices_table(leases, out.width))
-    out.print(
-        runs_list(runs[:10], console().width)
-        if runs
-        else "no runs yet: headrace run submit examples/tiny.yaml --watch"
-    )
+    return document, text
 
 
 def open_dashboard(
@@ -327,8 +263,6 @@ def open_dashboard(
     as_json: JsonFlag = False,
 ) -> None:
     """Open the dashboard in a browser and print its address: a link that is good once and for a minute."""
-    from headrace_cli.connection import connect, find_target
-
     with connect(find_target(url, data_dir)) as client:
         link = client.link()
     show_link(link, browser, as_json)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
-from headrace_cli.connection import connect, find_target, process_ids
+from headrace_cli.connection import Answer, asking, connect, find_target, process_ids
 from headrace_cli.launcher.plan import kind_and_count
 from headrace_cli.output import console, print_json
+
+if TYPE_CHECKING:
+    from headrace.client import Client
 
 leases_app = typer.Typer()
 
@@ -66,63 +69,51 @@ def leases(
 
 
 @leases_app.command()
+@asking
 def release(
+    client: Client,
     device: Annotated[
         str, typer.Argument(metavar="DEVICE", help="A device in quarantine, or the end of its name: gpu:0.")
     ],
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Say that a device in quarantine is free, because you know that its last holder is gone. Nothing checks it: a
     holder that lives on would share the device with the next one.
     """
-    with connect(find_target(url, data_dir)) as client:
-        name = client.release_device(device)
-    if as_json:
-        print_json({"device": name})
-    else:
-        console().print(f"{name}: released; see who gets it with: headrace leases")
+    name = client.release_device(device)
+    return {"device": name}, lambda: f"{name}: released; see who gets it with: headrace leases"
 
 
+@asking
 def drain(
+    client: Client,
     instance: Annotated[
         str, typer.Argument(metavar="INSTANCE", help="Such as rollout-0; see headrace instances.")
     ],
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Take an instance out of use in order: no new work, what it holds is handed over or saved, then its process
     ends and its supervisor starts another. To have fewer processes, use scale. Does not wait.
     """
-    with connect(find_target(url, data_dir)) as client:
-        incarnation = client.drain(instance)
-    if as_json:
-        print_json({"instance": instance, "incarnation": incarnation})
-    else:
-        console().print(f"{instance}: told to drain; see it replaced with: headrace instances")
+    document = {"instance": instance, "incarnation": client.drain(instance)}
+    return document, lambda: f"{instance}: told to drain; see it replaced with: headrace instances"
 
 
+@asking
 def scale(
+    client: Client,
     wanted: Annotated[str, typer.Argument(metavar="KIND=N", help="Such as rollout=2.")],
     host: Annotated[
         str, typer.Option(help="On which host, where several have joined; see headrace instances.")
     ] = "",
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Set how many processes of a service run. Refused (exit code 2), with the figures, for more than the host
     can hold. Does not wait for them; a later number replaces an earlier one at once.
     """
     kind, number = kind_and_count(wanted, "KIND=N")
-    with connect(find_target(url, data_dir)) as client:
-        count = client.scale(kind, number, host)
-    if as_json:
-        print_json({"kind": kind, "count": count})
-    else:
-        console().print(f"{kind}: {count} wanted; see them come with: headrace instances")
+    count = client.scale(kind, number, host)
+    return {
+        "kind": kind,
+        "count": count,
+    }, lambda: f"{kind}: {count} wanted; see them come with: headrace instances"
 
 
 def spec_schema(

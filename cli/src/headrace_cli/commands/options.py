@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from types import SimpleNamespace
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -58,3 +63,46 @@ RunId = Annotated[
         autocompletion=complete_run,
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which coordinator a command speaks to, and for whom it prints."""
+
+    url: Url = None
+    data_dir: DataDirOption = DEFAULT_DATA_DIR
+    as_json: JsonFlag = False
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of a dataclass as options, in place of each parameter that is one."""
+    hints = get_type_hints(command, include_extras=True)
+    return expanded(command, command, {name: kind for name, kind in hints.items() if is_dataclass(kind)})
+
+
+def expanded(
+    command: Callable[..., Any], call: Callable[..., None], groups: Mapping[str, Any]
+) -> Callable[..., None]:
+    """The options of `command`, which are passed to `call`; those of dataclasses stand for the parameters `groups`."""
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        made = {
+            name: kind(**{each.name: given.pop(each.name) for each in fields(kind)})
+            for name, kind in groups.items()
+        }
+        call(**made, **given)
+
+    own = {name: hint for name, hint in command.__annotations__.items() if name not in (*groups, "return")}
+    hints = get_type_hints(SimpleNamespace(__annotations__=own), command.__globals__, include_extras=True)
+    found: list[Parameter] = []
+    for each in signature(command).parameters.values():
+        if (kind := groups.get(each.name)) is None:
+            found.append(each.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[each.name]))
+            continue
+        for name, hint in get_type_hints(kind, include_extras=True).items():
+            default = getattr(kind, name)
+            found.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+    run.__signature__ = Signature(found)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in found}
+    return run

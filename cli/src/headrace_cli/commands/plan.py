@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
-from headrace_cli.connection import connect, find_target
+from headrace_cli.connection import Answer, asking, connect, find_target
 from headrace_cli.errors import refused, writing
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.output import console, error_console, print_json
+from headrace_cli.show.plan import run_plan_table
+
+if TYPE_CHECKING:
+    from headrace.client import Client
 
 
 def add_to(app: typer.Typer, runs: typer.Typer) -> None:
@@ -141,46 +145,37 @@ def profile(
     console().print(f"worst error of the fits: {fits or 'none'}; stored in {place}", markup=False)
 
 
-def run_plan(
-    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
-) -> None:
+@asking
+def run_plan(client: Client, run: RunId) -> Answer:
     """Show how the run uses its devices, and why."""
-    with connect(find_target(url, data_dir)) as client:
-        found = client.plan(run)
-    if as_json:
-        print_json(found)
-        return
-    from headrace_cli.show.plan import run_plan_table
-
-    console().print(run_plan_table(found))
+    found = client.plan(run)
+    return found, lambda: run_plan_table(found)
 
 
+@asking
 def run_timeline(
+    client: Client,
     run: RunId,
     steps: Annotated[int, typer.Option(min=1, max=200, help="The newest so many steps.")] = 3,
     chrome_trace: Annotated[
         Path | None,
         typer.Option(help="Write the timeline to this file, for Perfetto.", show_default=False),
     ] = None,
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Show what each device did when: who held it, for which stage, working or waiting."""
     from headrace_cli.planning import write_trace
     from headrace_cli.show.timeline import chrome_trace as trace_of
-    from headrace_cli.show.timeline import timeline_lines
 
-    with connect(find_target(url, data_dir)) as client:
-        view = client.timeline(run, steps)
-        plan = None if client.get(run).suite else client.plan(run)
+    view = client.timeline(run, steps)
+    plan = None if client.get(run).suite else client.plan(run)
     if chrome_trace is not None:
         write_trace(trace_of(view), chrome_trace)
-    if as_json:
-        print_json({"timeline": view, "plan": plan})
-        return
-    if not view["labels"]:
-        console().print("no step of the run has ended yet, or its timeline is gone")
-        return
-    for line in timeline_lines(view, plan, console().width):
-        console().print(line, markup=False)
+
+    def text() -> str:
+        from headrace_cli.show.timeline import timeline_lines
+
+        if not view["labels"]:
+            return "no step of the run has ended yet, or its timeline is gone"
+        return "\n".join(timeline_lines(view, plan, console().width))
+
+    return {"timeline": view, "plan": plan}, text

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
-from headrace_cli.connection import connect, find_target, saying
+from headrace_cli.connection import Answer, asking, connect, find_target, saying, show
 from headrace_cli.errors import EXIT_USER_ERROR, CommandError, user_error
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.output import console, print_json
+from headrace_cli.show.runs import certificates_table, trajectories_list
 
 if TYPE_CHECKING:
     from headrace.client import Client
@@ -54,10 +55,8 @@ def export(
         raise CommandError(f"headrace_trainer.export ended with status {done.returncode}") from error
     if done.returncode:
         raise CommandError(told["message"], reason=told["reason"], exit_code=EXIT_USER_ERROR)
-    if as_json:
-        print_json({"run": run, **told})
-    else:
-        console().print(f"step {told['step']} of {run} is in {told['directory']}", markup=False)
+    text = f"step {told['step']} of {run} is in {told['directory']}"
+    show(({"run": run, **told}, lambda: text), as_json)
 
 
 def _files_of(run: str, url: str | None, data_dir: Path) -> Path:
@@ -109,59 +108,43 @@ def _names_of(client: Client, instance: str) -> list[str]:
     return [instance, *(incarnation for name, incarnation in known if name == instance and incarnation)]
 
 
+@asking
 def trajectories(
+    client: Client,
     run: RunId,
     step: Annotated[int | None, typer.Option(help="Only of this step.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Show what the policy answered and what it was worth."""
-    with connect(find_target(url, data_dir)) as client:
-        found = client.trajectories(run, step, limit)
-    if as_json:
-        print_json({"trajectories": [item.raw for item in found]})
-        return
-    from headrace_cli.show.runs import trajectories_list
-
-    console().print(trajectories_list(found, console().width) if found else "no settled trajectories")
+    found = client.trajectories(run, step, limit)
+    document = {"trajectories": [item.raw for item in found]}
+    return document, lambda: trajectories_list(found, console().width) if found else "no settled trajectories"
 
 
+@asking
 def endpoint(
+    client: Client,
     run: RunId,
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until the run is served.")] = 120.0,
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Print where clients speak with the policy of an online run: eval "$(headrace run endpoint RUN)"."""
     import time
 
-    with connect(find_target(url, data_dir)) as client:
-        late = time.monotonic() + wait
+    late = time.monotonic() + wait
+    base_url, key = client.endpoint(run)
+    while not base_url and time.monotonic() < late and not client.get(run).ended:
+        time.sleep(0.5)
         base_url, key = client.endpoint(run)
-        while not base_url and time.monotonic() < late and not client.get(run).ended:
-            time.sleep(0.5)
-            base_url, key = client.endpoint(run)
     if not base_url:
         fix = f"look at it: headrace run get {run}"
         raise user_error("RUN", "no rollout has the run open now, so nobody would answer", fix)
-    if as_json:
-        print_json({"base_url": base_url, "api_key": key})
-        return
-    typer.echo(f"export OPENAI_BASE_URL={base_url}\nexport OPENAI_API_KEY={key}")
+    text = f"export OPENAI_BASE_URL={base_url}\nexport OPENAI_API_KEY={key}"
+    return {"base_url": base_url, "api_key": key}, lambda: text
 
 
-def certificates(
-    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
-) -> None:
+@asking
+def certificates(client: Client, run: RunId) -> Answer:
     """Show what each update was made from."""
-    with connect(find_target(url, data_dir)) as client:
-        found = client.certificates(run)
-    if as_json:
-        print_json({"certificates": [item.raw for item in found]})
-        return
-    from headrace_cli.show.runs import certificates_table
-
-    console().print(certificates_table(found, console().width) if found else "no updates yet")
+    found = client.certificates(run)
+    document = {"certificates": [item.raw for item in found]}
+    return document, lambda: certificates_table(found, console().width) if found else "no updates yet"

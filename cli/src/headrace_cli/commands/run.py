@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
+from headrace_cli.commands.options import (
+    DEFAULT_DATA_DIR,
+    DataDirOption,
+    JsonFlag,
+    Place,
+    RunId,
+    Url,
+    grouped,
+)
 from headrace_cli.commands.results import PATIENCE_S, certificates, endpoint, export, logs, trajectories
-from headrace_cli.connection import CHECKING, connect, find_target, saying
+from headrace_cli.connection import CHECKING, Answer, asking, connect, find_target, saying, show
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused, user_error
 from headrace_cli.output import console, error_console, print_json
+from headrace_cli.show.runs import heldout, policies_table, run_table, runs_list, steps_table
 
 if TYPE_CHECKING:
     from headrace.client import Client, Run
@@ -23,54 +33,68 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override, such as optimizer.lr=2e-5."),
 ]
-Priority = Annotated[
-    int | None,
-    typer.Option(help="Runs of a higher one go first; sets scheduling.priority.", show_default=False),
-]
 Tags = Annotated[
     list[str] | None, typer.Option("--tag", metavar="TAG", help="A word to find it by; may be repeated.")
 ]
-WatchFlag = Annotated[bool, typer.Option("--watch", help="Show the run until it ends.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the spec and submit nothing.")]
-IdempotencyKey = Annotated[str, typer.Option(help="Same key and spec: the same run.")]
+
+
+@dataclass(frozen=True)
+class Submitting(Place):
+    """What `submit` and `fork` are told beside a spec."""
+
+    sets: Sets = None
+    priority: Annotated[
+        int | None,
+        typer.Option(help="Runs of a higher one go first; sets scheduling.priority.", show_default=False),
+    ] = None
+    watch: Annotated[bool, typer.Option("--watch", help="Show the run until it ends.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the spec and submit nothing.")] = False
+    idempotency_key: Annotated[str, typer.Option(help="Same key and spec: the same run.")] = ""
+
+    @property
+    def overrides(self) -> list[str]:
+        """--set, and --priority as one of them."""
+        own = [] if self.priority is None else [f"scheduling.priority={self.priority}"]
+        return [*(self.sets or []), *own]
+
+    @property
+    def patience_s(self) -> float:
+        """How long the coordinator may be away."""
+        return PATIENCE_S if self.watch else 0
 
 
 @app.command()
+@grouped
 def submit(
+    options: Submitting,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Run spec, a YAML file.")],
-    sets: Sets = None,
-    priority: Priority = None,
     tags: Tags = None,
-    watch: WatchFlag = False,
-    dry_run: DryRun = False,
-    idempotency_key: IdempotencyKey = "",
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
 ) -> None:
     """Submit a run."""
     from headrace.client import HeadraceError, load_spec
 
     try:
-        spec = load_spec(file, _overrides(sets, priority))
+        spec = load_spec(file, options.overrides)
     except HeadraceError as error:
         raise refused(error) from error
-    target = find_target(url, data_dir)
-    if dry_run:
+    target = find_target(options.url, options.data_dir)
+    if options.dry_run:
         from headrace_cli.dry_run import check
 
-        _show_check(check(spec, target), as_json)
+        _show_check(check(spec, target), options.as_json)
         return
-    with connect(target, patience_s=PATIENCE_S if watch else 0) as client:
+    with connect(target, patience_s=options.patience_s) as client:
         with saying(CHECKING):
-            run = client.submit(spec, idempotency_key=idempotency_key or None)
+            run = client.submit(spec, idempotency_key=options.idempotency_key or None)
             if tags:
                 run = client.label(run.id, tags)
-        _show_submitted(client, run, watch, as_json, "submitted")
+        _show_submitted(client, run, options, "submitted")
 
 
 @app.command()
+@grouped
 def fork(
+    options: Submitting,
     run: RunId,
     at: Annotated[
         int | None,
@@ -78,39 +102,27 @@ def fork(
             min=0, help="Step of the checkpoint; default: the newest valid one.", show_default=False
         ),
     ] = None,
-    sets: Sets = None,
-    priority: Priority = None,
-    watch: WatchFlag = False,
-    dry_run: DryRun = False,
-    idempotency_key: IdempotencyKey = "",
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
 ) -> None:
     """Submit a run that continues from a checkpoint of RUN, with RUN's spec and overrides."""
     from headrace.client import fork_spec
 
     from headrace_cli.dry_run import check_with
 
-    with connect(find_target(url, data_dir), patience_s=PATIENCE_S if watch else 0) as client:
-        spec = fork_spec(client.get(run), at, _overrides(sets, priority))
-        if dry_run:
-            _show_check(check_with(client, spec), as_json)
+    with connect(find_target(options.url, options.data_dir), patience_s=options.patience_s) as client:
+        spec = fork_spec(client.get(run), at, options.overrides)
+        if options.dry_run:
+            _show_check(check_with(client, spec), options.as_json)
             return
         with saying(CHECKING):
-            made = client.submit(spec, idempotency_key=idempotency_key or None)
-        _show_submitted(client, made, watch, as_json, f"forked from {made.forked_from}")
+            made = client.submit(spec, idempotency_key=options.idempotency_key or None)
+        _show_submitted(client, made, options, f"forked from {made.forked_from}")
 
 
-def _overrides(sets: list[str] | None, priority: int | None) -> list[str]:
-    return [*(sets or []), *([] if priority is None else [f"scheduling.priority={priority}"])]
-
-
-def _show_submitted(client: Client, run: Run, watch: bool, as_json: bool, done: str) -> None:
-    if watch:
-        _watch(client, run.id, as_json)
+def _show_submitted(client: Client, run: Run, options: Submitting, done: str) -> None:
+    if options.watch:
+        _watch(client, run.id, options.as_json)
     else:
-        _show_steered(run, as_json, f"{done}; next: headrace run watch {run.id}")
+        show(_steered(run, f"{done}; next: headrace run watch {run.id}"), options.as_json)
 
 
 def _show_check(answer: dict[str, Any], as_json: bool) -> None:
@@ -126,36 +138,32 @@ def _show_check(answer: dict[str, Any], as_json: bool) -> None:
 
 
 @app.command("list")
-def list_runs(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+@asking
+def list_runs(client: Client) -> Answer:
     """List runs, newest first: state, place in the queue, progress, and why or what each waits for."""
-    with connect(find_target(url, data_dir)) as client:
-        runs = client.list()
-    if as_json:
-        print_json({"runs": [item.raw for item in runs]})
-        return
-    from headrace_cli.show.runs import runs_list
-
-    console().print(runs_list(runs, console().width) if runs else "no runs")
+    runs = client.list()
+    document = {"runs": [item.raw for item in runs]}
+    return document, lambda: runs_list(runs, console().width) if runs else "no runs"
 
 
 @app.command()
-def get(
-    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
-) -> None:
+@asking
+def get(client: Client, run: RunId) -> Answer:
     """Show one run with its last steps."""
-    with connect(find_target(url, data_dir)) as client:
-        found = client.get(run)
-        steps = [] if as_json else client.metrics(run)
-    if as_json:
-        print_json(found.raw)
-        return
-    from headrace_cli.show.runs import heldout, policies_table, run_table, steps_table
+    found = client.get(run)
 
-    console().print(run_table(found))
-    if steps:
-        console().print(steps_table(steps[-12:], heldout(found), console().width))
-    if (policies := policies_table(steps)) is not None:
-        console().print(policies)
+    def text() -> Any:
+        from rich.console import Group
+
+        steps = client.metrics(run)
+        tables = [run_table(found)]
+        if steps:
+            tables.append(steps_table(steps[-12:], heldout(found), console().width))
+        if (policies := policies_table(steps)) is not None:
+            tables.append(policies)
+        return Group(*tables)
+
+    return found.raw, text
 
 
 @app.command()
@@ -196,84 +204,69 @@ def _draw(client: Client, run_id: str) -> Run:
         run = follow(client, run_id, reporter).run
     finally:
         reporter.close()
-    from headrace_cli.show.runs import run_table
-
     console().print(run_table(run))
     return run
 
 
-def _show_steered(run: Run, as_json: bool, sentence: str) -> None:
-    if as_json:
-        print_json(run.raw)
-    else:
-        console().print(f"run {run.id} is {run.state}; {sentence}", markup=False)
+def _steered(run: Run, sentence: str) -> Answer:
+    return run.raw, lambda: f"run {run.id} is {run.state}; {sentence}"
 
 
 @app.command()
+@asking
 def pause(
+    client: Client,
     run: RunId,
     now: Annotated[
         bool, typer.Option("--now", help="At once; the current step is made again on resume.")
     ] = False,
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Pause a run after its current step."""
-    with connect(find_target(url, data_dir)) as client:
-        _show_steered(client.pause(run, now=now), as_json, f"go on with: headrace run resume {run}")
+    return _steered(client.pause(run, now=now), f"go on with: headrace run resume {run}")
 
 
 @app.command()
-def resume(
-    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
-) -> None:
+@asking
+def resume(client: Client, run: RunId) -> Answer:
     """Go on with a paused run."""
-    with connect(find_target(url, data_dir)) as client:
-        _show_steered(client.resume(run), as_json, f"watch it with: headrace run watch {run}")
+    return _steered(client.resume(run), f"watch it with: headrace run watch {run}")
 
 
 @app.command("set")
+@asking
 def set_keys(
+    client: Client,
     run: RunId,
     changes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="Such as trainer.ranks=2.")],
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Change a run from its next step on: the ranks of its trainer group."""
-    with connect(find_target(url, data_dir)) as client:
-        changed = client.set(run, changes)
+    changed = client.set(run, changes)
     wanted = changed.wanted_ranks
     sentence = f"from its next step on it has {wanted} ranks" if wanted else f"it has {changed.ranks} ranks"
-    _show_steered(changed, as_json, f"{sentence}; see: headrace run get {run}")
+    return _steered(changed, f"{sentence}; see: headrace run get {run}")
 
 
 @app.command()
-def cancel(
-    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
-) -> None:
+@asking
+def cancel(client: Client, run: RunId) -> Answer:
     """End a run; the checkpoints that it has stay."""
-    with connect(find_target(url, data_dir)) as client:
-        cancelled = client.cancel(run)
-    _show_steered(cancelled, as_json, cancelled.reason if cancelled.ended else f"see: headrace run get {run}")
+    cancelled = client.cancel(run)
+    return _steered(cancelled, cancelled.reason if cancelled.ended else f"see: headrace run get {run}")
 
 
 @app.command()
+@asking
 def label(
+    client: Client,
     run: RunId,
     tags: Tags = None,
     note: Annotated[str | None, typer.Option(help="What you say of it.", show_default=False)] = None,
-    url: Url = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Give a run tags in place of those it has, or a note; `--tag "" --note ""` removes both."""
     if tags is None and note is None:
         raise user_error("--tag", "nothing is given", "write --tag WORD, --note TEXT, or both")
-    with connect(find_target(url, data_dir)) as client:
-        found = client.label(run, None if tags is None else [tag for tag in tags if tag], note)
-    _show_steered(found, as_json, "labelled")
+    found = client.label(run, None if tags is None else [tag for tag in tags if tag], note)
+    return _steered(found, "labelled")
 
 
 @app.command()
@@ -293,10 +286,7 @@ def delete(
             kept = f"its checkpoints and files below {found.raw['run_directory']}"
             typer.confirm(f"Delete run {run} ({found.state}), {kept}, for ever?", abort=True, err=True)
         client.delete(run)
-    if as_json:
-        print_json({"id": run})
-    else:
-        console().print(f"run {run} is deleted", markup=False)
+    show(({"id": run}, lambda: f"run {run} is deleted"), as_json)
 
 
 app.command()(export)

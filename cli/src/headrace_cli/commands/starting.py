@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -14,9 +15,10 @@ from urllib.parse import urlsplit
 import typer
 from headrace_servicekit.rpc.addresses import LOOPBACK
 
-from headrace_cli.commands.options import DEFAULT_DATA_DIR
+from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag
 from headrace_cli.errors import CommandError, user_error
 from headrace_cli.launcher.plan import (
+    KINDS,
     FleetPlan,
     backend_python,
     engine_python,
@@ -30,49 +32,100 @@ if TYPE_CHECKING:
 
 SAY_S = 30.0
 Count = Annotated[int, typer.Option(min=0, max=256, help="Instances of this service.")]
-Scale = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KIND=N", help="Instances of a service, as `headrace scale` says it: simulator=4."),
-]
-Devices = Annotated[
-    str,
-    typer.Option(
-        help="Devices to lease, such as cpu:0,cpu:1 or gpu:0; default: the GPUs, or else all cores."
-    ),
-]
-Engine = Annotated[
-    str,
-    typer.Option(
-        help="Engine that the rollout instances must have: vllm or sglang from this Python or from .envs/ENGINE."
-    ),
-]
-Sim = Annotated[
-    str,
-    typer.Option(
-        help="Simulator that the simulator instances must have: metaworld, maniskill or libero from this Python "
-        "or from .envs/SIM."
-    ),
-]
-Backend = Annotated[
-    str,
-    typer.Option(
-        help="Training backend that the trainer instances must have: megatron from this Python or from "
-        ".envs/megatron. Such trainers have fsdp too."
-    ),
-]
-Foreground = Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C stops the fleet.")]
-Timeout = Annotated[
-    float, typer.Option(min=1, help="Longest start in seconds; one without progress ends after 60.")
-]
 
 
-def start(plan: FleetPlan, data_dir: Path, timeout_s: float, foreground: bool, as_json: bool) -> None:
+@dataclass(frozen=True)
+class FleetOptions:
+    """What `up` and `join` are told of the processes on this host."""
+
+    data_dir: DataDirOption = DEFAULT_DATA_DIR
+    rollout: Count = 1
+    trainer: Count = 1
+    reward: Count = 1
+    simulator: Count = 1
+    scale: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND=N", help="Instances of a service, as `headrace scale` says it: simulator=4."
+        ),
+    ] = None
+    devices: Annotated[
+        str,
+        typer.Option(
+            help="Devices to lease, such as cpu:0,cpu:1 or gpu:0; default: the GPUs, or else all cores."
+        ),
+    ] = ""
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="Engine that the rollout instances must have: vllm or sglang from this Python or from .envs/ENGINE."
+        ),
+    ] = "transformers"
+    sim: Annotated[
+        str,
+        typer.Option(
+            help="Simulator that the simulator instances must have: metaworld, maniskill or libero from this Python "
+            "or from .envs/SIM."
+        ),
+    ] = "gymnasium"
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Training backend that the trainer instances must have: megatron from this Python or from "
+            ".envs/megatron. Such trainers have fsdp too."
+        ),
+    ] = "fsdp"
+    foreground: Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C stops the fleet.")] = False
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Longest start in seconds; one without progress ends after 60.")
+    ] = 600
+    tls_files: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory with ca.pem, host.pem and host-key.pem of one's own, to encrypt with.",
+            show_default=False,
+        ),
+    ] = None
+    as_json: JsonFlag = False
+
+    def plan(self, port: int, *, encrypt: bool, **more: Any) -> FleetPlan:
+        """The fleet, or this host's part of one. Raises CommandError."""
+        counts = {name: getattr(self, name) for name in KINDS}
+        return FleetPlan(
+            str(
+                Path(os.path.expanduser(self.data_dir)).absolute()
+            ),  # The launcher has another working directory.
+            port,
+            counts | dict(kind_and_count(text, "--scale") for text in self.scale or ()),
+            device_names(self.devices),
+            tethered=self.foreground,
+            pythons={
+                "rollout": engine_python(self.engine),
+                "simulator": simulator_python(self.sim),
+                "trainer": backend_python(self.backend),
+            },
+            tls="given" if self.tls_files else "made" if encrypt else "",
+            **more,
+        )
+
+
+@dataclass(frozen=True)
+class JoinOptions(FleetOptions):
+    """The same of a host that joins: by default it brings a rollout alone."""
+
+    trainer: Count = 0
+    reward: Count = 0
+    simulator: Count = 0
+
+
+def start(plan: FleetPlan, options: FleetOptions) -> None:
     """Starts a fleet, or this host's part of one, says what it is, and with `foreground` stays."""
     from headrace_cli.launcher.data_dir import DataDir
     from headrace_cli.launcher.stop import stop_fleet, undisturbed
 
+    data_dir, foreground, as_json = options.data_dir, options.foreground, options.as_json
     start = start_quietly if as_json or not sys.stdout.isatty() else start_with_spinner
-    fleet = start(plan, timeout_s)
+    fleet = start(plan, options.timeout)
     try:
         if as_json:
             print_json(_ready_document(fleet))
@@ -92,28 +145,6 @@ def start(plan: FleetPlan, data_dir: Path, timeout_s: float, foreground: bool, a
 def telling(as_json: bool) -> Callable[[str], None]:
     """Tells what is being stopped on standard error, or nothing beside JSON."""
     return (lambda text: None) if as_json else error_console().print
-
-
-def absolute(data_dir: Path) -> str:
-    """As a launcher needs it, whose working directory may be another."""
-    return str(Path(os.path.expanduser(data_dir)).absolute())
-
-
-def counts_of(
-    rollout: int, trainer: int, reward: int, simulator: int, scale: list[str] | None
-) -> dict[str, int]:
-    """Instances by kind; `scale` counts more than the options. Raises CommandError."""
-    counts = {"rollout": rollout, "trainer": trainer, "reward": reward, "simulator": simulator}
-    return counts | dict(kind_and_count(text, "--scale") for text in scale or ())
-
-
-def pythons_of(engine: str, sim: str, backend: str) -> dict[str, str]:
-    """Pythons by kind that have what was asked for. Raises CommandError."""
-    return {
-        "rollout": engine_python(engine),
-        "simulator": simulator_python(sim),
-        "trainer": backend_python(backend),
-    }
 
 
 def device_names(text: str) -> list[str]:

@@ -9,8 +9,6 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from headrace_schema.problems import Impossible, problem
-from headrace_schema.rules.combinations import truncated_sampling
 from headrace_schema.sections.agent import AgentSection
 from headrace_schema.sections.base import Count, Section, Seed, Tokens
 from headrace_schema.sections.embodied import EnvironmentSection, RoleSection
@@ -151,15 +149,3 @@ class TrainerConfig(Opening):
         """alpha / rank of each policy's adapters, by its name, where all are of one base; else none."""
         found = adapters_of(self.model, self.trainer, self.policies)
         return {name: lora.alpha / lora.rank for name, lora in found.items()}
-
-    @model_validator(mode="after")
-    def _combinations(self) -> TrainerConfig:
-        problems = list(truncated_sampling(self.sampling))
-        warmup = self.trainer.warmup
-        if warmup.steps and not (self.warmup_examples or warmup.demonstrations):
-            reason = "warm-up needs reference answers, and warmup_examples is empty"
-            fix = "set trainer.warmup.steps: 0 or use a data source that has answers"
-            problems.append(problem("trainer.warmup.steps", reason, fix))
-        if problems:
-            raise Impossible(problems)
-        return self

@@ -12,9 +12,8 @@ from pydantic import model_validator
 
 from headrace_schema.problems import Impossible
 from headrace_schema.references import refuse_literals
-from headrace_schema.rules.agentic import with_conversation_defaults
 from headrace_schema.rules.combinations import impossible_combinations
-from headrace_schema.rules.embodied import with_defaults
+from headrace_schema.rules.defaults import with_defaults
 from headrace_schema.sections.run import RunSections
 
 
@@ -29,7 +28,7 @@ class RunSpec(RunSections):
         Secrets are looked for in what the user wrote, and before any other problem is told.
         """
         refuse_literals(given)
-        return with_conversation_defaults(with_defaults(given))
+        return with_defaults(given)
 
     @model_validator(mode="after")
     def _combinations(self) -> RunSpec:

@@ -97,7 +97,7 @@ class GraphSection(Section):
         return ordered
 
 
-CONVERSATIONS = "agentic"
+EMBODIED, CONVERSATIONS = "embodied", "agentic"
 TOOLS = "tools"
 """The built-in task in which the model may call tools."""
 REASONING = "reasoning"
@@ -114,7 +114,7 @@ BUILT_IN = {
             GraphEdge(source="score", target="learn"),
         ],
     ),
-    "embodied": GraphSection(
+    EMBODIED: GraphSection(
         stages={
             "generate": GraphStage(service="rollout"),
             "simulate": GraphStage(service="simulator"),
@@ -144,6 +144,11 @@ BUILT_IN = {
 """Workflows that a spec can name."""
 COMPARING = {name: graph.with_whole_groups() for name, graph in BUILT_IN.items()}
 """The same for runs whose scorers compare the answers to a prompt (`reward.give: [group]`)."""
+
+
+def acts_in_environments(workflow: object) -> bool:
+    """Whether a spec of this workflow, as JSON or not, is of a robot policy."""
+    return workflow == EMBODIED
 
 
 def _form(given: Any) -> str:

@@ -26,18 +26,6 @@ def check_run(options: MegatronOptions, config: TrainerConfig, algorithm: Algori
         reason = f"megatron trains on text alone, and {config.model.path!r} is a vision-language model"
         raise invalid(f"trainer.backend: {reason}; set trainer.backend: fsdp", key="trainer.backend")
     layout = Layout.of(options, config.trainer.ranks)
-    if options.sequence_parallel and options.tensor_parallel == 1:
-        key = "trainer.backend_options.sequence_parallel"
-        raise invalid(f"{key}: tensor_parallel is 1; set it to 2 or more, or leave this out", key=key)
-    if algorithm.critic is not None:
-        reason = "the algorithm learns with a critic, which megatron does not have"
-        raise invalid(f"algorithm.name: {reason}; choose one without, {ELSE}", key="algorithm.name")
-    if config.trainer.helpers:
-        reason = "megatron takes no gradients of helpers"
-        raise invalid(f"trainer.helpers: {reason}; set it to 0, {ELSE}", key="trainer.helpers")
-    if config.trainer.shared_prefix:
-        reason = "Megatron's layers follow no tree of prefixes"
-        raise invalid(f"trainer.shared_prefix: {reason}; leave it out, {ELSE}", key="trainer.shared_prefix")
     read_architecture(config.model).check(layout, "model.path")
     if config.trainer.reference is not None and REFERENCE_LOG_PROBS in algorithm.columns:
         read_architecture(config.trainer.reference, "trainer.reference.path").check(

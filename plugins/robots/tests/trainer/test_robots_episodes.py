@@ -290,7 +290,7 @@ def test_the_algorithms_correct_for_older_samples():
     for name in EPISODE_ALGORITHMS.names():
         section = AlgorithmSection(name=name, group_size=2).model_copy(update={"max_staleness": 1})
         algorithm = build_episode_algorithm(section)
-        assert not algorithm.on_policy_only and "off_policy" in EPISODE_ALGORITHMS.find(name).features
+        assert "off_policy" in EPISODE_ALGORITHMS.find(name).features
         assert algorithm.options.correction == "truncate"
 
 

@@ -223,7 +223,6 @@ def opened(config, **trainer):
             {"lora": {"targets": ["qkv"]}, "freeze": ["vision"]},
             r"trainer\.lora\.targets: no linear layer of the model is called 'qkv'",
         ),
-        ({"backend_options": {"context_parallel": 2}}, r"context_parallel: is for language models"),
         ({"backend_options": {"shard_ranks": 3}}, r"shard_ranks: 3 does not divide 1 ranks"),
     ],
 )

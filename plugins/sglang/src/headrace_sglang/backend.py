@@ -11,16 +11,9 @@ from typing import Any
 import torch
 from headrace_modelkit.devices import variables_for
 from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
-from headrace_rollout.engines.hosted.backend import (
-    AdapterFile,
-    Backend,
-    BackendFailed,
-    Request,
-    Start,
-    Tokens,
-    rows_of,
-)
+from headrace_rollout.engines.hosted.backend import AdapterFile, Backend, Request, Start, Tokens, rows_of
 from headrace_rollout.engines.hosted.processes import kill
+from headrace_rollout.engines.hosts import BackendFailed
 from headrace_rollout.engines.samples import Distribution
 from headrace_servicekit.process.spawn import descendants
 from headrace_servicekit.process.worker import Worker, WorkerGone, exit_description

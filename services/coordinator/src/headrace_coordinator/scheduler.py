@@ -62,22 +62,22 @@ class Scheduler:
             seen = self._event_log.state.scheduling_changes
             await self._settle_idle()
             await self._admit()
-            self._start()
+            for run in self._unstarted():
+                self.tasks[run.id] = asyncio.create_task(self._control(run), name=f"run {run.id}")
             if self._event_log.state.scheduling_changes == seen:
                 await self._look_again(seen)
 
     async def _look_again(self, seen: int) -> None:
         with contextlib.suppress(WaitTimeout):
             await self._event_log.wait_until(
-                lambda: self._event_log.state.scheduling_changes != seen or self._unstarted(),
+                lambda: self._event_log.state.scheduling_changes != seen or bool(self._unstarted()),
                 LOOK_S,
                 "a run to schedule",
             )
 
-    def _unstarted(self) -> bool:
-        return any(
-            run.grant is not None and run.id not in self.tasks for run in self._event_log.state.active_runs()
-        )
+    def _unstarted(self) -> list[RunState]:
+        active = self._event_log.state.active_runs()
+        return [run for run in active if run.grant is not None and run.id not in self.tasks]
 
     async def _settle_idle(self) -> None:
         """Runs that hold nothing follow their intent at once: there is no work to stop."""
@@ -103,11 +103,6 @@ class Scheduler:
                     run, run_states.PLANNING, "its instances are being prepared", grant.at
                 )
             await self._event_log.commit(*events)
-
-    def _start(self) -> None:
-        for run in self._event_log.state.active_runs():
-            if run.grant is not None and run.id not in self.tasks:
-                self.tasks[run.id] = asyncio.create_task(self._control(run), name=f"run {run.id}")
 
     async def _control(self, run: RunState) -> None:
         """Works on one run from its grant to its release; after any error nothing is open and nothing is held."""
@@ -141,7 +136,7 @@ class Scheduler:
             return
         directory = Path(run.directory)
         projection = self._make_projection(directory, spec.tracking)
-        context = RunContext(self._event_log, self._fleet, run.id, dataset, projection)
+        context = RunContext(self._event_log, self._fleet, run.id, spec, dataset, projection)
         try:
             projection.spec(run.spec)
             self._trackers.begin(spec.tracking, directory, partial(self._note, context))
@@ -185,8 +180,15 @@ class Scheduler:
         """The items are those that the run began with; else it is paused, since its slots would mean other prompts."""
         now = self._event_log.now()
         if not run.dataset_digest:
-            opened = ev.DatasetOpened(at=now, run=run.id, digest=dataset.digest)
-            await self._event_log.commit(opened, *_repetitions(run.id, dataset, now))
+            events: list[ev.Event] = [ev.DatasetOpened(at=now, run=run.id, digest=dataset.digest)]
+            if dataset.contradicting:
+                text = (
+                    f"data.source: {dataset.repeated} items repeat an earlier question and are left out; "
+                    f"{dataset.contradicting} questions are answered in more than one way, and their first answer "
+                    "counts"
+                )
+                events.append(ev.Noted(at=now, run=run.id, text=text))
+            await self._event_log.commit(*events)
         if run.dataset_digest == dataset.digest or run.state == run_states.CANCELLING:
             return True
         reason = (
@@ -209,14 +211,3 @@ class Scheduler:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._trackers.stop()
-
-
-def _repetitions(run: str, dataset: Dataset, now: float) -> list[ev.Noted]:
-    """What the run's user should know of data that asks one question several times."""
-    if not dataset.contradicting:
-        return []
-    text = (
-        f"data.source: {dataset.repeated} items repeat an earlier question and are left out; "
-        f"{dataset.contradicting} questions are answered in more than one way, and their first answer counts"
-    )
-    return [ev.Noted(at=now, run=run, text=text)]

@@ -27,7 +27,7 @@ from headrace_servicekit.weights.versions import base_name
 
 from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
-from headrace_rollout.engines.hosted.hosts import Hosts
+from headrace_rollout.engines.hosts import Hosts
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.moving import MovedCaches
 from headrace_rollout.runs.installing import PolicyInstaller

@@ -13,17 +13,10 @@ from headrace_modelkit.adapters import merged
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_rollout.engines.base import Capabilities, Engine, EngineConfig, Scope, WeightEntry
-from headrace_rollout.engines.hosted.backend import (
-    AdapterFile,
-    BackendFailed,
-    Deadlines,
-    Request,
-    Start,
-    Tokens,
-    rows_of,
-)
+from headrace_rollout.engines.hosted.backend import AdapterFile, Deadlines, Request, Start, Tokens, rows_of
 from headrace_rollout.engines.hosted.engine import HostedEngine
 from headrace_rollout.engines.hosted.files import read_tensors
+from headrace_rollout.engines.hosts import BackendFailed
 from headrace_rollout.engines.samples import Distribution
 from headrace_rollout.engines.transformers.sampling import RowDistributions, process
 from transformers import PreTrainedModel

@@ -1,8 +1,9 @@
-"""Every engine takes versions that came by every transport, and serves them to the bit."""
+"""Every engine takes versions that came by every transport, from disk or as adapters, and serves them to the bit."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import tempfile
 from pathlib import Path
@@ -12,17 +13,23 @@ import torch
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace_modelkit.broadcasting import Broadcasts
 from headrace_modelkit.device_memory import Cuda, DeviceCopies, DeviceMaps, Handle, sums_of
+from headrace_modelkit.lora import merged_weight
 from headrace_modelkit.weights import copy_out, state_tensors, weight_layout
 from headrace_rollout.engines.base import Policy, Refused, WeightView, device_of
+from headrace_rollout.engines.merging import adapted, merged_parts
 from headrace_rollout.engines.weight_memory import ParameterMemory
+from headrace_rollout.runs.policy_files import CHECKPOINT_WEIGHTS, read_policy
 from headrace_rollout.wire import weights_of
+from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights.receiving import receive_weights, ways_of
 from headrace_servicekit.weights.serving import WeightServicer
 from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.ways import Links
+from model_weights import weights_of_model, weights_of_tensors
 from rig import START_S, make_model
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.timeout(START_S)
 
@@ -159,6 +166,47 @@ async def test_an_engine_serves_on_where_every_transport_fails(rig, trainer, sto
     with pytest.raises(ServiceError, match=r"shm from trainer.*grpc from trainer"):
         await receive_weights(store, RUN, version, manifest, [source], token=None)
     assert store.find(RUN, 1) is None
+    await rig.serves(rig.model_b)
+
+
+async def test_weights_from_disk_become_a_version_as_those_of_a_trainer(rig, tmp_path):
+    """As an evaluation installs (`PolicyFiles`): a checkpoint's masters, and the model's own weights."""
+    masters = {name: tensor.detach().clone() for name, tensor in state_tensors(rig.model_b)}
+    save_file(masters, tmp_path / CHECKPOINT_WEIGHTS)
+    config = RolloutConfig(model=rig.model)
+    for checkpoint, model in ((str(tmp_path), rig.model_b), ("", rig.model_a)):
+        manifest, body = read_policy(config, checkpoint, "")
+        rig.number += 1
+        await rig.engine.install(Policy(rig.number, manifest.digest), weights_of(manifest, body))
+        await rig.serves(model)
+
+
+async def test_adapters_on_their_base_are_served_as_the_merged_weights(rig):
+    """To the bits of the trainer's merge: what is scored is what Hugging Face scores with those."""
+    weights = weights_of_model(rig.model_a)
+    targets = [entry for entry in weights.entries if entry.name.endswith("proj.weight")]
+    pairs = {}
+    for entry in targets:
+        outputs, inputs = entry.shape
+        pairs[f"{entry.name}.lora_A"] = torch.randn(4, inputs)
+        pairs[f"{entry.name}.lora_B"] = torch.randn(outputs, 4) * 0.1
+    merged = copy.deepcopy(rig.model_a)
+    for entry in targets:
+        weight = merged.get_parameter(entry.name)
+        pair = (pairs[f"{entry.name}.{part}"] for part in ("lora_A", "lora_B"))
+        weight.data = merged_weight(weight.data, *pair, 2.0)
+    whole = adapted(weights, weights_of_tensors(pairs), {"": 2.0}).of("")
+    rig.number += 1
+    await rig.engine.install(Policy(rig.number, "of adapters"), whole)
+    await rig.serves(merged)
+    bits = {part.name: bytes(part.data) for part in merged_parts(whole)}
+    assert bits == {part.name: bytes(part.data) for part in weights_of_model(merged).parts()}
+
+    with pytest.raises(ValueError, match=r"not of this base.*strange"):
+        adapted(weights, weights_of_tensors({"strange.weight.lora_A": torch.randn(4, 4)}), {"": 2.0})
+    rig.number += 1
+    other = weights_of_model(rig.model_b)
+    await rig.engine.install(Policy(rig.number, "whole again"), other)
     await rig.serves(rig.model_b)
 
 

@@ -18,6 +18,7 @@ def capabilities() -> dict[str, list[str]]:
     found = {
         "backends": BACKENDS.installed(),
         "backend_options": BACKENDS.capabilities(_LOG.warning),
+        "backend_features": BACKENDS.features(BACKENDS.names()),
         "algorithms": ALGORITHMS.names(),
         "algorithm_options": ALGORITHMS.capabilities(_LOG.warning),
         "algorithm_features": ALGORITHMS.features(ALGORITHMS.names()),

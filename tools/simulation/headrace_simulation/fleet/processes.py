@@ -45,6 +45,8 @@ class Processes(ABC):
         self.rng = random.Random(seed)
         self.faulty = faulty
         self.hosts = [f"host{index}" for index in range(hosts)]
+        self.gpus = False
+        """Whether the hosts' devices are GPUs, on each of which one rank or engine computes."""
         self.disk = Disk()
         self.instances: dict[str, Instance] = {}
         self.clients: list[SimulatedInstanceClient] = []
@@ -72,7 +74,7 @@ class Processes(ABC):
         """Starts a process; it registers and keeps its session for as long as it lives."""
         self._born += 1
         incarnation = f"{name}#{self._born:03}"
-        devices = tuple(f"{host}/cpu:{i}" for i in range(DEVICES_A_HOST))
+        devices = tuple(f"{host}/{'gpu' if self.gpus else 'cpu'}:{i}" for i in range(DEVICES_A_HOST))
         instance = CLASSES[kind](
             name, incarnation, random.Random(f"{self.seed}/{incarnation}"), devices, host
         )

@@ -13,6 +13,11 @@ Style = tuple[str, str]
 """A mode and how it is carried out: collocated offloaded or resident, the others pipelined or sequential."""
 
 
+def style_words(mode: str, style: str) -> str:
+    """A style for people; hybrid has one."""
+    return mode if mode == HYBRID else f"{mode} {style}"
+
+
 @dataclass(frozen=True)
 class Layout:
     """How many devices generate, and how many learn beside them or in turns with them.
@@ -38,11 +43,11 @@ class Layout:
     @property
     def words(self) -> str:
         """For people."""
+        style = style_words(self.mode, self.style)
         if self.in_turns:
-            return f"{self.mode} {self.style} on {self.generate}"
+            return f"{style} on {self.generate}"
         then = f", then {self.all} learn" if self.mode == HYBRID else ""
-        style = "" if self.mode == HYBRID else f" {self.style}"
-        return f"{self.mode}{style}, {self.generate} generate and {self.learn} learn{then}"
+        return f"{style}, {self.generate} generate and {self.learn} learn{then}"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,28 @@ from pydantic import Field
 
 from headrace_schema.resources.resource import Resource
 
+ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
+
+
+class RunHead(Resource):
+    """How far a run is: what a list, a run and an evaluation all show."""
+
+    id: str
+    state: str
+    reason: str = Field(description="why it is in this state, for people")
+    place: int | None = Field(
+        default=None, description="place in the queue, from 1; null for a run that is not waiting"
+    )
+    created_at: float = Field(description="seconds since the epoch")
+    started_at: float | None
+    finished_at: float | None
+    waiting_for: list[str] = Field(description="what it waits for now, and who holds it")
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is SUCCEEDED, FAILED or CANCELLED."""
+        return self.state in ENDED_STATES
+
 
 class ModeView(Resource):
     """One figure of an evaluation."""
@@ -115,26 +137,11 @@ class SuiteEvaluationView(Resource):
     spec: dict[str, Any]
 
 
-class EvaluationRunView(SuiteEvaluationView):
+class EvaluationRunView(SuiteEvaluationView, RunHead):
     """One evaluation. It is a run too: `/v1/runs/{id}` has its events and transcripts, pauses and cancels it."""
 
     name: str = Field(description="resource name, evaluations/{id}")
-    id: str
-    state: str
-    reason: str = Field(description="why it is in this state, for people")
-    place: int | None = Field(
-        default=None, description="place in the queue, from 1; null when it is not waiting"
-    )
-    created_at: float = Field(description="seconds since the epoch")
-    started_at: float | None
-    finished_at: float | None
-    waiting_for: list[str]
     recoveries: int
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is SUCCEEDED, FAILED or CANCELLED."""
-        return self.state in ("SUCCEEDED", "FAILED", "CANCELLED")
 
 
 class EvaluationRunListView(Resource):

@@ -5,32 +5,18 @@ from __future__ import annotations
 from pydantic import Field
 
 from headrace_schema.resources.resource import Resource
-from headrace_schema.resources.views import EventView
+from headrace_schema.resources.views import EventView, RunBrief
 
 
-class RunSummaryView(Resource):
+class RunSummaryView(RunBrief):
     """One run in a list."""
 
-    id: str
-    state: str
-    reason: str
-    priority: int
-    place: int | None = Field(description="place in the queue, from 1; null for a run that is not waiting")
-    step: int
-    steps: int
-    created_at: float
-    started_at: float | None
-    finished_at: float | None
-    waiting_for: list[str]
     reward_mean: float | None = Field(description="of the newest step; null before the first one")
     score: float | None = Field(description="of the newest held-out evaluation; null before the first one")
     rewards: list[float | None] = Field(description="mean rewards of steps at even distances, oldest first")
-    forked_from: str = ""
     algorithm: str = Field(default="", description="of its update; empty: an evaluation of a suite")
     seed: int = 0
     family: str = Field(default="", description="the same for runs whose specs differ in the seed alone")
-    tags: list[str] = Field(default=[], description="words that people gave it")
-    note: str = Field(default="", description="what people say of it")
 
 
 class RunSummaryListView(Resource):

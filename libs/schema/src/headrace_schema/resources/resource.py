@@ -11,6 +11,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, PrivateAttr
 
+_ABSENT = object()
+
 
 class Resource(BaseModel):
     """Something the coordinator shows."""
@@ -21,6 +23,12 @@ class Resource(BaseModel):
     def raw(self) -> dict[str, Any]:
         """Its JSON as it came, with what a newer coordinator adds; empty unless made by `from_json`."""
         return self._raw
+
+    @classmethod
+    def of(cls, source: object, **given: Any) -> Self:
+        """Made of the source's attributes of the same names; what is `given` comes first."""
+        found = {name: getattr(source, name, _ABSENT) for name in cls.model_fields if name not in given}
+        return cls(**{name: value for name, value in found.items() if value is not _ABSENT}, **given)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

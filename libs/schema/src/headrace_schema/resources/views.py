@@ -6,10 +6,8 @@ from typing import Any
 
 from pydantic import Field
 
-from headrace_schema.resources.evaluations import EvaluationView, SuiteEvaluationView
+from headrace_schema.resources.evaluations import EvaluationView, RunHead, SuiteEvaluationView
 from headrace_schema.resources.resource import Resource
-
-ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 
 
 class PolicyView(Resource):
@@ -96,22 +94,26 @@ class RunPlanView(Resource):
     proposal: str = Field(description="what would be faster now, where the spec says replan: propose")
 
 
-class RunView(Resource):
-    """One run."""
+class RunBrief(RunHead):
+    """What a list of runs and a run itself show."""
 
-    name: str = Field(description="resource name, runs/{id}")
-    id: str
-    state: str
-    reason: str = Field(description="why it is in this state, for people")
-    intent: str = Field(default="RUN", description="what is wanted of it: RUN, PAUSE, PAUSE_NOW or CANCEL")
     priority: int = Field(default=0, description="runs of a higher priority come first")
-    place: int | None = Field(
-        default=None, description="place in the queue, from 1; null for a run that is not waiting"
-    )
     step: int = Field(
         description="committed steps of the live lineage; of an evaluation: answers that are scored"
     )
     steps: int
+    forked_from: str = Field(
+        default="", description="id of the run from whose checkpoint it continues; empty: none"
+    )
+    tags: list[str] = Field(default=[], description="words that people gave it")
+    note: str = Field(default="", description="what people say of it")
+
+
+class RunView(RunBrief):
+    """One run."""
+
+    name: str = Field(description="resource name, runs/{id}")
+    intent: str = Field(default="RUN", description="what is wanted of it: RUN, PAUSE, PAUSE_NOW or CANCEL")
     ranks: int = Field(default=0, description="ranks of its trainer group; 0 for a run that trains nothing")
     wanted_ranks: int = Field(
         default=0, description="ranks that it should have from its next step on; 0: as it has"
@@ -120,10 +122,6 @@ class RunView(Resource):
         default="",
         description="why its trainer group changed last, or will after this step; empty: it never did",
     )
-    created_at: float = Field(description="seconds since the epoch")
-    started_at: float | None
-    finished_at: float | None
-    waiting_for: list[str] = Field(description="what it waits for now, and who holds it")
     warnings: list[str] = Field(
         default_factory=list,
         description="what makes it learn nothing, and where to look; empty: nothing known",
@@ -142,13 +140,8 @@ class RunView(Resource):
     last_step: StepView | None
     counts: CountsView
     recoveries: int
-    tags: list[str] = Field(default=[], description="words that people gave it")
-    note: str = Field(default="", description="what people say of it")
     run_directory: str
     export_path: str
-    forked_from: str = Field(
-        default="", description="id of the run from whose checkpoint it continues; empty: none"
-    )
     first_step: int = Field(
         default=0, description="steps below it are in the checkpoint that it was forked from"
     )
@@ -161,11 +154,6 @@ class RunView(Resource):
     spec: dict[str, Any] = Field(
         description="what was submitted, with every default; {} in lists unless asked for"
     )
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is SUCCEEDED, FAILED or CANCELLED."""
-        return self.state in ENDED_STATES
 
 
 class RunListView(Resource):

@@ -1,156 +1,37 @@
-"""What a run of conversations leaves out, and which keys make no sense in it. Knows no fleet."""
+"""What of the agent, the roles and the tasks of a run of conversations does not fit. Knows no fleet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from pydantic import ValidationError
+from collections.abc import Iterator
 
 from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
-from headrace_schema.rules.embodied import EPISODES
-from headrace_schema.sections.agent import AGENT_SECONDS, AGENTS, ONLINE, AgentSection
+from headrace_schema.rules.asked import EPISODES
+from headrace_schema.sections.agent import AGENTS, AgentSection
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.policies import OWN
 from headrace_schema.sections.run import RunSections
-from headrace_schema.workflow import CONVERSATIONS
 
-BACKEND = "conversation"
-ONLINE_ALGORITHM = "reinforce_pp"
-"""Needs no groups: it compares the samples of a whole step."""
-ONLINE_STEP_S = 30 * 86400.0
 SEEDED = ("reasoning_gym", "textarena")
 """Libraries whose environments begin by their seed alone; tasks are LIBRARY:NAME."""
 ASKING = ("skyrl_gym",)
 """Libraries whose environments ask what a data item says."""
 UNREWARDED = ("tools", "exchange")
 """Built-in environments that give no reward: scorers judge what was said."""
-OTHERWISE = {
-    "environment.alternating": "turns of all conversations are decoded together",
-    "environment.reward": "a turn's reward is what the environment's step returns",
-    "environment.stop_on_success": "a conversation ends when the environment's step says so",
-    "environment.state": "the environment's messages are what the policy reads",
-    "environment.cameras": "the environment's messages are what the policy reads",
-    "environment.instructions": "the environment's first messages say what is asked for",
-    "environment.videos": "a conversation has no pictures, and all of it is among the run's trajectories",
-    "environment.variants": "give the environment options of its own in environment.options",
-    "data.prompt.template": "the environment's first messages are the prompt",
-    "data.prompt.system": "the environment's first messages are the prompt",
-    "data.prompt.prefill": "the environment's first messages are the prompt",
-    "evaluation.baseline_prefill": "the environment's first messages are the prompt",
-    "trainer.warmup.steps": "there are no right answers to imitate",
-    "rollout.chunk_tokens": "a conversation is sent when it has ended",
-    "rollout.helpers": "a conversation that a rollout has begun does not go on at another one",
-    "trainer.helpers": "a conversation that a rollout has begun does not go on at another one",
-    "deterministic": "turns meet in no fixed waves, as environments take their own time",
-}
-"""Keys that an agentic run does not have, and why."""
-
-
-def with_conversation_defaults(given: Any) -> Any:
-    """Fills in what an agentic spec may leave out: the backend, where conversations begin, and the reward."""
-    if not isinstance(given, Mapping) or given.get("workflow") != CONVERSATIONS:
-        return given
-    spec, environment = dict(given), given.get("environment")
-    agent = given.get("agent")
-    if isinstance(agent, Mapping) and agent.get("online") is not None:
-        return _with_online_defaults(spec)
-    if started := _started(agent):
-        environment = (
-            {**started, **(environment or {})} if isinstance(environment, Mapping | None) else environment
-        )
-    tasks = None
-    if isinstance(environment, Mapping):
-        tasks = environment.get("tasks")
-        spec["environment"] = {"backend": BACKEND, **environment}
-    if isinstance(data := spec.get("data", {}), Mapping):
-        spec["data"] = data = {"source": EPISODES, **data}
-        options = data.get("options", {})
-        if data["source"] == EPISODES and isinstance(options, Mapping) and tasks is not None:
-            spec["data"] = {**data, "options": {"tasks": tasks, **options}}
-    spec.setdefault("reward", {"scorers": [{"name": "episode"}]})
-    return spec
-
-
-def _with_online_defaults(spec: dict[str, Any]) -> dict[str, Any]:
-    """Of a run that outside clients speak with: no data, groups of one, and steps that wait for people."""
-    filled: dict[str, dict[str, Any]] = {
-        "data": {"source": EPISODES, "options": {"tasks": [ONLINE]}},
-        "algorithm": {"name": ONLINE_ALGORITHM, "group_size": 1},
-        "limits": {"step_timeout_s": ONLINE_STEP_S},
-        "reward": {"scorers": [{"name": "episode"}]},
-    }
-    for key, section in filled.items():
-        own = spec.get(key, {})
-        if isinstance(own, Mapping):
-            spec[key] = {**section, **own}
-    return spec
-
-
-def _started(agent: Any) -> dict[str, Any]:
-    """The environment's keys that follow from what an agent is; none where the section is wrong or missing."""
-    try:
-        section = AgentSection.model_validate(agent)
-    except ValidationError:
-        return {}
-    return {
-        "backend": AGENTS,
-        "tasks": [section.task],
-        "options": section.starting,
-        "max_episode_s": AGENT_SECONDS,
-    }
 
 
 def agentic_problems(spec: RunSections) -> Iterator[KeyProblemView]:
     """What does not fit together in a run of conversations."""
-    if spec.workflow != CONVERSATIONS:
-        if spec.algorithm.options.get("credit") == "turn":
-            reason = f"turns are those of agentic runs, and workflow is {spec.workflow}"
-            yield problem("algorithm.options.credit", reason, "remove it")
-        if spec.environment is not None and spec.environment.rewritten_turns != "refuse":
-            reason = f"is of agentic runs, and workflow is {spec.workflow}"
-            yield problem("environment.rewritten_turns", reason, "remove it")
-        if spec.environment is not None and spec.environment.max_episode_s:
-            reason = f"is of agentic runs, and workflow is {spec.workflow}"
-            yield problem("environment.max_episode_s", reason, "use environment.max_episode_steps")
-        if spec.environment is not None and spec.environment.roles:
-            reason = f"is of agentic runs, and workflow is {spec.workflow}"
-            yield problem("environment.roles", reason, "remove it")
-        if spec.policies:
-            reason = f"are of agentic runs, and workflow is {spec.workflow}"
-            yield problem("policies", reason, f"remove them, or set workflow: {CONVERSATIONS}")
-        if spec.agent is not None:
-            yield problem(
-                "agent",
-                f"an agent needs workflow: {CONVERSATIONS}, and it is {spec.workflow}",
-                f"set workflow: {CONVERSATIONS}",
-            )
+    if not spec.speaks_with_environments:
         return
     yield from _policies(spec)
-    for key, algorithm in spec.algorithms.items():
-        if algorithm.options.get("routing_replay"):
-            reason = "a conversation is put together without routes"
-            yield problem(f"{key}.options.routing_replay", reason, "remove it")
-    if spec.agent is not None and spec.agent.online is not None:
-        yield from _online(spec, spec.agent)
+    if spec.environment is None or spec.is_online:
         return
-    if spec.environment is None:
-        fix = "give environment.tasks: [path/to/file.py:Class], or [tools], or an agent"
-        yield problem("environment", "an agentic run speaks with one", fix)
-        return
-    yield from _otherwise(spec, OTHERWISE)
-    yield from _roles(spec.environment, spec.agent)
+    yield from _roles(spec.environment)
     yield from _tasks(spec) if spec.agent is None else _agent(spec.agent, spec.environment)
-    count, least = spec.environment.count, spec.rollout.instances * len(spec.environment.tasks)
-    if count < least:
-        reason = f"{count} environments are too few: each of {spec.rollout.instances} rollout instances has one a task"
-        yield problem("environment.count", reason, f"the nearest valid value is {least}")
 
 
-def _roles(environment: EnvironmentSection, agent: AgentSection | None) -> Iterator[KeyProblemView]:
-    if environment.roles and agent is not None:
-        yield problem("environment.roles", "an agent leads its conversation itself", "remove it")
+def _roles(environment: EnvironmentSection) -> Iterator[KeyProblemView]:
     for name, role in environment.roles.items():
         key = f"environment.roles.{name}"
         if role.revision is not None and not role.path:
@@ -187,41 +68,6 @@ def _policies(spec: RunSections) -> Iterator[KeyProblemView]:
         elif name not in spec.played.values():
             fix = f"add environment.roles.ROLE: {{policy: {name}}}, or remove it"
             yield problem(key, "it plays no role, and would learn nothing", fix)
-    if spec.policies and spec.trainer.backend != "fsdp":
-        reason = f"{spec.trainer.backend} trains one policy"
-        yield problem("trainer.backend", reason, "use fsdp, or remove policies")
-
-
-def _online(spec: RunSections, agent: AgentSection) -> Iterator[KeyProblemView]:
-    """What a run cannot have that outside clients speak with."""
-    if given := [key for key in ("python", "command", "verifiers") if getattr(agent, key)]:
-        reason = f"with agent.online nothing is started, and {given[0]} is given"
-        yield problem(f"agent.{given[0]}", reason, "remove one of the two")
-    if spec.environment is not None:
-        yield problem(
-            "environment", "outside clients speak with the policy, and nothing else does", "remove it"
-        )
-    if spec.data.source != EPISODES:
-        yield problem("data.source", "what is asked comes from the clients", "remove it")
-    if spec.data.heldout or spec.evaluation.data:
-        key = "data.heldout" if spec.data.heldout else "evaluation.data"
-        reason = "nobody asks held-out questions: the clients lead each conversation"
-        yield problem(key, reason, "remove it, and evaluate checkpoints with headrace eval")
-    if spec.algorithm.name == "remax":
-        reason = "remax needs a greedy answer to each prompt, and what clients ask is sampled"
-        yield problem("algorithm.name", reason, f"set {ONLINE_ALGORITHM}")
-    here = {key: why for key, why in OTHERWISE.items() if not key.startswith("environment.")}
-    yield from _otherwise(spec, here)
-
-
-def _otherwise(spec: RunSections, keys: Mapping[str, str]) -> Iterator[KeyProblemView]:
-    for key, why in keys.items():
-        place: Any = spec
-        for name in key.split("."):
-            parent, place = place, getattr(place, name)
-        default = type(parent).model_fields[key.rpartition(".")[2]].get_default(call_default_factory=True)
-        if place != default:
-            yield problem(key, f"an agentic run has none: {why}", "remove it")
 
 
 def _agent(agent: AgentSection, environment: EnvironmentSection) -> Iterator[KeyProblemView]:
@@ -274,9 +120,7 @@ def _tasks(spec: RunSections) -> Iterator[KeyProblemView]:
     if {scorer.name for scorer in spec.reward.scorers} == {"episode"} and {*tasks} <= {*UNREWARDED}:
         reason = f"the scorer episode takes the environment's rewards, and {tasks[0]} gives none"
         yield problem("reward.scorers", reason, "name scorers that judge what was said, such as exact")
-    if len({*tasks}) < len(tasks):
-        yield problem("environment.tasks", "a task is named twice", "name each task once")
-    elif len(tasks) > 1 and source != EPISODES:
+    if len(tasks) > 1 and source != EPISODES:
         reason = (
             f"an item of {source} does not say with which of {len(tasks)} environments it is spoken about"
         )
@@ -285,7 +129,3 @@ def _tasks(spec: RunSections) -> Iterator[KeyProblemView]:
         if task.endswith((".py", ".py:")):
             reason = f"{task} names a file but no class in it"
             yield problem(f"environment.tasks[{index}]", reason, f"write {task.rstrip(':')}:Class")
-    listed = spec.data.options.get("tasks") if source == EPISODES else None
-    if strange := {*listed} - {*tasks} if isinstance(listed, list) else set():
-        reason = f"{', '.join(sorted(map(str, strange)))} is not among environment.tasks"
-        yield problem("data.options.tasks", reason, "leave data.options.tasks out")

@@ -34,7 +34,14 @@ from headrace_schema.sections.running import (
 from headrace_schema.sections.scoring import RewardSection
 from headrace_schema.sections.tracking import TrackingSection
 from headrace_schema.sections.weights import WeightsSection
-from headrace_schema.workflow import BUILT_IN, COMPARING, GraphSection, WorkflowChoice
+from headrace_schema.workflow import (
+    BUILT_IN,
+    COMPARING,
+    CONVERSATIONS,
+    GraphSection,
+    WorkflowChoice,
+    acts_in_environments,
+)
 
 
 class RunSections(Section):
@@ -95,6 +102,26 @@ class RunSections(Section):
         default=None,
         description="continue from a checkpoint of another run; default: from the model's weights",
     )
+
+    @property
+    def kind(self) -> str:
+        """The workflow's name, for people."""
+        return self.workflow if isinstance(self.workflow, str) else "a graph of stages"
+
+    @property
+    def acts_in_environments(self) -> bool:
+        """Whether the policy is a robot's: it acts in environments and learns from episodes."""
+        return acts_in_environments(self.workflow)
+
+    @property
+    def speaks_with_environments(self) -> bool:
+        """Whether answers are conversations, which environments, agents or clients lead."""
+        return self.workflow == CONVERSATIONS
+
+    @property
+    def is_online(self) -> bool:
+        """Whether clients from outside lead the conversations."""
+        return self.agent is not None and self.agent.online is not None
 
     @property
     def played(self) -> dict[str, str]:

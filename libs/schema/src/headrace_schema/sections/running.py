@@ -13,8 +13,6 @@ from headrace_schema.sections.base import Bytes, Count, CountOrZero, Seconds, Se
 MAX_DEVICES = 4096
 EVERY = "all"
 """Stands for every device, or behind "HOST/" for every one of that host."""
-APART = ("disaggregated", "hybrid")
-"""Modes in which generating and learning have devices of their own while answers are made."""
 SIDES = ("rollout", "trainer", "simulator", "reward")
 """Who holds devices, by the keys that name them."""
 MEASURE_STEPS = 3
@@ -70,6 +68,11 @@ def overlap(names: list[str], others: list[str]) -> bool:
     return bool({*names} & {*others}) or EVERY in (*names, *others)
 
 
+def is_every(name: str) -> bool:
+    """Whether a name stands for all devices, of the fleet or of one host."""
+    return name.rpartition("/")[2] == EVERY
+
+
 Devices = Annotated[list[str], BeforeValidator(_devices), Field(max_length=MAX_DEVICES)]
 
 
@@ -93,7 +96,8 @@ class PlacementSection(Section):
     mode: Literal["auto", "collocated", "disaggregated", "hybrid"] = Field(
         default="auto",
         description="take turns on the same devices, or side by side; hybrid: side by side while answers are made, "
-        "then learn on all; auto: in turns, and a run that is long enough tries both and goes on with what is faster; "
+        "then learn on all (on GPUs with a rank on each, of which some sleep until then); "
+        "auto: in turns, and a run that is long enough tries both and goes on with what is faster; "
         "with algorithm.max_staleness above 0 side by side, and a run that is long enough tries other divisions. "
         "Where devices are named, the default is what they say: the same ones in turns, others side by side",
     )

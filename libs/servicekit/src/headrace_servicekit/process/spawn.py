@@ -87,8 +87,9 @@ def descendants(pids: Iterable[int]) -> list[int]:
     found = list(pids)
     for pid in found:  # grows while it is walked
         with suppress(OSError):
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                found += [int(child) for child in (task / "children").read_text().split()]
+            for file in Path(f"/proc/{pid}/task").glob("*/children"):
+                with suppress(OSError):  # the thread has ended
+                    found += map(int, file.read_text().split())
     return found
 
 

@@ -24,7 +24,7 @@ from headrace_trainer.backends.fsdp.layouts.sizes import Sizes
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.kinds._base import DEFAULT_BACKEND, AnyLearner, RunKind
+from headrace_trainer.kinds._base import AnyLearner, RunKind
 from headrace_trainer.learning.passes import EpisodeRounds
 from headrace_trainer.learning.samples import Group, Sequence
 from typing_extensions import override
@@ -57,15 +57,6 @@ class EpisodesRun(RunKind):
 
     @override
     def check(self) -> Algorithm:
-        trainer = self._config.trainer
-        if trainer.backend != DEFAULT_BACKEND:
-            raise invalid(
-                f"trainer.backend: {trainer.backend!r} trains language models; a robot policy has a backend of "
-                "its own: leave it out",
-                key="trainer.backend",
-            )
-        if trainer.reference is not None:
-            raise invalid("trainer.reference: is for language models; leave it out", key="trainer.reference")
         algorithm = self.algorithm()
         if self._policy.large:
             self._check_large(algorithm)
@@ -92,14 +83,6 @@ class EpisodesRun(RunKind):
         trainer = self._config.trainer
         options = choose_backend(trainer).options
         assert isinstance(options, FsdpOptions)
-        of_text = {
-            "expert_parallel": options.expert_parallel > 1,
-            "context_parallel": options.context_parallel > 1,
-            "compile": options.compile,
-        }
-        for name in (name for name, given in of_text.items() if given):
-            key = f"trainer.backend_options.{name}"
-            raise invalid(f"{key}: is for language models; leave it out", key=key)
         check_layout(options, self._config, algorithm)
         if problem := parts_problem(empty_policy(self._config.model), trainer.freeze or []):
             raise invalid(f"trainer.freeze: {problem}", key="trainer.freeze")

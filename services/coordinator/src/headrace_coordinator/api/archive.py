@@ -8,9 +8,8 @@ import json
 from collections.abc import Callable
 
 from headrace_schema.resources.views import RunView
-from pydantic import ValidationError
 
-from headrace_coordinator.api.reading.presenters import run_view, summary_view
+from headrace_coordinator.api.reading.presenters import run_view
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
@@ -45,10 +44,10 @@ class Archive:
             await self.once()
 
     async def once(self) -> None:
-        """Archives what is due now. Files first: only what is synced may leave the state."""
+        """Archives what is due now. Files first: only what is in them may leave the state."""
         for run in self._due():
             await self._event_log.flush()
-            await self._event_log.history.synced()
+            await self._event_log.history.written()
             data = run_view(run, []).model_dump_json().encode()
             try:
                 await self._event_log.history.sweep(run.id)
@@ -70,9 +69,9 @@ class Archive:
         """An archived run; UNAVAILABLE when its summary cannot be read."""
         path = self._event_log.history.directory(run_id) / SUMMARY
         try:
-            view = summary_view(json.loads(path.read_bytes()))
+            view = RunView.from_json(json.loads(path.read_bytes()))
             # The data directory may have been moved since the run ended.
             return view.model_copy(update={"run_directory": str(path.parents[1])})
-        except (OSError, ValueError, ValidationError) as error:
+        except (OSError, ValueError, TypeError) as error:
             message = f"the summary of run {run_id} cannot be read: {path}: {error}"
             raise Refused("UNAVAILABLE", message) from error

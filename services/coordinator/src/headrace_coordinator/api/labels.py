@@ -8,9 +8,8 @@ from typing import Any
 
 from headrace_schema.changing import RunLabels
 from headrace_schema.resources.views import RunView
+from headrace_servicekit.folders import replace_below
 from pydantic import ValidationError
-
-from headrace_coordinator.store.segments import write_synced
 
 NAME = "labels.json"
 
@@ -37,7 +36,8 @@ class Labels:
         if "tags" in given:
             given["tags"] = list(dict.fromkeys(given["tags"]))
         found = self._found.get(run, {}) | given
-        write_synced(self._runs, self._runs / run / NAME, json.dumps(found).encode())
+        with replace_below(self._runs, self._runs / run / NAME, synced=True) as file:
+            file.write(json.dumps(found).encode())
         self._found[run] = found
 
     def forget(self, run: str) -> None:

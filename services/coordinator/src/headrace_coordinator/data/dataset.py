@@ -290,7 +290,7 @@ async def open_dataset(spec: RunSpec, aside: Aside = OPENING) -> Dataset:
         dataset = Dataset.open(spec.data, spec.seed)
         dataset.prepare()
         dataset.open_sets(spec)
-        if spec.workflow != "embodied" and spec.trainer.warmup.steps:
+        if not spec.acts_in_environments and spec.trainer.warmup.steps:
             _ = dataset.warmup  # What takes long to find is known before rules ask for it.
         return dataset
 

@@ -21,6 +21,8 @@ from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_coordinator.data.items import DataItem
 
 PENDING_BYTES = 1 << 20
+RECENT = 512
+"""Items that stay unpacked, without their images: each is asked for by every trajectory of its group."""
 HASH_BYTES = 16
 WORDS = np.dtype([("high", ">u8"), ("low", ">u8")])
 """A hash as two numbers, by which hashes are ordered as bytes are."""
@@ -85,6 +87,7 @@ class PackedItems:
         shapes: Counter[tuple[str, ...]] = Counter()
         keys, rows = bytearray(), bytearray()
         self._rows, self._keys, self._images = Records(), Records(), Records()
+        self._recent: dict[int, DataItem] = {}
         self._places: dict[str, int] = {}
         """Where each image is, by its digest."""
         for item in items:
@@ -118,11 +121,18 @@ class PackedItems:
         return len(self.key_hashes)
 
     def __getitem__(self, number: int) -> DataItem:
+        if (found := self._recent.get(number)) is not None:
+            return found
         question, answer, fields, metadata, messages, own_id, images, given = json.loads(
             self._rows.read(number)
         )
         files = tuple(self._images.read(self._places[digest]) for digest in images)
-        return DataItem(question, answer, fields, metadata, tuple(messages), own_id, files, given)
+        item = DataItem(question, answer, fields, metadata, tuple(messages), own_id, files, given)
+        if not files:
+            if len(self._recent) >= RECENT:
+                self._recent = {}  # A new one: another thread may read the old one.
+            self._recent[number] = item
+        return item
 
     def _kept(self, image: bytes) -> str:
         """The digest of an image, which is kept once however many items have it."""

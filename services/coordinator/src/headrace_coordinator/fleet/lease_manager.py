@@ -16,7 +16,6 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices import leases
 from headrace_coordinator.domain.devices.leases import DECODE, HELP, Blocked, Lease, LeaseRequest
-from headrace_coordinator.domain.devices.proofs import proof_of_free
 from headrace_coordinator.domain.devices.sharing import Waiter, ahead_of, next_for
 from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.store.event_log import EventLog
@@ -360,7 +359,7 @@ class LeaseManager:
         for device, quarantine in list(quarantined.items()):
             seers = [i for i in self._event_log.state.instances.values() if device in i.devices]
             living = [i for i in seers if self._holders.alive(i.incarnation)]
-            cause = proof_of_free(
+            cause = leases.proof_of_free(
                 device,
                 quarantine,
                 {instance.boot_id for instance in living},

@@ -127,18 +127,14 @@ def read_timeline(
     every = [part for name in (OLD_NAME, NAME) for part in _parts(directory / name)]
     known = [part for part in every if before is None or part.start < before]
     chosen = _fitting(_from_step(known, steps))
-    holds = [_hold_view(hold) for part in every for hold in part.holds]
+    holds = [HoldView.of(hold) for part in every for hold in part.holds]
     holds += live
     start = chosen[0].start if chosen else min((hold.start for hold in holds), default=0.0)
     end = chosen[-1].end if before is not None and chosen else None
     shown = [hold for hold in holds if _overlaps(hold, start, end)]
     return TimelineView(
-        parts=[TimelinePartView(kind=p.kind, step=p.step, start=p.start, end=p.end) for p in chosen],
-        work=[
-            WorkView(stage=span.stage, devices=span.devices, start=span.start, end=span.end, step=part.step)
-            for part in chosen
-            for span in part.work
-        ],
+        parts=[TimelinePartView.of(part) for part in chosen],
+        work=[WorkView.of(span, step=part.step) for part in chosen for span in part.work],
         holds=sorted(shown, key=lambda hold: hold.start)[-MOST_SPANS:],
         labels=labelled(chosen, holds) if labels else [],
         tail=tail_of(chosen, max_staleness) if max_staleness else None,
@@ -182,18 +178,6 @@ def _fitting(parts: list[Part]) -> list[Part]:
         if total > MOST_SPANS and index:
             return parts[-index:]
     return parts
-
-
-def _hold_view(hold: Hold) -> HoldView:
-    return HoldView(
-        epoch=hold.epoch,
-        instance=hold.instance,
-        stage=hold.stage,
-        devices=hold.devices,
-        start=hold.start,
-        end=hold.end,
-        cause=hold.cause,
-    )
 
 
 def _parts(path: Path) -> list[Part]:

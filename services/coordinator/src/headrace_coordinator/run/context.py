@@ -26,12 +26,12 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.instance_client import WorkerClient
 from headrace_coordinator.projections.timeline import Hold, Kind, Part, Span
 from headrace_coordinator.projections.trajectories import SettledTrajectory
+from headrace_coordinator.run.devices.handover import DeviceHandover
 from headrace_coordinator.run.devices.leasing import WorkerLeases
-from headrace_coordinator.run.devices.placement import Lending, Placement
 from headrace_coordinator.run.modality import Asked, modality_of
 from headrace_coordinator.run.recording import StepRecording
 from headrace_coordinator.run.staffing import Staffing
-from headrace_coordinator.run.step.moving.tail import Tail
+from headrace_coordinator.run.step.tail import Tail
 from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.step.warnings import Warnings
 from headrace_coordinator.run.workers.group import WorkerGroup
@@ -79,21 +79,21 @@ class RunContext:
         event_log: EventLog,
         fleet: Fleet,
         run_id: str,
+        spec: RunSpec,
         dataset: Dataset,
         projection: Projection,
     ) -> None:
         self.event_log = event_log
         self.fleet = fleet
         self.run_id = run_id
-        self.spec = RunSpec.model_validate(self.state.spec)
+        self.spec = spec
         self.dataset = dataset
         self.projection = projection
         self.workers = WorkerGroup(fleet, run_id, self.spec)
         self.leases = WorkerLeases(self.workers)
         self.modality = modality_of(self.workers, self.leases, dataset)
         self.staffing = Staffing(self.workers, self.modality, self.leases)
-        self.placement = Placement(self.leases, self.staffing)
-        self.lending = Lending(self.leases, self.placement)
+        self.devices = DeviceHandover(self.leases, self.staffing)
         # Set again whenever ledger, trainer and rollouts have been brought to one version.
         self.agreement_due = True
         self.recording = StepRecording(self)

@@ -24,7 +24,7 @@ from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.checkpointing import listed, lost_steps, read_ledger
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.step.pipeline import Pipeline
+from headrace_coordinator.run.step.generation import Generation
 from headrace_coordinator.run.step.step import RunFailed, Step
 from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
@@ -147,8 +147,8 @@ async def _record_commit(context: RunContext, state: trainer.GetStepStateRespons
         number=number,
     )
     published = Published(state.version, common.WeightManifest(), common.WeightSource())
-    pipeline = Pipeline(context, published, StepTimer(context.event_log.monotonic))
-    await Step(pipeline).record(opened, state.commit)
+    generation = Generation(context, published, StepTimer(context.event_log.monotonic))
+    await Step(generation).record(opened, state.commit)
 
 
 async def _restore(context: RunContext) -> None:

@@ -61,7 +61,7 @@ async def finish(context: RunContext, checkpointer: Checkpointer) -> Outcome:
                 "of them so",
             )
         )
-    await context.placement.hand_devices_to_trainers()
+    await context.devices.hand_devices_to_trainers()
     if context.spec.checkpoint.enabled and context.state.lineage.head != context.state.last_checkpoint:
         await checkpointer.save(wait=True)
     if context.spec.export:
@@ -144,7 +144,7 @@ async def save_head(context: RunContext, checkpointer: Checkpointer) -> None:
     unsure = context.regrouping or not context.workers.trainers
     if unsure:
         await context.staffing.staff_trainers()
-    await context.placement.hand_devices_to_trainers()
+    await context.devices.hand_devices_to_trainers()
     if unsure and (await context.workers.leader.step_state()).carried_number == head:
         await form_trainer_group(context)  # A change of the trainer group was interrupted.
         await converge(context)

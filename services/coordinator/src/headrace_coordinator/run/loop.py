@@ -15,6 +15,7 @@ from headrace_servicekit.tracing import open_scope, trace
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
+from headrace_coordinator.domain.devices.placement import first_mode
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.run.checkpointing import Checkpointer
@@ -26,7 +27,7 @@ from headrace_coordinator.run.evaluation.evaluate import evaluate_if_due
 from headrace_coordinator.run.leaving import Outcome, finish, hand_over, leave, save_head
 from headrace_coordinator.run.regrouping import Regrouping
 from headrace_coordinator.run.standstill import while_it_progresses
-from headrace_coordinator.run.step.pipeline import Pipeline
+from headrace_coordinator.run.step.generation import Generation
 from headrace_coordinator.run.step.step import RunFailed, Step
 from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
@@ -36,7 +37,6 @@ from headrace_coordinator.waits import WaitTimeout
 log = logging.getLogger(__name__)
 DECISION_S = 900.0
 """How long a run that stops waits for the reply to a CommitStep that it has sent."""
-
 FOREVER_S = 1e9
 GROUP_LOST = frozenset({"TRAINER_GROUP_LOST", "RENDEZVOUS_TIMEOUT"})
 """Reasons of refusals by a trainer whose group has lost another rank, or could not be formed with it."""
@@ -135,14 +135,8 @@ class RunLoop:
         failed = totals.scorer_failed
         if self.context.judged or totals.judged or not failed:
             return None
-        return Outcome(
-            run_states.FAILED,
-            cause_first(
-                failed,
-                "no answer has a verdict: the scorer failed at every one, at the first so",
-                "reward.scorers",
-            ),
-        )
+        what = "no answer has a verdict: the scorer failed at every one, at the first so"
+        return Outcome(run_states.FAILED, cause_first(failed, what, "reward.scorers"))
 
     async def _prepare(self) -> None:
         """Instances opened, leases held, trainer group formed, ledger and trainer at one version."""
@@ -152,18 +146,15 @@ class RunLoop:
         await self._regrouping.shrink()
         await context.staffing.staff()
         context.leases.assign()
-        await context.placement.hand_devices_to_trainers()
+        await context.devices.hand_devices_to_trainers()
         await form_trainer_group(context)
-        await (
-            context.recall()
-        )  # So that a commit that `converge` records knows the items of the steps before it.
+        await context.recall()  # A commit that `converge` records knows the items of the steps before it.
         self._published = await converge(context)
         context.regrouping = False
         await context.recall()
         if context.state.origin_checkpoint and not context.state.last_checkpoint:
-            await self._checkpointer.save(
-                wait=True
-            )  # The origin may delete the checkpoint that this run began with.
+            # The origin may delete the checkpoint that this run began with.
+            await self._checkpointer.save(wait=True)
         context.agreement_due = True
         if context.state.state in (run_states.PLANNING, run_states.RECOVERING):
             self._move(run_states.RUNNING, "training")
@@ -186,23 +177,23 @@ class RunLoop:
         assert self._published is not None
         await self.context.staffing.staff_rollouts()
         self.context.leases.assign()
-        with self._timer.stage("switch" if self.context.workers.in_turns else "sync"):
-            await self.context.placement.hand_devices_to_rollouts(self._published)
+        with self._timer.stage("switch" if self.context.workers.placement.turns else "sync"):
+            await self.context.devices.hand_devices_to_rollouts(self._published)
         return self._published
 
     async def _work_on(self) -> None:
         """One step. Where answers may be older, steps follow each other until a boundary, and generation goes on."""
         assert self._published is not None
-        pipeline = Pipeline(self.context, self._published, self._timer)
+        generation = Generation(self.context, self._published, self._timer)
         try:
-            await self._step(pipeline)
-            while pipeline.goes_on and not self._boundary_due():
+            await self._step(generation)
+            while generation.goes_on and not self._boundary_due():
                 await self._checkpointer.announce()
-                pipeline.install(self._published)
+                generation.install(self._published)
                 self._save_beside()
-                await self._step(pipeline)
+                await self._step(generation)
         finally:
-            await pipeline.stop()
+            await generation.stop()
 
     def _boundary_due(self) -> bool:
         """Whether something is to be done that needs the rollouts, or the devices, without answers in hand."""
@@ -212,9 +203,9 @@ class RunLoop:
         over = over or self._disk_due or self._plan is not None or context.recording.due()
         return over or self._at_boundary() is not None
 
-    async def _step(self, pipeline: Pipeline) -> None:
+    async def _step(self, generation: Generation) -> None:
         await self.context.prepare_items()
-        step = Step(pipeline)
+        step = Step(generation)
         number = self.context.state.ledger.step + 1
         self.context.recording.begin()
         with trace(f"step {number}", run=self.context.run_id, step=number):
@@ -225,10 +216,7 @@ class RunLoop:
         self._steps += 1
         await self.context.recording.end()
         self._save_due = self._checkpointer.due()
-        section = self.context.workers.section
-        if self._save_due and (
-            section.mode != "disaggregated" or section.share
-        ):  # rollouts wait for the devices
+        if self._save_due and self.context.workers.placement.rollouts_wait:
             self._save_due = False
             with self._timer.stage("checkpoint"):
                 await self._checkpointer.save(wait=False)
@@ -254,12 +242,12 @@ class RunLoop:
         plan, self._plan = self._plan or self._autoplan.due(), None
         if plan is None:
             return
-        workers, before = self.context.workers, self.context.workers.section
+        workers, before = self.context.workers, self.context.workers.placement
         await self._event_log.commit(plan)
         self.context.note(f"plan: {plan.reason}")
-        if workers.section != before:
+        if workers.placement != before:
             with self._timer.stage("switch"):
-                await self.context.placement.change()
+                await self.context.devices.change()
             self._autoplan.changed()
 
     @property
@@ -365,15 +353,14 @@ class RunLoop:
     async def _take_turns(self, misfit: PlacementError) -> bool:
         """Lets a run with `auto` take turns on the devices that are left; False if it takes turns already."""
         context = self.context
-        if context.spec.placement.mode != "auto" or context.workers.in_turns:
-            return False
-        if context.spec.algorithm.max_staleness:
+        ahead = context.spec.algorithm.max_staleness
+        if context.spec.placement.mode != "auto" or context.workers.placement.turns or ahead:
             return False
         plan = ev.PlanAdopted(
             at=self._event_log.now(),
             run=context.run_id,
             from_step=context.state.ledger.step,
-            mode="collocated",
+            mode=first_mode(ahead=False),
             reason=str(misfit),
         )
         await self._event_log.commit(plan)

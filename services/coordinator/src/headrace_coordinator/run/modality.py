@@ -14,7 +14,6 @@ from typing import Any
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_schema.sections.agent import ONLINE
-from headrace_schema.workflow import CONVERSATIONS
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.requests import MAX_NUMBER
 from headrace_servicekit.rpc.trajectories import chat_message
@@ -262,9 +261,9 @@ def _seed(item: DataItem) -> int:
 def modality_of(workers: WorkerGroup, leases: WorkerLeases, dataset: Dataset) -> Modality:
     """That of a run."""
     spec = workers.spec
-    if spec.agent is not None and spec.agent.online is not None:
+    if spec.is_online:
         return Online(workers, dataset)
     if spec.environment is None:
         return Texts(workers, dataset)
-    made = Conversations if spec.workflow == CONVERSATIONS else Episodes
+    made = Conversations if spec.speaks_with_environments else Episodes
     return made(Pools(workers, leases), dataset, spec.environment.tasks)

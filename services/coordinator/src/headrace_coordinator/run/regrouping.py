@@ -7,6 +7,7 @@ from disk, and no version is lost or made. Which instances join is decided by `d
 from __future__ import annotations
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.placement import first_mode
 from headrace_coordinator.domain.devices.scheduling import plan_admission, plan_regroup
 from headrace_coordinator.domain.run_states import QUEUED, RECOVERING, RUNNING
 from headrace_coordinator.domain.runs import plan_move
@@ -98,7 +99,7 @@ class Regrouping:
         """
         context, before = self._context, self._context.state.ranks
         context.regrouping = True
-        await context.placement.hand_devices_to_trainers()
+        await context.devices.hand_devices_to_trainers()
         await context.workers.leader.leave(context.state.trainer_group_generation)
         change = self.due()  # What was free may be lost by now.
         if change is None:
@@ -140,7 +141,7 @@ class Regrouping:
             at=change.at,
             run=change.run,
             from_step=change.step,
-            mode="disaggregated" if context.spec.algorithm.max_staleness else "collocated",
+            mode=first_mode(ahead=context.spec.algorithm.max_staleness > 0),
             reason=f"the trainer group has {change.ranks} rank{'s' if change.ranks > 1 else ''} now",
         )
         return [plan]
@@ -148,7 +149,7 @@ class Regrouping:
     async def _form_group(self) -> Published:
         context = self._context
         await context.staffing.staff_trainers()
-        await context.placement.hand_devices_to_trainers()
+        await context.devices.hand_devices_to_trainers()
         await form_trainer_group(context)
         published = await converge(context)
         context.regrouping = False

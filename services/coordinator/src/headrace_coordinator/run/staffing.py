@@ -95,10 +95,11 @@ class Staffing:
                 return
             if not seats:
                 lacking = f"a reward instance that has {', '.join(self._leases.scorers.names)}"
-                await wait_for_instances(workers, lambda: self._seated(), lacking)
-
-    def _seated(self) -> bool:
-        return bool(self._leases.scorers.seats(self._ready_rewards(), keep=True))
+                await wait_for_instances(
+                    workers,
+                    lambda: bool(self._leases.scorers.seats(self._ready_rewards(), keep=True)),
+                    lacking,
+                )
 
     async def lease_scorers(self) -> None:
         """Within a step: every reward instance of the run holds its devices, where it has some."""
@@ -175,14 +176,14 @@ class Staffing:
         ]
         config = self._trainer_config()
         for trainer in workers.trainers:
-            await open_run(workers, trainer, lambda trainer: self._open_trainer(trainer, config))
+            await open_run(workers, trainer, lambda each: each.open_run(config, workers.state.directory))
         workers.adopt_leases()
 
     async def staff_helpers(self) -> None:
         """The granted trainers that help and can be opened: a run does without the others."""
-        config = self._trainer_config()
+        config, directory = self._trainer_config(), self.workers.state.directory
         self.workers.helpers = await self._open_what_can_be(
-            "trainer", self.workers.helpers, TrainerClient, lambda helper: self._open_trainer(helper, config)
+            "trainer", self.workers.helpers, TrainerClient, lambda helper: helper.open_run(config, directory)
         )
 
     async def staff_decoders(self) -> None:
@@ -218,9 +219,6 @@ class Staffing:
             await helper.join(workers.state.trainer_group_generation, 1, name, workers.fleet_timeout)
             helper.joined = True
 
-    async def _open_trainer(self, trainer: TrainerClient, config: str) -> None:
-        await trainer.open_run(config, self.workers.state.directory)
-
     @property
     def _fitted(self) -> RunSpec:
         """The spec with what its environment said of the policy."""
@@ -243,17 +241,12 @@ class Staffing:
             images=self._modality.has_images,
             raw_texts="tokens" in self._fitted.reward.give,
             group_size=self._fitted.algorithm.group_size,
-            endpoint_key=endpoint_key(self.workers.state.directory) if self._online else "",
+            endpoint_key=endpoint_key(self.workers.state.directory) if self.workers.spec.is_online else "",
             agent_rewards=any(
                 scorer.name == "episode" for found in self._fitted.reward.sets().values() for scorer in found
             ),
         )
         return config.model_dump_json()
-
-    @property
-    def _online(self) -> bool:
-        agent = self.workers.spec.agent
-        return agent is not None and agent.online is not None
 
     def _trainer_config(self) -> str:
         more: dict[str, Any] = {

@@ -28,7 +28,7 @@ from headrace_coordinator.store.base import (
 )
 from headrace_coordinator.store.contents import read
 from headrace_coordinator.store.history import TAIL_LIMIT, History
-from headrace_coordinator.store.segments import Line
+from headrace_coordinator.store.run_files import Line
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class EventLog:
                 self._linger.cancel()
                 self._linger = None
             if self.history.backlog > TAIL_LIMIT:
-                await self.history.synced()
+                await self.history.written()
             if self._pending:
                 await self._append(list(self._pending))
             self._plan_snapshot()
@@ -274,7 +274,7 @@ class EventLog:
             if self._snapshot is None:
                 continue
             # Saving it trims the log, which must not hold the only copy of an event.
-            await self.history.synced()
+            await self.history.written()
             await self._save_snapshot(*self._snapshot)
             self._snapshot = None
 

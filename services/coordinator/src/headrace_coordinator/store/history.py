@@ -1,8 +1,8 @@
 """The public events of all runs: in files, and in memory those that are durable in the store and not yet in files.
 
-The store keeps an event until a snapshot covers it, and a snapshot waits for `sync`: so an event is always in the
-store or in a synced segment. After a crash the files are cut back to what was synced, and the rest is written again
-from the store, by number: without gap or repeat.
+The store keeps an event until a snapshot covers it, and a snapshot waits for `written`: so an event is always in the
+store or in a file. After a crash what follows the snapshot is written again from the store, by number: without gap or
+repeat.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import asyncio
 import json
 import logging
 import shutil
+import sqlite3
 import tempfile
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headrace_servicekit.folders import replace_below
+
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.store.run_files import Item, RunFiles
-from headrace_coordinator.store.segments import Line, write_synced
+from headrace_coordinator.store.run_files import Item, Line, RunFiles, salvage
 from headrace_coordinator.waits import Notifier
 
 log = logging.getLogger(__name__)
@@ -39,17 +42,21 @@ PARTIALS = ("checkpoints/lineage-*/.step-*", "checkpoints/.carried-*", ".*.parti
 
 
 class History:
-    """Public events of runs, below `runs`/<run>/history. `thread` runs a function that reads or writes the disk."""
+    """Public events of runs, below `runs`/<run>/history. `thread` runs a function that reads or writes the disk.
 
-    def __init__(self, runs: Path | None = None, thread: Thread = asyncio.to_thread) -> None:
+    Not `synced`: what is written need not survive a loss of power.
+    """
+
+    def __init__(
+        self, runs: Path | None = None, thread: Thread = asyncio.to_thread, *, synced: bool = True
+    ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="history-") if runs is None else None
         self._runs = Path(self._temporary.name) if self._temporary else Path(runs or "")
         self._thread = thread
-        self._files: dict[str, RunFiles] = {}
+        self._synced = synced and runs is not None
         self._tails: dict[str, list[tuple[int, ev.Event, bytes]]] = defaultdict(list)
         self._floors: dict[str, int] = {}
         self._posted: dict[str, int] = {}
-        self._dirty: set[str] = set()
         self._due = asyncio.Event()
         self._writing = asyncio.Lock()
         self.news = Notifier()
@@ -65,9 +72,8 @@ class History:
     async def recover(self, runs: dict[str, list[Line]], synced: int, stored: int) -> None:
         """Makes the files match the store at a start: its log ends at `stored`, its snapshot covers up to `synced`."""
         for run, lines in runs.items():
-            await self._thread(self._of(run).recover, synced, stored, lines)
+            await self._on(run, lambda files: files.recover(synced, stored, lines), write=True)  # noqa: B023
             self._floors[run] = stored
-            self._dirty.add(run)
 
     def posted(self, run: str, number: int) -> None:
         """Notes that an event of the run was posted; `extend` brings it once it is durable."""
@@ -91,7 +97,7 @@ class History:
                 await asyncio.sleep(RETRY_S)
 
     async def write(self) -> None:
-        """Returns when everything so far is in the files, synced or not. OSError when the disk refuses."""
+        """Returns when everything so far is in the files. OSError when the disk refuses."""
         # The thread goes on when its caller is cancelled: what it has written must be removed from the tail even then.
         await asyncio.shield(self._write())
 
@@ -99,25 +105,13 @@ class History:
         async with self._writing:
             for run in [run for run, tail in self._tails.items() if tail]:
                 items = list(self._tails[run])
-                await self._thread(self._of(run).append, items)
-                self._dirty.add(run)
+                await self._on(run, lambda files: files.append(items), write=True)  # noqa: B023
                 self._floors[run] = items[-1][0]
                 del self._tails[run][: len(items)]
 
-    async def sync(self) -> None:
-        """Returns when everything so far survives a loss of power. OSError when the disk refuses."""
-        await self.write()
-        for run in list(self._dirty):
-            self._dirty.discard(run)
-            try:
-                await self._thread(RunFiles(self.directory(run)).sync)
-            except OSError:
-                self._dirty.add(run)
-                raise
-
-    async def synced(self) -> None:
-        """`sync`, repeated until the disk allows it."""
-        while not await self._try(self.sync):  # noqa: ASYNC110  a disk gives no sign when it takes more
+    async def written(self) -> None:
+        """`write`, repeated until the disk allows it."""
+        while not await self._try(self.write):  # noqa: ASYNC110  a disk gives no sign when it takes more
             await asyncio.sleep(RETRY_S)
 
     async def _try(self, work: Callable[[], Awaitable[None]]) -> bool:
@@ -133,7 +127,12 @@ class History:
 
     async def write_beside(self, run: str, name: str, data: bytes) -> None:
         """Replaces a file in the run's history directory, synced. OSError when the disk refuses."""
-        await self._thread(write_synced, self._runs, self.directory(run) / name, data)
+
+        def replace() -> None:
+            with replace_below(self._runs, self.directory(run) / name, synced=True) as file:
+                file.write(data)
+
+        await self._thread(replace)
 
     async def sweep(self, run: str) -> None:
         """Removes what writers that were killed left half-written in the directory of a run that has ended."""
@@ -144,8 +143,6 @@ class History:
         self._tails.pop(run, None)
         self._floors.pop(run, None)
         self._posted.pop(run, None)
-        self._files.pop(run, None)
-        self._dirty.discard(run)
 
     # --- reading
 
@@ -183,8 +180,7 @@ class History:
     async def page(self, run: str, after: int) -> list[Item]:
         """Durable events with numbers above `after`, in order: some of them, or none when there are none."""
         while (floor := self._floors.get(run)) is None or after < floor:
-            files = RunFiles(self.directory(run))
-            found: list[Item] = await self._thread(files.after, after, PAGE, PAGE_BYTES)
+            found = await self._on(run, lambda files: files.after(after, PAGE, PAGE_BYTES))
             if found:
                 return found
             if floor == self._floors.get(run):
@@ -199,25 +195,37 @@ class History:
         """The result of `look` on the run's files, after the tail was written to them (unless the disk refuses)."""
         if self._tails.get(run):
             await self._try(self.write)
-        found: T = await self._thread(look, RunFiles(self.directory(run)))
-        return found
+        return await self._on(run, look)
 
     async def kept(self, run: str, frontier_step: int) -> ev.Kept:
         """The totals of a run's live steps below `frontier_step`: what a rewind to that step keeps."""
 
         def look(files: RunFiles) -> ev.Kept:
-            tally, record = files.kept(frontier_step)
-            last = files.event(record) if record else None
+            tally, last = files.kept(frontier_step)
             view = last.view if isinstance(last, ev.StepCommitted) else None
             return ev.Kept(counts=tally.counts, last_step=view)
 
         return await self.read(run, look)
 
-    def _of(self, run: str) -> RunFiles:
-        """The run's files, which know where to write next."""
-        if run not in self._files:
-            self._files[run] = RunFiles(self.directory(run))
-        return self._files[run]
+    async def _on(self, run: str, work: Callable[[RunFiles], T], *, write: bool = False) -> T:
+        """The result of `work` on the run's files, in a thread; what can be read of damaged ones takes their place."""
+        directory = self.directory(run)
+
+        def attempt() -> T:
+            with RunFiles.opened(directory, write=write, synced=self._synced) as files:
+                return work(files)
+
+        for last in (False, True):
+            try:
+                found: T = await self._thread(attempt)
+                return found
+            except sqlite3.DatabaseError as error:
+                if last:
+                    raise
+                log.warning("the history of run %s is damaged: %s; it goes on with what is good", run, error)
+            async with nullcontext() if write else self._writing:  # Who writes has the lock.
+                await self._thread(salvage, directory)
+        raise AssertionError
 
 
 def _remove_partials(directory: Path) -> None:

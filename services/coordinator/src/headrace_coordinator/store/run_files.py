@@ -1,259 +1,283 @@
-"""One run's history on disk: segments with its public events, and indexes over what is read by page. Synchronous."""
+"""One run's history on disk, an SQLite file: its public events, and what some are looked up by. Synchronous."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
+import os
+import sqlite3
+import time
 from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
+from headrace_servicekit.folders import open_below
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.totals import Shape, Tally, step_index
-from headrace_coordinator.store.run_index import COMMITTED, SKIPPED, Index, Range, Record
-from headrace_coordinator.store.segments import Line, LinePlace, Segments, sync
 
 Item = tuple[int, ev.Event]
-KINDS = ("steps", "restores", "evaluations", "checkpoints")
-PAGE = 64
-CHECKPOINTS = 256
-"""How many of the newest records are searched for the checkpoints of given steps."""
+Line = tuple[int, bytes]
+"""Number of an event, and the event as JSON."""
 Step = ev.StepCommitted | ev.StepSkipped
+NAME = "events.sqlite3"
+STEP, RESTORE, EVALUATION, CHECKPOINT, ASIDE = "step", "restore", "evaluation", "checkpoint", "aside"
+CHECKPOINTS = 256
+"""How many of the newest checkpoints are searched for those of given steps."""
+BUSY_S = 60.0
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS events (
+    number INTEGER PRIMARY KEY, data BLOB NOT NULL,
+    kind TEXT, version INTEGER, ordinal INTEGER, step INTEGER, counts TEXT);
+CREATE INDEX IF NOT EXISTS looked_up ON events (kind, number, step, ordinal, version) WHERE kind IS NOT NULL;
+CREATE TABLE IF NOT EXISTS shape (run INTEGER PRIMARY KEY, first_slot, slots_per_step, group_size);
+"""
+LIVE = """NOT EXISTS (SELECT 1 FROM events AS later WHERE later.kind = 'restore' AND later.number > events.number
+    AND CASE events.kind WHEN 'step' THEN later.step <= events.step ELSE later.ordinal < events.ordinal END)"""
+"""That no rewind took a step or an evaluation away."""
+
+
+class Keys(NamedTuple):
+    """What an event is looked up by. `version` of a skipped step is None; `counts`: the tally after the event."""
+
+    kind: str | None = None
+    version: int | None = None
+    ordinal: int | None = None
+    step: int | None = None
+    counts: str | None = None
 
 
 class RunFiles:
-    """The files below `directory`. One writer; readers may look at any time."""
+    """The history in `directory`, which is RUN/history. Each write is one transaction that survives a loss of power."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, database: sqlite3.Connection) -> None:
         self.directory = directory
-        self.segments = Segments(directory)
-        self.steps, self.restores, self.evaluations, self.checkpoints = (
-            Index(directory / f"{kind}.index") for kind in KINDS
-        )
-        self._end: LinePlace | None = None
-        self._tally = Tally()
-        self._shape = Shape(0, 0, 1)
-        self._number = 0
+        self._database = database
+
+    @classmethod
+    @contextmanager
+    def opened(cls, directory: Path, *, write: bool = False, synced: bool = True) -> Iterator[RunFiles]:
+        """The history for one thread: empty where there is none or a link leads to it, or made where it is written.
+
+        Not `synced`: writes survive the end of this process alone. Raises OSError where the disk refuses, or a link is
+        in the way of a write, and sqlite3.DatabaseError where the file is damaged: see `salvage`.
+        """
+        path = directory / NAME
+        try:
+            os.close(open_below(directory.parents[1], directory, os.O_DIRECTORY, make=write))
+            if path.is_symlink():
+                raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed here", str(path))
+            found = write or path.stat().st_size
+        except OSError as error:
+            if write or error.errno not in (errno.ENOENT, errno.ELOOP):
+                raise
+            found = False
+        try:
+            database = sqlite3.connect(path if found else ":memory:", BUSY_S, isolation_level=None)
+            with contextlib.closing(database):
+                database.execute(f"PRAGMA synchronous = {'FULL' if synced else 'OFF'}")
+                if write or not found:
+                    database.executescript("PRAGMA journal_mode = TRUNCATE;" + SCHEMA)
+                yield cls(directory, database)
+        except sqlite3.OperationalError as error:
+            raise OSError(errno.EIO, str(error), str(path)) from error
 
     # --- writing
 
     def recover(self, synced: int, stored: int, lines: list[Line]) -> None:
-        """Cuts the files back to event `synced`, then appends `lines`, the later events of the store.
+        """Replaces the events after `synced` by `lines`, the later events of the store.
 
-        Events of the files with numbers above `stored`, the store's last one, are kept in a file `aside-*.txt`: the
-        store is an older copy, or has lost its end.
+        Events with numbers above `stored`, the store's last one, are set aside: the store is an older copy, or has lost
+        its end.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._end, removed = self.segments.cut(synced)
-        beyond = [line for line in removed.splitlines(keepends=True) if _number(line) > stored]
-        if beyond:
-            (self.directory / f"aside-{_number(beyond[0])}.txt").write_bytes(b"".join(beyond))
-        if not self._indexed(synced):
-            self._index_again()
-        self._restore_totals()
-        self.append([(number, ev.decode(data), data) for number, data in lines])
+        with self._transaction():
+            if (found := self._run("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise sqlite3.DatabaseError(found)
+            self._run(f"UPDATE events SET kind = '{ASIDE}' WHERE number > ?", stored)
+            self._run(f"DELETE FROM events WHERE number > ? AND kind IS NOT '{ASIDE}'", synced)
+            self._insert((number, ev.decode(data), data) for number, data in lines)
 
-    def append(self, items: list[tuple[int, ev.Event, bytes]]) -> None:
-        """Adds events. OSError when the disk refuses: the same call may be repeated."""
-        if not items:
-            return
-        if self._end is None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        places = self.segments.append(self._end, [(number, data) for number, _, data in items])
-        self._index((number, event, place) for (number, event, _), place in zip(items, places, strict=True))
-        self._end = places[-1]
+    def append(self, items: Iterable[tuple[int, ev.Event, bytes]]) -> None:
+        """Adds events: all or none."""
+        with self._transaction():
+            self._insert(items)
 
-    def set_aside(self) -> Iterator[ev.Event]:
-        """Events that a store which had lost its end knew no more, in order; see `recover`."""
-        paths = self.directory.glob("aside-*.txt")
-        for path in sorted(paths, key=lambda path: int(path.stem.removeprefix("aside-"))):
-            for line in path.read_bytes().splitlines():
-                if (event := _event(line.partition(b" ")[2])) is not None:
-                    yield event
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._run("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._run("COMMIT")
+        finally:
+            if self._database.in_transaction:
+                self._run("ROLLBACK")
 
-    def sync(self) -> None:
-        """Returns when all that was written survives a loss of power."""
-        for path in (*self.directory.glob("*.jsonl"), *self.directory.glob("*.index"), self.directory):
-            sync(path)
+    def _insert(self, items: Iterable[tuple[int, ev.Event, bytes]]) -> None:
+        for number, event, data in items:
+            self._run("REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", number, data, *self._keys(event))
 
-    def _indexed(self, synced: int) -> bool:
-        """Whether the indexes are complete and match the segments; records of later lines are cut off."""
-        indexes = (self.steps, self.restores, self.evaluations, self.checkpoints)
-        if not all(index.path.exists() for index in indexes):
-            return False
-        for index in indexes:
-            index.cut(index.first(lambda record: record.sequence > synced))
-            last = index.last()
-            if last and self.event(last) is None:
-                return False
-        return True
+    def _keys(self, event: ev.Event) -> Keys:
+        match event:
+            case ev.RunSubmitted(spec=spec):
+                size = spec["algorithm"]["group_size"]
+                self._set_shape(Shape(0, size * spec["algorithm"]["prompts_per_step"], size))
+            case ev.StepCommitted() | ev.StepSkipped():
+                tally = self._tally()
+                tally.add(event, self._shape())
+                made = event.certificate if isinstance(event, ev.StepCommitted) else None
+                version, ordinal = (made.number, made.ordinal) if made else (None, None)
+                return Keys(STEP, version, ordinal, step_index(event), json.dumps(tally.counts))
+            case ev.VersionRestored(frontier_step=step, frontier_prompt=prompt):
+                if event.source_run:
+                    shape = self._shape()
+                    first = step * shape.slots_per_step if prompt is None else prompt * shape.group_size
+                    self._set_shape(shape._replace(first_slot=first))
+                return Keys(RESTORE, event.number, event.ordinal, step, json.dumps(self.kept(step)[0].counts))
+            case ev.Evaluated(view=view):
+                return Keys(EVALUATION, view["version"], view["step"])
+            case ev.CheckpointSaved():
+                return Keys(CHECKPOINT, event.number, step=event.step)
+        return Keys()
 
-    def _index_again(self) -> None:
-        for index in (self.steps, self.restores, self.evaluations, self.checkpoints):
-            index.cut(0)
-        self._tally, self._number = Tally(), 0
-        self._index((number, ev.decode(data), place) for (number, data), place in self.segments.after(-1))
+    def _set_shape(self, shape: Shape) -> None:
+        self._run("REPLACE INTO shape VALUES (0, ?, ?, ?)", *shape)
 
-    def _restore_totals(self) -> None:
-        """Sets the tally and the shape of a step to what they were when the last line was written."""
-        first = next(self.segments.after(-1), None)
-        if first:
-            self._see_shape(ev.decode(first[0][1]))
-        first_slot = max((restore.counts[0] for restore in self._restores()), default=0)
-        self._shape = self._shape._replace(first_slot=first_slot)
-        step, restore = self.steps.last(), self.restores.last()
-        self._number = step.number if step else 0
-        if restore and (not step or restore.sequence > step.sequence):
-            self._tally = self.kept(restore.step)[0]
-        elif step:
-            self._tally = Tally(step.step + 1, *step.counts)
+    def _shape(self) -> Shape:
+        found = self._run("SELECT first_slot, slots_per_step, group_size FROM shape").fetchone()
+        return Shape(*found) if found else Shape(0, 0, 1)
 
-    def _see_shape(self, event: ev.Event) -> None:
-        if isinstance(event, ev.RunSubmitted):
-            algorithm = event.spec["algorithm"]
-            size = algorithm["group_size"]
-            self._shape = Shape(0, size * algorithm["prompts_per_step"], size)
-
-    def _index(self, entries: Iterable[tuple[int, ev.Event, LinePlace]]) -> None:
-        found: dict[Index, list[Record]] = {}
-        for number, event, place in entries:
-            match event:
-                case ev.RunSubmitted():
-                    self._see_shape(event)
-                case ev.StepCommitted() | ev.StepSkipped():
-                    found.setdefault(self.steps, []).append(self._step_record(number, event, place))
-                case ev.VersionRestored():
-                    self._flush(found)
-                    self.restores.append([self._restore_record(number, event, place)])
-                    self._tally = self.kept(event.frontier_step)[0]
-                case ev.Evaluated(view=view):
-                    record = Record(number, *place, 0, view["version"], view["step"], view["step"])
-                    found.setdefault(self.evaluations, []).append(record)
-                case ev.CheckpointSaved():
-                    found.setdefault(self.checkpoints, []).append(Record(number, *place, 0, event.number))
-        self._flush(found)
-
-    @staticmethod
-    def _flush(found: dict[Index, list[Record]]) -> None:
-        for index, records in found.items():
-            index.append(records)
-        found.clear()
-
-    def _step_record(self, sequence: int, event: Step, place: LinePlace) -> Record:
-        self._tally.add(event, self._shape)
-        kind, ordinal = SKIPPED, 0
-        if isinstance(event, ev.StepCommitted):
-            kind, self._number, ordinal = COMMITTED, event.certificate.number, event.certificate.ordinal
-        counts = self._tally.counts
-        return Record(sequence, *place, kind, self._number, ordinal, step_index(event), counts)
-
-    def _restore_record(self, sequence: int, event: ev.VersionRestored, place: LinePlace) -> Record:
-        step, first_slot = event.frontier_step, 0
-        if event.source_run:
-            prompt, size = event.frontier_prompt, self._shape.group_size
-            first_slot = step * self._shape.slots_per_step if prompt is None else prompt * size
-            self._shape = self._shape._replace(first_slot=first_slot)
-        return Record(sequence, *place, 0, event.number, event.ordinal, step, (first_slot, 0, 0, 0, 0, 0))
+    def _tally(self) -> Tally:
+        """The tally after the last step or restore."""
+        query = "SELECT number, step, counts, kind FROM events WHERE kind = ? ORDER BY number DESC LIMIT 1"
+        found = [row for kind in (STEP, RESTORE) if (row := self._run(query, kind).fetchone())]
+        if not found:
+            return Tally()
+        _, step, counts, kind = max(found)
+        return Tally(step + (kind == STEP), *json.loads(counts))
 
     # --- reading
+
+    def _run(self, query: str, *values: Any) -> sqlite3.Cursor:
+        return self._database.execute(query, values)
+
+    def _rows(self, columns: str, query: str, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """(event, *columns) of the rows of events that `query` chooses, without those that are damaged."""
+        for data, *found in self._run(f"SELECT data, {columns} FROM events WHERE {query}", *values):
+            with contextlib.suppress(msgspec.DecodeError, TypeError):
+                yield ev.decode(data), *found
+
+    def _events(self, query: str, *values: Any) -> Iterator[Item]:
+        return ((number, event) for event, number in self._rows("number", query, *values))
 
     def after(self, number: int, most: int, most_bytes: int) -> list[Item]:
         """Events with higher numbers, in order, up to what fits."""
         found: list[Item] = []
-        for (sequence, data), _ in self.segments.after(number):
-            found.append((sequence, ev.decode(data)))
-            most_bytes -= len(data)
-            if len(found) >= most or most_bytes <= 0:
+        query = f"number > ? AND kind IS NOT '{ASIDE}' ORDER BY number LIMIT {most}"
+        for event, sequence, size in self._rows("number, length(data)", query, number):
+            found.append((sequence, event))
+            most_bytes -= size
+            if most_bytes <= 0:
                 break
         return found
 
-    def live_steps(self) -> list[Range]:
-        """Ranges of positions of the live lineage's steps."""
-        return self.steps.live([(each.sequence, each.step) for each in self._restores()])
+    def before(self, number: int, most: int) -> list[Item]:
+        """At most `most` events with lower numbers, the highest one first."""
+        query = f"number < ? AND kind IS NOT '{ASIDE}' ORDER BY number DESC LIMIT {most}"
+        return list(self._events(query, number))
 
-    def live_evaluations(self) -> list[Range]:
-        """Ranges of positions of the live lineage's evaluations."""
-        return self.evaluations.live([(each.sequence, each.ordinal + 1) for each in self._restores()])
+    def set_aside(self) -> Iterator[ev.Event]:
+        """Events that a store which had lost its end knew no more, in order; see `recover`."""
+        return (event for _, event in self._events(f"kind = '{ASIDE}' ORDER BY number"))
 
-    def _restores(self) -> list[Record]:
-        return self.restores.read(0, len(self.restores))
+    def live(self, kind: str, after: int = -1) -> Iterator[Item]:
+        """Committed steps, or evaluations, of the live lineage behind event `after`, oldest first."""
+        return self._events(
+            f"kind = ? AND version IS NOT NULL AND number > ? AND {LIVE} ORDER BY number", kind, after
+        )
 
-    def pages(self, index: Index, ranges: list[Range], after: int) -> Iterator[tuple[int, ev.Event]]:
-        """(position, event) of the records in `ranges` behind position `after`."""
-        for low, high in ranges:
-            position = max(low, after + 1)
-            while position < high:
-                records = index.read(position, min(position + PAGE, high))
-                if not records:
-                    return
-                for line in self.segments.read_all(_place(record) for record in records):
-                    if (event := _event(line)) is not None:
-                        yield position, event
-                    position += 1
+    def thinned(self, kind: str, points: int) -> tuple[list[ev.Event], int]:
+        """(as `live`, at most `points` at even distances with the last one among them; how many there are)."""
+        query = f"SELECT number FROM events WHERE kind = ? AND version IS NOT NULL AND {LIVE} ORDER BY number"
+        numbers = [number for (number,) in self._run(query, kind)]
+        count = len(numbers)
+        if count > points:
+            numbers = [numbers[count - 1 - each * count // points] for each in reversed(range(points))]
+        return [event for number in numbers for _, event in self._events("number = ?", number)], count
+
+    def certificates(self, after: int) -> Iterator[tuple[int, ev.Event, bool]]:
+        """(number, event, live) of the committed steps behind event `after`, abandoned ones included."""
+        query = "kind = ? AND version IS NOT NULL AND number > ? ORDER BY number"
+        for event, number, live in self._rows(f"number, {LIVE}", query, STEP, after):
+            yield number, event, bool(live)
+
+    def newest(self, kind: str, most: int) -> list[ev.Event]:
+        """The newest restores or checkpoints, the newest one first."""
+        return [event for _, event in self._events(f"kind = ? ORDER BY number DESC LIMIT {most}", kind)]
+
+    def last_figure(self) -> int:
+        """The number of the last step or evaluation; 0 when there is none."""
+        query = "SELECT max(number) FROM events WHERE kind = ?"
+        return max(self._run(query, kind).fetchone()[0] or 0 for kind in (STEP, EVALUATION))
 
     def checkpoints_of(self, steps: Container[int]) -> set[str]:
         """Names of the newest checkpoints of these steps; some may be deleted."""
-        end = len(self.checkpoints)
-        found = (self.event(record) for record in self.checkpoints.read(max(0, end - CHECKPOINTS), end))
+        found = self.newest(CHECKPOINT, CHECKPOINTS)
         return {each.name for each in found if isinstance(each, ev.CheckpointSaved) and each.step in steps}
 
-    def kept(self, frontier_step: int) -> tuple[Tally, Record | None]:
+    def kept(self, frontier_step: int) -> tuple[Tally, ev.Event | None]:
         """The tally over live steps below `frontier_step`, and the last one of them that made a version."""
-        below: list[Range] = []
-        for low, high in self.live_steps():
-            below.append((low, self.steps.first(lambda record: record.step >= frontier_step, low, high)))
-        for low, high in reversed(below):
-            if high > low:
-                last = self.steps.read(high - 1, high)[0]
-                return Tally(frontier_step, *last.counts), self._last_committed(below)
-        return Tally(frontier_step), None
-
-    def _last_committed(self, ranges: list[Range]) -> Record | None:
-        for low, high in reversed(ranges):
-            for position in range(high - 1, low - 1, -1):
-                record = self.steps.read(position, position + 1)[0]
-                if record.kind == COMMITTED:
-                    return record
-        return None
+        below = f"kind = '{STEP}' AND step < ? AND {LIVE}"
+        query = f"SELECT counts FROM events WHERE {below} ORDER BY number DESC LIMIT 1"
+        counts = self._run(query, frontier_step).fetchone()
+        made = self._events(f"{below} AND version IS NOT NULL ORDER BY number DESC LIMIT 1", frontier_step)
+        _, last = next(made, (0, None))
+        return Tally(frontier_step, *(json.loads(counts[0]) if counts else ())), last
 
     def version(self, number: int) -> ev.Certificate | ev.VersionRestored | None:
         """The certificate or the restore that made a version."""
-        for index in (self.steps, self.restores):
-            position = index.first(lambda record: record.number >= number)
-            found = index.read(position, position + 1)
-            event = self.event(found[0]) if found and found[0].number == number else None
-            if isinstance(event, ev.StepCommitted):
-                return event.certificate
-            if isinstance(event, ev.VersionRestored):
-                return event
+        for kind in (STEP, RESTORE):
+            for _, event in self._events("kind = ? AND version = ? ORDER BY number LIMIT 1", kind, number):
+                if isinstance(event, ev.StepCommitted):
+                    return event.certificate
+                if isinstance(event, ev.VersionRestored):
+                    return event
         return None
 
-    def steps_from(self, number: int) -> Iterator[Step]:
-        """Live committed and skipped steps, newest first, back to that which made version `number`."""
-        for low, high in reversed(self.live_steps()):
-            for position in range(high - 1, low - 1, -1):
-                record = self.steps.read(position, position + 1)[0]
-                if record.number < number:
-                    return
-                event = self.event(record)
-                if isinstance(event, ev.StepCommitted | ev.StepSkipped):
-                    yield event
-
-    def event(self, record: Record) -> ev.Event | None:
-        """The event of a record; None when its line is damaged."""
-        return _event(self.segments.read(_place(record)))
+    def steps_from(self, version: int) -> Iterator[Step]:
+        """Live committed and skipped steps, newest first, back to that which made `version`."""
+        query = f"SELECT min(number) FROM events WHERE kind IN ('{STEP}', '{RESTORE}') AND version >= ?"
+        since = self._run(query, version).fetchone()[0]
+        for _, event in self._events(
+            f"kind = ? AND number >= ? AND {LIVE} ORDER BY number DESC", STEP, since
+        ):
+            if isinstance(event, Step):
+                yield event
 
 
-def _place(record: Record) -> LinePlace:
-    return LinePlace(record.segment, record.offset, record.length)
-
-
-def _event(line: bytes) -> ev.Event | None:
+def salvage(directory: Path) -> None:
+    """Replaces a damaged history by its events up to the damage; the damaged file is kept beside it."""
+    path = directory / NAME
+    damaged = path.with_name(f"{NAME}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+    path.replace(damaged)
+    path.with_name(f"{NAME}-journal").unlink(missing_ok=True)
     try:
-        return ev.decode(line)
-    except msgspec.DecodeError:
-        return None
+        with RunFiles.opened(directory, write=True) as files, files._transaction():
+            for number, event, data, kind in _readable(damaged):
+                files._insert([(number, event, data)])
+                if kind == ASIDE:
+                    files._run("UPDATE events SET kind = ? WHERE number = ?", ASIDE, number)
+    except OSError:
+        damaged.replace(path)
+        raise
 
 
-def _number(line: bytes) -> int:
-    head = line.partition(b" ")[0]
-    return int(head) if head.isdigit() else -1
+def _readable(damaged: Path) -> Iterator[tuple[int, ev.Event, bytes, str]]:
+    old = sqlite3.connect(damaged, isolation_level=None)
+    sound = contextlib.suppress(sqlite3.DatabaseError, msgspec.DecodeError, TypeError)
+    with contextlib.closing(old), sound:
+        old.execute("PRAGMA writable_schema = ON")  # Else a file that was cut short is not read at all.
+        for number, data, kind in old.execute("SELECT number, data, kind FROM events ORDER BY number"):
+            yield number, ev.decode(data), data, kind

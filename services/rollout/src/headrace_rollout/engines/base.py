@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from headrace_modelkit.tokenizer import TextCodec
 
-    from headrace_rollout.engines.hosted.hosts import Hosts
+    from headrace_rollout.engines.hosts import Hosts
 
 
 @dataclass(frozen=True)

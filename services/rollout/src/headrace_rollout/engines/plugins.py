@@ -39,6 +39,7 @@ VLLM = Plugin(
         "routed_experts",
         "lora",
         "images",
+        "drafts_truncated",
         *_DISTRIBUTIONS,
     ),
 )

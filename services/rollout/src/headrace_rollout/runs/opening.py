@@ -29,7 +29,7 @@ from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig, Weights
 from headrace_rollout.engines.beside import EngineBeside, Frozen
 from headrace_rollout.engines.contract import require_engine
-from headrace_rollout.engines.hosted.hosts import Hosts
+from headrace_rollout.engines.hosts import Hosts
 from headrace_rollout.engines.samples import Distribution, SlotKey, Stream
 from headrace_rollout.environments.pool import Pools
 from headrace_rollout.runs.opened import (
@@ -141,12 +141,8 @@ def _text_run(
     def build(wanted: EngineConfig) -> Engine:
         engine = chosen.build(wanted)
         require_engine(chosen.name, engine)
-        if config.routed_experts:
-            _require_routes(chosen.name, engine, config)
         if config.images and (wrong := _images_refused(chosen.name, engine, codec)):
             raise PluginError([wrong])
-        if wanted.adapters:
-            _require_adapters(chosen.name, engine, config)
         return engine
 
     if config.environment is not None:
@@ -249,36 +245,6 @@ def _players(
     if not (beside or learning):
         return found, policy.engine
     return found, EngineBeside(policy.engine, beside, learning, apart)
-
-
-def _require_adapters(name: str, engine: Engine, config: RolloutConfig) -> None:
-    """Raises PluginError where rows of several adapters cannot be computed beside each other."""
-    reason = ""
-    if not engine.capabilities.lora:
-        reason = f"{name} computes with no adapters beside its model"
-    elif config.images:
-        reason = "the data has images, and a vision tower's rows are not those of prompts"
-    if reason:
-        raise PluginError(
-            [KeyProblem("rollout.enable_lora", reason, "leave it out: adapters are merged then")]
-        )
-
-
-def _require_routes(name: str, engine: Engine, config: RolloutConfig) -> None:
-    """Raises PluginError where trajectories cannot carry the experts that the run replays."""
-    from headrace_modelkit.experts import FAMILIES, expert_shape
-    from headrace_modelkit.loading import load_architecture
-
-    key, reason, fix = "algorithm.options.routing_replay", "", "leave it out"
-    if expert_shape(load_architecture(config.model)) is None:
-        reason = (
-            f"{config.model.path!r} has no experts that tokens are routed to ({', '.join(FAMILIES)} have)"
-        )
-    elif not engine.capabilities.routed_experts:
-        reason = f"rollout.engine: {name} does not tell which experts it sent tokens to"
-        fix = "use the engine transformers or vllm, or leave it out"
-    if reason:
-        raise PluginError([KeyProblem(key, reason, fix)])
 
 
 def _images_refused(name: str, engine: Engine, codec: TextCodec) -> KeyProblem | None:

@@ -267,13 +267,6 @@ class Algorithm(Protocol):
         """Whether the reference must be another model than the policy: `trainer.reference`."""
 
     @property
-    def on_policy_only(self) -> str:
-        """Why samples of an older version than the base would be learned from wrongly: "its baseline is ...".
-
-        Empty where the loss corrects for them. A run with `algorithm.max_staleness` above 0 is refused otherwise.
-        """
-
-    @property
     def critic(self) -> CriticPlan | None:
         """The critic whose values `columns` and the loss may name; most have none."""
 

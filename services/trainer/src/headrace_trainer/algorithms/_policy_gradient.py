@@ -74,7 +74,6 @@ class PolicyGradient(Generic[Chosen]):
     least_group = 1
     greedy_first = False
     needs_teacher = False
-    on_policy_only = ""
     whole_answers = ""
     """Why credit cannot go by turn: "its ratio is ..."; empty where it can."""
     compares = Barrier.GROUP

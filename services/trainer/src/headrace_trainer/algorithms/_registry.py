@@ -39,7 +39,6 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
     if by_turn and (reason := getattr(algorithm, "whole_answers", "")):
         fix = "set credit: trajectory, or take grpo, rloo, reinforce_pp or ppo"
         raise _unfit("algorithm.options.credit", f"{section.name} cannot tell turns apart: {reason}; {fix}")
-    check_staleness(section, algorithm)
     return algorithm
 
 
@@ -57,20 +56,6 @@ def built(registry: Registry[Made], section: AlgorithmSection) -> Made:
         raise refused(error) from error
 
 
-def check_staleness(section: AlgorithmSection, algorithm: Algorithm) -> None:
-    """Raises Refusal INVALID where samples may lag behind and the algorithm is right on policy only."""
-    if not section.max_staleness:
-        return
-    # An algorithm of somebody else's that does not say is taken to be one.
-    reason = getattr(algorithm, "on_policy_only", "it does not say how it corrects for older samples")
-    if reason:
-        raise _unfit(
-            "algorithm.max_staleness",
-            f"{section.name} is right on samples of the newest version only: {reason}; set max_staleness: 0, or take "
-            "another algorithm",
-        )
-
-
 def _check_batch(section: AlgorithmSection, algorithm: Algorithm) -> None:
     minibatches = algorithm.passes.minibatches
     if section.group_size < algorithm.least_group:
@@ -79,8 +64,6 @@ def _check_batch(section: AlgorithmSection, algorithm: Algorithm) -> None:
             f"{section.name} compares the samples of a group, and {section.group_size} is too few; use at least "
             f"{algorithm.least_group}",
         )
-    if section.group_size == 1 and algorithm.refill.drop_equal:
-        raise _unfit("algorithm.options.drop_equal", "a group of one is always equal; leave it out")
     if section.prompts_per_step < minibatches:
         raise _unfit(
             "algorithm.options.minibatches",

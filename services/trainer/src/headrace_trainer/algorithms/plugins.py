@@ -225,7 +225,7 @@ class KlCovOptions(AggregationOptions, StdOptions):
 
 _HERE = "headrace_trainer.algorithms"
 OFF_POLICY = ("off_policy",)
-"""Feature of an algorithm that may learn from samples of older versions: its `on_policy_only` is empty."""
+"""Feature of an algorithm that may learn from samples of older versions: its loss corrects for them."""
 GRPO = Plugin(
     f"{_HERE}.group_relative.grpo:Grpo",
     GrpoOptions,

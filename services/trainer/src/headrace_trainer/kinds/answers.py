@@ -41,7 +41,7 @@ from headrace_trainer.backends import build_backend, choose_backend
 from headrace_trainer.backends._base import Backend
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.kinds._base import DEFAULT_BACKEND, AnyLearner, RunKind
+from headrace_trainer.kinds._base import AnyLearner, RunKind
 from headrace_trainer.learning.learner import BatchLearner, Learner
 from headrace_trainer.learning.passes import StepRounds
 from headrace_trainer.learning.samples import Group, Sequence
@@ -69,7 +69,7 @@ class AnswersRun(RunKind):
                 section = critic_section(config.model, critic.path)
                 check_critic(config.model, section, "algorithm.options.critic_path")
             self._check_parts()
-            self._check_lora(algorithm)
+            self._check_lora()
             self._check_experts(algorithm)
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
@@ -176,26 +176,11 @@ class AnswersRun(RunKind):
                 key="trainer.freeze",
             )
 
-    def _check_lora(self, algorithm: Algorithm) -> None:
-        """Raises Refusal INVALID, naming the key, where adapters cannot be trained; and ModelNotReadable."""
+    def _check_lora(self) -> None:
+        """Raises Refusal INVALID for layers that the model has not or that get no adapter; and ModelNotReadable."""
         trainer = self._config.trainer
         if trainer.lora is None:
             return
-        fix = ", or leave trainer.lora out"
-        if trainer.backend != DEFAULT_BACKEND:
-            reason = f"{trainer.backend} has no adapters; set trainer.backend: {DEFAULT_BACKEND}{fix}"
-            raise invalid(f"trainer.lora: {reason}", key="trainer.lora")
-        if trainer.helpers:
-            reason = (
-                f"a helper holds published weights, in which adapters are merged; set trainer.helpers: 0{fix}"
-            )
-            raise invalid(f"trainer.helpers: {reason}", key="trainer.helpers")
-        if algorithm.critic is not None and algorithm.critic.own_model:
-            name = self._config.algorithm.name
-            reason = f"{name} has a critic with a model of its own, which has no adapters"
-            raise invalid(
-                f"trainer.lora: {reason}; take a critic that is a head of the policy{fix}", key="trainer.lora"
-            )
         with torch.device("meta"):
             model = load_model(self._config.model, weights=False)
         if problem := targets_problem(model, trainer.lora, vision=not trainer.freezes_vision):

@@ -14,7 +14,7 @@ from headrace_modelkit.weights import CheckpointNames, below, own_name
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.episodes import NO_BODIES, Bodies
 
-from headrace_trainer.algorithms._base import Algorithm, Barrier, Refill, replays_routing
+from headrace_trainer.algorithms._base import Algorithm, Barrier, Refill
 from headrace_trainer.backends._base import Backend
 from headrace_trainer.backends.policies import PoliciesBackend
 from headrace_trainer.errors import Refusal, invalid
@@ -80,11 +80,9 @@ class PoliciesRun(RunKind):
     def check(self) -> Algorithm:
         """The run's algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE, naming the key."""
         own = self._kinds[OWN].check()
-        _check_routes(own)
         for name in self._config.policies:
             try:
                 found = self._kinds[name].check()
-                _check_routes(found)
             except Refusal as refusal:
                 raise _of_policy(name, self._config, refusal) from refusal
             if found.greedy_first != own.greedy_first:
@@ -146,13 +144,6 @@ class PoliciesRun(RunKind):
         """The run's own policy as it would be alone, and the others in directories of their names below it."""
         for name, own in groupby(tensors, lambda tensor: own_name(tensor[0])[0]):
             self._kinds[name].export(((own_name(full)[1], value) for full, value in own), target / name)
-
-
-def _check_routes(algorithm: Algorithm) -> None:
-    """Raises Refusal INVALID where an algorithm wants routes: conversations are put together without them."""
-    if replays_routing(algorithm):
-        key = "algorithm.options.routing_replay"
-        raise invalid(f"{key}: a conversation is put together without routes; leave it out", key=key)
 
 
 def _of_policy(name: str, config: TrainerConfig, refusal: Refusal) -> Refusal:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace_servicekit.registry import Registry
-from headrace_trainer.algorithms._registry import ALGORITHMS, built, check_staleness
+from headrace_trainer.algorithms._registry import ALGORITHMS, built
 from headrace_trainer.errors import Refusal
 
 if TYPE_CHECKING:
@@ -39,14 +39,6 @@ def build_episode_algorithm(section: AlgorithmSection) -> EpisodeAlgorithm:
             f"{section.name} compares the episodes of a start state, and {section.group_size} is too few; use at "
             f"least {algorithm.least_group}",
         )
-    if section.group_size == 1 and algorithm.refill.drop_equal:
-        raise _unfit("options.drop_equal", "a group of one is always equal; leave it out")
-    if section.truncated == "mask":
-        raise _unfit(
-            "truncated",
-            "mask is for answers cut by a length limit; leave it out: the time limit ends episodes",
-        )
-    check_staleness(section, algorithm)
     return algorithm
 
 

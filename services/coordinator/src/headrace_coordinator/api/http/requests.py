@@ -97,7 +97,10 @@ async def read_model(request: Request, model: type[Model], what: str) -> Model:
         types = " or ".join(MEDIA_TYPES)
         message = f"the body must be JSON or YAML and is {given}; send Content-Type: {types}"
         raise Refused("UNSUPPORTED_MEDIA_TYPE", message)
-    body = await _read(request)
+    try:
+        body = await BODIES.read(request.scope["headers"], request.receive)
+    except BodyRefused as refused:
+        raise Refused(BODY_REASONS[refused.status], str(refused)) from refused
     return await PARSING.run(lambda: _parsed(body, media_type, model, what))
 
 
@@ -115,10 +118,11 @@ def _from_json(body: bytes, what: str) -> Any:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise invalid([problem("", f"{what} is not JSON: {error}", "send one JSON object")], what) from error
-    if (count := _count(data)) > MOST_VALUES:
+    count, finite = _counted(data)
+    if count > MOST_VALUES:
         reason = f"{what} holds {count:,} values, and {MOST_VALUES:,} is the most"
         raise invalid([problem("", reason, "put data into files that the spec names")], what)
-    if not _finite(data):
+    if not finite:
         raise invalid([problem("", f"{what} holds a number beyond 1e308", "write a finite number")], what)
     return data
 
@@ -133,29 +137,15 @@ def _from_yaml(body: bytes, what: str) -> Any:
         raise invalid([problem("", f"{what}: {error}", error.fix)], what) from error
 
 
-async def _read(request: Request) -> bytes:
-    try:
-        return await BODIES.read(request.scope["headers"], request.receive)
-    except BodyRefused as refused:
-        raise Refused(BODY_REASONS[refused.status], str(refused)) from refused
-
-
-def _count(data: Any) -> int:
-    """Values of JSON data, lists and objects among them."""
-    count, left = 0, [data]
+def _counted(data: Any) -> tuple[int, bool]:
+    """(values of JSON data, lists and objects among them; whether its numbers are finite)."""
+    count, finite, left = 0, True, [data]
     while left:
         value = left.pop()
         count += 1
+        finite = finite and not (isinstance(value, float) and not math.isfinite(value))
         left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return count
-
-
-def _finite(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, dict):
-        return all(_finite(item) for item in value.values())
-    return all(_finite(item) for item in value) if isinstance(value, list) else True
+    return count, finite
 
 
 Item = TypeVar("Item")

@@ -9,27 +9,24 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace_schema.resources.evaluations import EvaluationView
 from headrace_schema.resources.overviews import CurvesView
-from headrace_schema.resources.views import CertificateView, CheckpointView, EventView, StepView
+from headrace_schema.resources.views import CertificateView, CheckpointView, EventView, PolicyView, StepView
 
 from headrace_coordinator.api.reading.curves import read_curves
 from headrace_coordinator.api.reading.presenters import (
     brief_event_view,
     certificate_view,
-    evaluation_view,
     event_view,
-    policy_view,
-    step_view,
 )
 from headrace_coordinator.api.reading.reads import Page, Reads
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.ledger.compact import count, count_drops
 from headrace_coordinator.store.event_log import EventLog
-from headrace_coordinator.store.run_files import RunFiles
+from headrace_coordinator.store.run_files import CHECKPOINT, EVALUATION, STEP, RunFiles
 
 T = TypeVar("T")
 E = TypeVar("E", ev.StepCommitted, ev.Evaluated)
@@ -65,9 +62,9 @@ class Past:
         """Events with ids below `before`, newest first, with the number of slots in place of lists of them."""
 
         def look(files: RunFiles) -> Page[EventView, int]:
-            lines = files.segments.before(before, size + 1)
-            views = [brief_event_view(number, ev.decode(data)) for number, data in lines[:size]]
-            return views, views[-1].id if len(lines) > size else None
+            found = files.before(before, size + 1)
+            views = [brief_event_view(number, event) for number, event in found[:size]]
+            return views, views[-1].id if len(found) > size else None
 
         return await self._look(run_id, look)
 
@@ -79,9 +76,7 @@ class Past:
         """Committed steps of the live lineage behind a position, oldest first."""
 
         def look(files: RunFiles) -> Page[StepView, int]:
-            found = files.pages(files.steps, files.live_steps(), after)
-            committed = ((place, event) for place, event in found if isinstance(event, ev.StepCommitted))
-            return _page(committed, size, lambda event: step_view(event.view))
+            return _page(files.live(STEP, after), size, lambda event: StepView.from_json(event.view))
 
         return await self._look(run_id, look)
 
@@ -89,9 +84,9 @@ class Past:
         """Evaluations of the live lineage behind a position, oldest first."""
 
         def look(files: RunFiles) -> Page[EvaluationView, int]:
-            found = files.pages(files.evaluations, files.live_evaluations(), after)
-            made = ((place, event) for place, event in found if isinstance(event, ev.Evaluated))
-            return _page(made, size, lambda event: evaluation_view(event.view))
+            return _page(
+                files.live(EVALUATION, after), size, lambda event: EvaluationView.from_json(event.view)
+            )
 
         return await self._look(run_id, look)
 
@@ -99,18 +94,15 @@ class Past:
         """Certificates behind a position, oldest first, abandoned ones included; fewer where they are large."""
 
         def look(files: RunFiles) -> Page[CertificateView, int]:
-            live = files.live_steps()
-            found = files.pages(files.steps, [(0, len(files.steps))], after)
             shown: list[CertificateView] = []
             slots, last = 0, after
-            for place, event in found:
-                if not isinstance(event, ev.StepCommitted):
-                    continue
+            for number, event, live in files.certificates(after):
                 if len(shown) == size or slots >= SLOTS_A_PAGE:
                     return shown, last
-                certificate, last = event.certificate, place
+                assert isinstance(event, ev.StepCommitted)
+                certificate, last = event.certificate, number
                 slots += count(certificate.trained) + count_drops(certificate.dropped)
-                shown.append(certificate_view(certificate, any(low <= place < high for low, high in live)))
+                shown.append(certificate_view(certificate, live))
             return shown, None
 
         return await self._look(run_id, look)
@@ -121,17 +113,19 @@ class Past:
         keep, directory = run.spec["checkpoint"]["keep"], Path(run.run_directory) / "checkpoints"
 
         def look(files: RunFiles) -> list[CheckpointView]:
-            end, views = len(files.checkpoints), []
-            for record in reversed(files.checkpoints.read(max(0, end - keep), end)):
-                event, version = files.event(record), files.version(record.number)
-                if not isinstance(event, ev.CheckpointSaved) or version is None:
+            views = []
+            for event in files.newest(CHECKPOINT, keep):
+                if (
+                    not isinstance(event, ev.CheckpointSaved)
+                    or (version := files.version(event.number)) is None
+                ):
                     continue
                 if directory.is_dir() and not (directory / event.name).is_dir():
                     continue  # It was set aside, or deleted.
                 views.append(
                     CheckpointView(
                         name=event.name,
-                        version=policy_view(version),
+                        version=PolicyView.of(version),
                         step=event.step,
                         size_bytes=_size(directory / event.name),
                     )
@@ -145,7 +139,7 @@ class Past:
         return await self._event_log.history.read(run_id, look)
 
 
-def _page(found: Iterator[tuple[int, E]], size: int, view: Callable[[E], T]) -> Page[T, int]:
+def _page(found: Iterator[tuple[int, ev.Event]], size: int, view: Callable[[Any], T]) -> Page[T, int]:
     shown = list(islice(found, size))
     more = bool(shown) and next(found, None) is not None
     return [view(event) for _, event in shown], shown[-1][0] if more else None

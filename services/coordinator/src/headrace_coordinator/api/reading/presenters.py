@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,6 @@ from headrace_schema.resources.evaluations import (
     EvaluationRunView,
     EvaluationView,
     SuiteEvaluationView,
-    SuiteResultView,
 )
 from headrace_schema.resources.overviews import FlowView, RunSummaryView
 from headrace_schema.resources.views import (
@@ -29,7 +27,8 @@ from headrace_schema.resources.views import (
 from headrace_schema.sections.running import PlacementSection
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.devices.demand import section_of
+from headrace_coordinator.domain.devices.leases import is_gpu
+from headrace_coordinator.domain.devices.placement import first_mode, placement_of
 from headrace_coordinator.domain.devices.scheduling import Gift
 from headrace_coordinator.domain.ledger.compact import expand, expand_drops
 from headrace_coordinator.domain.ledger.slot_index import (
@@ -40,7 +39,6 @@ from headrace_coordinator.domain.ledger.slot_index import (
     PENDING,
     SETTLED,
 )
-from headrace_coordinator.domain.ledger.versions import Version
 from headrace_coordinator.domain.runs import STALLED, RunState, SuiteEvaluation
 from headrace_coordinator.store.run_files import Item
 
@@ -51,48 +49,35 @@ def run_view(
     run: RunState, waiting_for: list[str], place: int | None = None, gift: Gift | None = None
 ) -> RunView:
     """One run, from its running figures; `gift`: the smaller trainer group that it goes on with after this step."""
-    totals, tally, base, asked = run.totals, run.totals.tally, run.lineage.base, run.evaluation
-    return RunView(
+    totals, base, asked = run.totals, run.lineage.base, run.evaluation
+    return RunView.of(
+        run,
         name=f"runs/{run.id}",
-        id=run.id,
-        state=run.state,
-        reason=run.reason,
-        intent=run.intent,
-        priority=run.priority,
         place=place,
         step=run.ledger.step if asked is None else asked.answers,
         steps=run.steps_total if asked is None else asked.total,
         ranks=run.ranks if asked is None else 0,
         wanted_ranks=run.wanted_ranks or (gift.ranks if gift else 0),
         ranks_reason=gift.reason if gift else run.ranks_reason,
-        created_at=run.created_at,
         started_at=run.started_at or None,
         finished_at=run.finished_at or None,
         waiting_for=waiting_for,
         warnings=list(run.warnings.values()),
         stalled=STALLED in run.warnings,
-        policy=policy_view(base) if base else None,
-        warmup_steps=run.warmup_steps,
-        layout=run.layout,
-        baseline_prefill=evaluation_view(totals.baseline) if totals.baseline else None,
-        evaluations=[evaluation_view(view) for view in totals.evaluations],
-        last_step=step_view(totals.last_step) if totals.last_step else None,
-        counts=CountsView(
-            trained=tally.trained,
-            dropped=tally.dropped,
-            filtered=tally.filtered,
-            duplicates=tally.duplicates,
-            max_staleness=tally.max_staleness if tally.trained else None,
+        policy=PolicyView.of(base) if base else None,
+        baseline_prefill=EvaluationView.from_json(totals.baseline) if totals.baseline else None,
+        evaluations=[EvaluationView.from_json(view) for view in totals.evaluations],
+        last_step=StepView.from_json(totals.last_step) if totals.last_step else None,
+        counts=CountsView.of(
+            totals.tally,
+            max_staleness=totals.tally.max_staleness if totals.tally.trained else None,
             frontier=run.ledger.frontier,
         ),
-        recoveries=run.recoveries,
         run_directory=run.directory,
-        export_path=run.export_path,
         forked_from=(run.spec.get("from_checkpoint") or {}).get("run", ""),
         first_step=run.ledger.first_step,
         suite=None if asked is None else suite_view(asked, run.dataset_digest),
         plan=plan_view(run) if asked is None else None,
-        spec=run.spec,
     )
 
 
@@ -100,27 +85,14 @@ def run_summary_view(run: RunView, rewards: list[float | None]) -> RunSummaryVie
     """A run in short, with a sparkline of mean rewards."""
     scores = [view.score for view in run.evaluations if view.kind == "heldout"]
     others = {key: value for key, value in run.spec.items() if key != "seed"}
-    return RunSummaryView(
-        id=run.id,
-        state=run.state,
-        reason=run.reason,
-        priority=run.priority,
-        place=run.place,
-        step=run.step,
-        steps=run.steps,
-        created_at=run.created_at,
-        started_at=run.started_at,
-        finished_at=run.finished_at,
-        waiting_for=run.waiting_for,
+    return RunSummaryView.of(
+        run,
         reward_mean=finite(run.last_step.reward_mean) if run.last_step else None,
         score=finite(scores[-1]) if scores else None,
         rewards=rewards,
-        forked_from=run.forked_from,
         algorithm=run.spec.get("algorithm", {}).get("name", ""),
         seed=run.spec.get("seed", 0),
         family=hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:12],
-        tags=run.tags,
-        note=run.note,
     )
 
 
@@ -128,17 +100,13 @@ def plan_view(run: RunState) -> RunPlanView:
     """How a run uses its devices."""
     plan, placement, last = run.plan, run.spec["placement"], run.totals.last_step
     mode, ahead = placement["mode"], bool(run.spec["algorithm"].get("max_staleness"))
-    now = section_of(PlacementSection.model_validate(placement), run.plan, ahead=ahead)
-    turns = now.mode == "collocated" or now.share
+    gpus = any(map(is_gpu, run.grant.devices if run.grant else ()))
+    now = placement_of(PlacementSection.model_validate(placement), run.plan, ahead=ahead, gpus=gpus)
     measured = {} if last is None else {**last["stage_s"], "step": last["wall_s"]}
     return RunPlanView(
-        mode=now.mode,
-        flow="" if turns else "pipelined" if now.pipelined else "sequential",
-        memory=""
-        if not turns and now.mode == "disaggregated"
-        else "resident"
-        if now.resident
-        else "offloaded",
+        mode=now.section.mode,
+        flow="" if now.turns else "pipelined" if now.streams else "sequential",
+        memory="" if not now.rollouts_wait else "resident" if now.resident else "offloaded",
         chosen_by="auto" if mode == "auto" else "spec",
         from_step=plan.from_step + 1 if plan else 1,
         rollout=plan.rollout if plan else placement["rollout"],
@@ -159,7 +127,7 @@ def _before_any_plan(spec: Mapping[str, Any]) -> str:
     if spec["trainer"].get("helpers"):
         return "collocated: helpers take turns on the rollouts' devices"
     ahead = bool(spec["algorithm"].get("max_staleness"))
-    first = "disaggregated" if ahead else "collocated"
+    first = first_mode(ahead=ahead)
     if placement.measured_steps(spec["steps"]):
         second = "" if ahead else ", then disaggregated"
         return f"the first steps measure {first}{second}, then what promises more"
@@ -173,72 +141,20 @@ def _before_any_plan(spec: Mapping[str, Any]) -> str:
 
 def suite_view(evaluation: SuiteEvaluation, data_digest: str) -> SuiteEvaluationView:
     """What an evaluation asks and has found."""
-    result = evaluation.result
-    return SuiteEvaluationView(
+    return SuiteEvaluationView.of(
+        evaluation,
         suite=evaluation.spec["suite"]["name"],
-        model=evaluation.model,
-        checkpoint_run=evaluation.checkpoint_run,
-        checkpoint_step=evaluation.checkpoint_step,
         weights_digest=evaluation.digest,
         data_digest=data_digest,
-        items=evaluation.items,
         samples=evaluation.spec["samples"],
-        answers=evaluation.answers,
         answers_total=evaluation.total,
-        versions=evaluation.versions,
-        result=None if result is None else SuiteResultView.model_validate(result),
-        spec=evaluation.spec,
     )
 
 
 def evaluation_run_view(run: RunView) -> EvaluationRunView:
     """A run that evaluates, as an evaluation."""
     assert run.suite is not None
-    return EvaluationRunView(
-        **dict(run.suite),
-        name=f"evaluations/{run.id}",
-        id=run.id,
-        state=run.state,
-        reason=run.reason,
-        place=run.place,
-        created_at=run.created_at,
-        started_at=run.started_at,
-        finished_at=run.finished_at,
-        waiting_for=run.waiting_for,
-        recoveries=run.recoveries,
-    )
-
-
-def step_view(view: dict[str, Any]) -> StepView:
-    """A committed step from its event; JSON has null for a figure that is not a number."""
-    return StepView.model_validate(_numbers(view) | {"figures": _numbers(view["figures"])})
-
-
-def evaluation_view(view: dict[str, Any]) -> EvaluationView:
-    """An evaluation from its event."""
-    interval = {key: view.get(key) for key in ("score_low", "score_high")}  # None: there is none
-    return EvaluationView.model_validate(_numbers(view) | {"parts": _numbers(view["parts"])} | interval)
-
-
-def summary_view(view: dict[str, Any]) -> RunView:
-    """A run's view from JSON."""
-    made = {
-        "evaluations": [evaluation_view(each) for each in view["evaluations"]],
-        "baseline_prefill": evaluation_view(view["baseline_prefill"]) if view["baseline_prefill"] else None,
-        "last_step": step_view(view["last_step"]) if view["last_step"] else None,
-    }
-    return RunView.model_validate(view | made)
-
-
-def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: math.nan if value is None else value for name, value in values.items()}
-
-
-def policy_view(version: Version | ev.Certificate | ev.VersionRestored) -> PolicyView:
-    """What made a version, or keeps it, as its view."""
-    return PolicyView(
-        number=version.number, parent=version.parent, ordinal=version.ordinal, digest=version.digest
-    )
+    return EvaluationRunView.of(run, **dict(run.suite) | {"name": f"evaluations/{run.id}"})
 
 
 def certificate_view(certificate: ev.Certificate, live: bool) -> CertificateView:
@@ -252,7 +168,7 @@ def certificate_view(certificate: ev.Certificate, live: bool) -> CertificateView
     if not certificate.tokens_by_version:
         fields["max_staleness"] = fields["mean_staleness"] = None
     # Not validated: a hundred thousand slots that were validated when they were read.
-    return CertificateView.model_construct(version=policy_view(certificate), live=live, **fields)
+    return CertificateView.model_construct(version=PolicyView.of(certificate), live=live, **fields)
 
 
 COUNTED_FROM_0 = (

@@ -20,7 +20,6 @@ from headrace_coordinator.api.reading.presenters import flow_view, run_summary_v
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.demand import instances_wanted
-from headrace_coordinator.domain.devices.leases import LeaseTable
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
@@ -191,21 +190,45 @@ class Reads:
         return flow_view(run, self._fleet.names)
 
     def instances(self) -> list[InstanceView]:
-        """All instances."""
-        return instance_views(self._fleet)
+        """All registered instances."""
+        states = self._event_log.state.instances.values()
+        return [instance_view(self._fleet, state) for state in sorted(states, key=lambda each: each.instance)]
 
     def instances_returning(self) -> list[InstanceView]:
         """Those that ended a moment ago, as if they were back already."""
-        views = [_instance_view(self._fleet, state) for state in self._fleet.deaths.returning()]
+        views = [instance_view(self._fleet, state) for state in self._fleet.deaths.returning()]
         return [view.model_copy(update={"state": "READY"}) for view in views]
 
     def leases(self) -> list[LeaseView]:
         """All leases."""
-        return lease_views(self._fleet)
+        fleet = self._fleet
+        return [
+            LeaseView.of(
+                lease,
+                instance=fleet.readable(lease.incarnation),
+                expires_in_s=fleet.lease_manager.expires_in(lease.epoch),
+            )
+            for lease in self._event_log.state.table.leases.values()
+        ]
 
     def devices(self) -> list[DeviceView]:
-        """All devices."""
-        return device_views(self._fleet)
+        """All devices that any instance may be given."""
+        state = self._event_log.state
+        names = {device for each in state.instances.values() for device in each.devices}
+        return [self._device(name) for name in sorted(names | set(state.table.quarantined))]
+
+    def _device(self, name: str) -> DeviceView:
+        table = self._event_log.state.table
+        if quarantine := table.quarantined.get(name):
+            holder, reason = quarantine.incarnation, quarantine.reason
+            return DeviceView(name=name, state="QUARANTINED", holder=holder, reason=reason)
+        held = table.holders_of(name)
+        return DeviceView(
+            name=name,
+            state="LEASED" if held else "FREE",
+            holder=", ".join(self._fleet.readable(lease.incarnation) for lease in held),
+            reason=", ".join(f"{lease.run} {lease.stage}" for lease in held),
+        )
 
 
 class _Sparks:
@@ -232,25 +255,21 @@ def _version(run: RunView) -> int:
     return run.last_step.version if run.last_step else 0
 
 
-def instance_views(fleet: Fleet) -> list[InstanceView]:
-    """All registered instances."""
-    states = sorted(fleet.event_log.state.instances.values(), key=lambda i: i.instance)
-    return [_instance_view(fleet, state) for state in states]
-
-
-def _instance_view(fleet: Fleet, state: InstanceState) -> InstanceView:
+def instance_view(fleet: Fleet, state: InstanceState) -> InstanceView:
+    """A registered instance, and how busy it is by its last heartbeat."""
     session = fleet.sessions.get(state.incarnation)
     usage = session.usage if session else InstanceUsage()
     silent_s = fleet.silent_for(state.incarnation)
-    return InstanceView(
+    return InstanceView.of(
+        state,
         name=state.instance,
-        incarnation=state.incarnation,
-        kind=state.kind,
-        state=_instance_state(state.draining, session is not None, silent_s),
-        host=state.host,
-        address=state.address,
-        devices=state.devices,
-        capabilities=state.capabilities,
+        state="SILENT"
+        if silent_s
+        else "LOST"
+        if session is None
+        else "DRAINING"
+        if state.draining
+        else "READY",
         run=fleet.run_of(state.incarnation),
         resident_memory_bytes=usage.resident_memory_bytes,
         busy_cores=round(usage.busy_cores, 2),
@@ -260,54 +279,3 @@ def _instance_view(fleet: Fleet, state: InstanceState) -> InstanceView:
         last_heartbeat_age_s=fleet.event_log.monotonic() - session.heard_at if session else -1.0,
         silent_for_s=silent_s,
     )
-
-
-def _instance_state(draining: bool, connected: bool, silent_s: float) -> str:
-    if silent_s:
-        return "SILENT"
-    if not connected:
-        return "LOST"
-    return "DRAINING" if draining else "READY"
-
-
-def lease_views(fleet: Fleet) -> list[LeaseView]:
-    """All leases."""
-    state = fleet.event_log.state
-    return [
-        LeaseView(
-            epoch=lease.epoch,
-            state=lease.state,
-            instance=fleet.readable(lease.incarnation),
-            run=lease.run,
-            stage=lease.stage,
-            devices=lease.devices,
-            memory_part=lease.memory_part,
-            expires_in_s=fleet.lease_manager.expires_in(lease.epoch),
-            since=lease.since,
-        )
-        for lease in state.table.leases.values()
-    ]
-
-
-def device_views(fleet: Fleet) -> list[DeviceView]:
-    """All devices that any instance may be given."""
-    table = fleet.event_log.state.table
-    names = {device for i in fleet.event_log.state.instances.values() for device in i.devices} | set(
-        table.quarantined
-    )
-    return [_device(fleet, table, name) for name in sorted(names)]
-
-
-def _device(fleet: Fleet, table: LeaseTable, name: str) -> DeviceView:
-    if quarantine := table.quarantined.get(name):
-        return DeviceView(
-            name=name, state="QUARANTINED", holder=quarantine.incarnation, reason=quarantine.reason
-        )
-    if held := table.holders_of(name):
-        return DeviceView(
-            name=name,
-            state="LEASED",
-            holder=", ".join(fleet.readable(lease.incarnation) for lease in held),
-            reason=", ".join(f"{lease.run} {lease.stage}" for lease in held),
-        )
-    return DeviceView(name=name, state="FREE", holder="", reason="")

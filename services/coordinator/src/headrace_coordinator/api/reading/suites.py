@@ -119,18 +119,7 @@ def _difference(mode: str, earlier: _Answered, later: _Answered) -> DifferenceVi
     if not both:
         return None
     found = estimates.compare([before[item] for item in both], [after[item] for item in both])
-    return DifferenceView(
-        mode=mode,
-        first=found.first,
-        second=found.second,
-        difference=found.second - found.first,
-        low=found.low,
-        high=found.high,
-        wins=found.wins,
-        losses=found.losses,
-        ties=found.ties,
-        p_value=found.p_value,
-    )
+    return DifferenceView.of(found, mode=mode, difference=found.second - found.first)
 
 
 def _finished(key: str, run: RunView) -> None:

@@ -10,12 +10,13 @@ from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules import acting
 from headrace_schema.sections.generating import HOSTS, engine_gpus, engine_hosts
-from headrace_schema.sections.running import APART, SIDES
+from headrace_schema.sections.running import SIDES
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.fleet_view import FleetView, gpus_of
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.domain.devices.demand import devices_each
+from headrace_coordinator.domain.devices.placement import Placement, placement_of
 from headrace_coordinator.domain.devices.places import named_devices
 
 
@@ -58,8 +59,9 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
                     name, shown, extra="" if shown else "wait until an instance has registered devices"
                 )
                 yield problem(f"placement.{key}[{index}]", f"there is no device {name!r}", fix)
-    ahead = spec.algorithm.max_staleness > 0
-    apart = placement.mode in APART or (placement.mode == "auto" and ahead)
+    ahead, gpus = spec.algorithm.max_staleness > 0, any(name.startswith("gpu:") for name in shown)
+    resolved = placement_of(placement, ahead=ahead, gpus=gpus)
+    apart = resolved.apart and not resolved.spans
     if apart and (both := sorted({*meant["rollout"]} & {*meant["trainer"]})):
         yield problem(
             "placement.trainer",
@@ -67,21 +69,16 @@ def devices(submission: Submission) -> Iterator[KeyProblemView]:
             "name other devices, or set placement.mode: collocated",
         )
         return
-    gpus = any(name.startswith("gpu:") for name in shown)
     each = devices_each(spec, fleet.devices)
     if gpus:
-        yield from _on_gpus(spec)
+        yield from _on_gpus(spec, resolved, meant)
         yield from _weights(spec, fleet)
     if each > 1 and (wrong := list(_engines(spec, fleet, meant, each))):
         yield from wrong
         return
-    if placement.reward:
-        yield from _scorers(spec, fleet, meant)
-    if placement.simulator:
-        yield from _simulators(spec, fleet, meant)
-        if placement.joint is None:
-            return
-    if placement.reward:
+    if placement.reward or placement.simulator:
+        yield from _beside(spec, fleet, meant, apart=apart)
+    if placement.reward or (placement.simulator and placement.joint is None):
         return
     generate = max(len(meant["rollout"]), spec.rollout.instances * each)
     learn = max(len(meant["trainer"]), spec.trainer.ranks)
@@ -165,49 +162,48 @@ def _weights(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
     yield problem(SPAN, reason, fix)
 
 
-def _simulators(
-    spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]]
+def _beside(
+    spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]], *, apart: bool
 ) -> Iterator[KeyProblemView]:
-    there = [device for device in fleet.devices if device in fleet.simulate]
-    simulates = named_devices(spec.placement.simulator, there, fleet.hosts)
-    both_sides = {*meant["rollout"], *simulates}
-    for index, name in enumerate(spec.placement.simulator):
-        if named_devices([name], fleet.devices, fleet.hosts) and not named_devices(
-            [name], there, fleet.hosts
-        ):
-            fix = "name a device that one sees, or start simulators with --devices auto"
-            yield problem(f"placement.simulator[{index}]", f"no simulator instance sees {name!r}", fix)
-    if spec.placement.mode in APART and (both := sorted({*simulates} & {*meant["trainer"]})):
-        yield acting.overlaps_trainer(acting.SIMULATOR, both, spec.placement.mode)
-    if spec.placement.joint is None and simulates and len(both_sides) <= spec.rollout.instances:
-        yield acting.too_few_to_simulate(len(both_sides), spec.rollout.instances)
-
-
-def _scorers(spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]]) -> Iterator[KeyProblemView]:
-    there = [device for device in fleet.devices if device in fleet.score]
-    for index, name in enumerate(spec.placement.reward):
-        known = named_devices([name], fleet.devices, fleet.hosts)
-        if known and not named_devices([name], there, fleet.hosts):
-            fix = "name a device that one sees, or start reward instances with --devices auto"
-            yield problem(f"placement.reward[{index}]", f"no reward instance sees {name!r}", fix)
-    for side in ("rollout", "simulator"):
-        if both := sorted({*meant["reward"]} & {*meant[side]}):
-            yield acting.scores_beside(both, side)
-    if spec.placement.mode in APART and (both := sorted({*meant["reward"]} & {*meant["trainer"]})):
-        yield acting.overlaps_trainer(acting.REWARD, both, spec.placement.mode)
-
-
-def _on_gpus(spec: RunSpec) -> Iterator[KeyProblemView]:
+    """Problems of the devices of simulators and of scorers: who sees them, and who would have them at the same time."""
     placement = spec.placement
-    if placement.mode == "hybrid":
-        yield problem(
-            "placement.mode",
-            "hybrid gives one rank several devices, and on GPUs a rank computes on one",
-            "set placement.mode: disaggregated, or collocated with trainer.helpers",
-        )
-    elif placement.memory == "resident" and placement.mode in ("collocated", "auto"):
-        reason = "an engine takes the memory that it finds on a GPU, and leaves a trainer no room beside it"
-        yield problem("placement.memory", reason, "set placement.memory: offloaded")
+    for key, side, sees in (
+        (acting.SIMULATOR, "simulator", fleet.simulate),
+        (acting.REWARD, "reward", fleet.score),
+    ):
+        there = [device for device in fleet.devices if device in sees]
+        names: list[str] = getattr(placement, side)
+        for index, name in enumerate(names):
+            known = named_devices([name], fleet.devices, fleet.hosts)
+            if known and not named_devices([name], there, fleet.hosts):
+                fix = f"name a device that one sees, or start {side} instances with --devices auto"
+                yield problem(f"{key}[{index}]", f"no {side} instance sees {name!r}", fix)
+        both = {*named_devices(names, there, fleet.hosts)} & {*meant["trainer"]}
+        if apart and both:
+            yield acting.overlaps_trainer(key, sorted(both), placement.mode)
+    simulates = {*meant["simulator"]} & {*fleet.simulate}
+    act = {*meant["rollout"], *simulates}
+    if placement.joint is None and simulates and len(act) <= spec.rollout.instances:
+        yield acting.too_few_to_simulate(len(act), spec.rollout.instances)
+    for side in ("rollout", "simulator"):
+        if both := {*meant["reward"]} & {*meant[side]}:
+            yield acting.scores_beside(sorted(both), side)
+
+
+def _on_gpus(
+    spec: RunSpec, placement: Placement, meant: Mapping[str, Sequence[str]]
+) -> Iterator[KeyProblemView]:
+    if not placement.spans:
+        return
+    fix = "or placement.mode: disaggregated, with trainer.helpers on the rollouts' GPUs"
+    if spec.algorithm.max_staleness:
+        reason = "on GPUs the ranks of a hybrid placement sleep while answers are made"
+        yield problem("algorithm.max_staleness", reason, f"set 0, {fix}")
+    others = {device for side in ("rollout", "simulator", "reward") for device in meant[side]}
+    if meant["trainer"] and spec.trainer.ranks <= len({*meant["trainer"]} - others):
+        reason = "on GPUs a rank computes on one, and these ranks have as many that nobody else has"
+        most = len({*meant["trainer"]} | others)
+        yield problem("trainer.ranks", reason, f"set one for each GPU ({most}), {fix}")
 
 
 def _fitting(

@@ -81,12 +81,10 @@ def _checkpoint(asked: EvaluationSpec, origin: Origin) -> tuple[RunView, Checkpo
     raise Impossible([origin.no_checkpoint_of("checkpoint.step", wanted)])
 
 
-def suite_evaluation(submission: Submission) -> SuiteEvaluation | None:
-    """What the run of an evaluation keeps of it, once its rules hold; None of a run that trains."""
+def suite_evaluation(submission: Submission) -> SuiteEvaluation:
+    """What the run of an evaluation keeps of it, once its rules hold."""
     evaluated, data = submission.evaluated, submission.data
-    if evaluated is None:
-        return None
-    assert isinstance(data, Dataset)
+    assert evaluated is not None and isinstance(data, Dataset)
     made = SuiteEvaluation(
         spec=evaluated.asked.model_dump(mode="json"),
         model=evaluated.model,
@@ -107,12 +105,10 @@ def suite_evaluation(submission: Submission) -> SuiteEvaluation | None:
     return made
 
 
-def in_users_keys(problems: list[KeyProblemView], evaluated: Evaluated | None) -> list[KeyProblemView]:
-    """Problems of a submission's run in the keys of what was asked."""
-    return problems if evaluated is None else _in_users_keys(problems, evaluated.suite)
-
-
-def _in_users_keys(problems: list[KeyProblemView], suite: Suite) -> list[KeyProblemView]:
+def in_users_keys(problems: list[KeyProblemView], suite: Suite | None) -> list[KeyProblemView]:
+    """Problems of a run in the keys of what was asked: a suite, or the run itself."""
+    if suite is None:
+        return problems
     found = []
     for each in problems:
         key = each.key
@@ -147,7 +143,7 @@ def _run_spec(asked: EvaluationSpec, model: ModelSection, suite: Suite) -> RunSp
     try:
         return RunSpec.model_validate(sections)
     except ValidationError as error:
-        raise Impossible(_in_users_keys(explain(error, RunSpec), suite)) from error
+        raise Impossible(in_users_keys(explain(error, RunSpec), suite)) from error
 
 
 def _versions() -> dict[str, str]:

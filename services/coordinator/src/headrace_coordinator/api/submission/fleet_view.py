@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace_schema.gpu_defaults import Default, Gpus, gpu_defaults
 from headrace_schema.model_size import local_config, text_config
 from headrace_schema.resources.fleet import InstanceView
+from headrace_schema.sections.generating import quantized
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.lease.gpus import GPU_MEMORY, read_gpu_memory
+from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.domain.devices.leases import BUILT_IN, is_gpu
 from headrace_coordinator.domain.devices.places import named_devices
@@ -82,10 +85,18 @@ class FleetView:
         """Capabilities of one kind and facet."""
         return self.capabilities.get(kind, {}).get(facet, frozenset())
 
-    def offers(self, engine: str, feature: str) -> bool:
-        """Whether an engine has a feature; instances of a release that registers none count as having all."""
-        listed = self.names("rollout", "engine_features")
-        return not listed or f"{engine}:{feature}" in listed
+    def instead(self, kind: str, sort: str, name: str, needs: str) -> list[str] | None:
+        """Plug-ins of a sort (engine, algorithm) that can do what one cannot; None where it can, or it is not known."""
+        known, listed = self.names(kind, f"{sort}s"), self.names(kind, f"{sort}_features")
+        if not listed or name not in known or f"{name}:{needs}" in listed:
+            return None
+        return sorted(each for each in known if f"{each}:{needs}" in listed)
+
+    def schemas(self, kind: str, facet: str, name: str) -> list[Mapping[str, Any]]:
+        """JSON Schemas of a plug-in's options; instances of two releases may register two."""
+        listed = (text for text in sorted(self.names(kind, facet)) if text.startswith(f"{name}="))
+        found = (read_capabilities([text]).get(name) for text in listed)
+        return [schema for schema in found if schema is not None]
 
 
 def choose_engine(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:
@@ -94,7 +105,7 @@ def choose_engine(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:
     A run that has GPUs and names no engine leaves it to the fleet, too.
     """
     engine, named = spec.rollout.engine, {"engine", "engine_options"} & spec.rollout.model_fields_set
-    if engine != AUTO and (named or spec.workflow == "embodied" or not has_gpus(spec, fleet)):
+    if engine != AUTO and (named or spec.acts_in_environments or not has_gpus(spec, fleet)):
         return engine, ""
     name, why = _preferred(spec, fleet)
     return name, f"rollout.engine: {AUTO} takes {name}: {why}"
@@ -149,7 +160,7 @@ def model_type(path: str) -> str:
 
 def hardware_defaults(spec: RunSpec, engine: str, fleet: FleetView) -> list[Default]:
     """Defaults of a run that has GPUs, of keys that its spec does not name; none for robot policies."""
-    if spec.workflow == "embodied" or not has_gpus(spec, fleet):
+    if spec.acts_in_environments or not has_gpus(spec, fleet):
         return []
     return gpu_defaults(spec, engine, text_config(spec.model.path), gpus_of(spec, fleet))
 
@@ -160,3 +171,25 @@ def gpus_of(spec: RunSpec, fleet: FleetView) -> Gpus:
     sizes = [fleet.gpu_bytes.get(device, 0) for device in named or fleet.devices if is_gpu(device)]
     seen = [count for count in (len(named), max(fleet.rollouts_see, default=0)) if count]
     return Gpus(min(sizes, default=0), min(seen, default=0))
+
+
+def correction(spec: RunSpec, fleet: FleetView) -> list[Default]:
+    """Truncated importance sampling for rollouts that are quantised, or add adapters to a base of few bits, in each
+    policy's algorithm that names no correction of its own: the engine's distribution is not the trainer's then.
+    """
+    what = quantized(spec.rollout.engine_options)
+    why = f"the engine computes with {what}, and the trainer without"
+    if not what and spec.rollout.enable_lora and spec.model.dtype != "float32":
+        what = f"adapters beside {spec.model.dtype} weights"
+        why = f"the engine computes with {what}, and the trainer rounds both to one weight"
+    return [
+        Default(f"{key}.options.correction", "truncate", why)
+        for key, algorithm in spec.algorithms.items()
+        if what
+        and "correction" not in algorithm.options
+        and algorithm.options.get("old_log_probs") != "engine"
+        and any(
+            "correction" in schema.get("properties", {})
+            for schema in fleet.schemas("trainer", "algorithm_options", algorithm.name)
+        )
+    ]

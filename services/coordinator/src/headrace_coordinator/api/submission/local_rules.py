@@ -9,17 +9,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace_schema.model_size import model_size, text_config
+from headrace_schema.model_size import text_config
 from headrace_schema.openings import role_model
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import KeyProblemView, RunView
-from headrace_schema.rules.embodied import no_policy_directory
+from headrace_schema.rules.environments import no_policy_directory
 from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.data.dataset import WARMUP_BYTES, Dataset
-from headrace_coordinator.trackers import tracker_problems
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 PRESETS = ("smollm2", "tiny", "tiny_vision")
@@ -33,7 +32,7 @@ BATCH_SHAPE = ("group_size", "prompts_per_step")
 def models(submission: Submission) -> Iterator[KeyProblemView]:
     """Directories of models that are not there, or hold none."""
     spec = submission.spec
-    yield from _policy_directory(spec.model) if spec.workflow == "embodied" else ()
+    yield from _policy_directory(spec.model) if spec.acts_in_environments else ()
     yield from _model_directory(spec.model, "model.path")
     if spec.trainer.reference:
         yield from _model_directory(spec.trainer.reference, "trainer.reference.path")
@@ -53,27 +52,25 @@ def models(submission: Submission) -> Iterator[KeyProblemView]:
             yield from _model_directory(ModelSection(path=path), key)
 
 
-def engine_heads(submission: Submission) -> Iterator[KeyProblemView]:
-    """Numbers of GPUs among which a local model's attention heads cannot be divided, and experts that it has not."""
-    spec = submission.spec
-    shape, arguments = (
-        model_size(text_config(spec.model.path)),
-        spec.rollout.engine_options.get("engine_args"),
-    )
-    parallel = isinstance(arguments, dict) and arguments.get("enable_expert_parallel")
-    if parallel and shape is not None and not shape.expert_parameters:
-        key = "rollout.engine_options.engine_args.enable_expert_parallel"
-        yield problem(key, f"{spec.model.path!r} has no experts to divide", "leave it out")
-    size = spec.rollout.engine_options.get("tensor_parallel_size")
-    config = text_config(spec.model.path)
+def engine_model(submission: Submission) -> Iterator[KeyProblemView]:
+    """GPUs that cannot divide a local model's attention heads, and a model that drafts with other words than it has."""
+    path, given = submission.spec.model.path, submission.spec.rollout.engine_options
+    config = text_config(path)
     heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if type(size) is not int or size < 1 or type(heads) is not int or heads < 1:
-        return
-    keys = shared if type(shared) is int and shared > 0 else heads
-    if size not in (valid := dividing_sizes(heads, keys)):
-        reason = f"{size} devices cannot divide {heads} attention heads ({keys} of keys and values)"
-        fix = f"set one of {', '.join(map(str, valid))}"
-        yield problem("rollout.engine_options.tensor_parallel_size", reason, fix)
+    size = given.get("tensor_parallel_size")
+    if type(size) is int and size > 0 and type(heads) is int and heads > 0:
+        keys = shared if type(shared) is int and shared > 0 else heads
+        if size not in (valid := dividing_sizes(heads, keys)):
+            reason = f"{size} devices cannot divide {heads} attention heads ({keys} of keys and values)"
+            fix = f"set one of {', '.join(map(str, valid))}"
+            yield problem("rollout.engine_options.tensor_parallel_size", reason, fix)
+    speculative, words = given.get("speculative"), config.get("vocab_size")
+    draft = speculative.get("model") if isinstance(speculative, dict) else None
+    drafted = text_config(str(draft)).get("vocab_size") if draft else None
+    if words is not None and drafted is not None and words != drafted:
+        reason = f"{draft} has a vocabulary of {drafted} tokens and {path} one of {words}"
+        fix = "name a model of the same family, or set method: ngram"
+        yield problem("rollout.engine_options.speculative.model", reason, fix)
 
 
 def data(submission: Submission) -> Iterator[KeyProblemView]:
@@ -89,7 +86,7 @@ def data(submission: Submission) -> Iterator[KeyProblemView]:
         except Impossible as error:
             yield from error.problems
             return
-    answers = spec.workflow != "embodied" and spec.trainer.warmup.steps
+    answers = not spec.acts_in_environments and spec.trainer.warmup.steps
     if answers and (unanswered := opened.unanswered()):
         reason = f"{unanswered} of {opened.train_size} training items have no answer to learn from"
         yield problem(
@@ -104,30 +101,22 @@ def data(submission: Submission) -> Iterator[KeyProblemView]:
         yield problem("trainer.warmup.steps", reason, fix)
 
 
-def trackers(submission: Submission) -> Iterator[KeyProblemView]:
-    """Trackers that cannot be had."""
-    yield from tracker_problems(submission.spec.tracking)
-
-
-def suite_limit(submission: Submission) -> Iterator[KeyProblemView]:
-    """An evaluation that asks more items than its suite has."""
-    if submission.evaluated is None or submission.data is None or isinstance(submission.data, Impossible):
-        return
-    count, limit = submission.data.asked_size, submission.evaluated.asked.suite.limit
-    if limit is not None and limit > count:
-        yield problem("suite.limit", f"the suite has {count} items", f"the nearest valid value is {count}")
-    yield from _answers(min(limit or count, count), submission.evaluated.asked.samples, "samples")
-
-
-def heldout_answers(submission: Submission) -> Iterator[KeyProblemView]:
-    """An evaluation within a run that has more answers than the coordinator keeps in hand."""
+def answers(submission: Submission) -> Iterator[KeyProblemView]:
+    """More items than a suite has, and more answers of one evaluation than the coordinator keeps in hand."""
     data, spec = submission.data, submission.spec
-    if submission.evaluated is None and isinstance(data, Dataset):
-        asked = [len(data.of_kind(kind)[1]) for kind in data.evaluated]
-        yield from _answers(max(asked, default=0), spec.evaluation.samples, "evaluation.samples")
-
-
-def _answers(items: int, samples: int, key: str) -> Iterator[KeyProblemView]:
+    if not isinstance(data, Dataset):
+        return
+    if submission.evaluated is not None:
+        items, limit = data.asked_size, submission.evaluated.asked.suite.limit
+        samples, key = submission.evaluated.asked.samples, "samples"
+        if limit is not None and limit > items:
+            yield problem(
+                "suite.limit", f"the suite has {items} items", f"the nearest valid value is {items}"
+            )
+        items = min(limit or items, items)
+    else:
+        items = max((len(data.of_kind(kind)[1]) for kind in data.evaluated), default=0)
+        samples, key = spec.evaluation.samples, "evaluation.samples"
     if items * samples > MOST_ANSWERS:
         reason = (
             f"{samples:,} answers to {items:,} items are more than the {MOST_ANSWERS:,} of one evaluation"

@@ -11,17 +11,30 @@ from functools import cached_property
 
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.gpu_defaults import Default, told, with_defaults
-from headrace_schema.model_size import text_config
+from headrace_schema.images import VISION_FAMILIES
+from headrace_schema.model_size import local_config, model_size, text_config
 from headrace_schema.problems import Impossible, nearest, problem
 from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunView
+from headrace_schema.rules.features import Resolved
 from headrace_schema.spec import RunSpec
 
-from headrace_coordinator.api.submission.approximate import correction
-from headrace_coordinator.api.submission.fleet_view import FleetView, choose_engine, hardware_defaults
+from headrace_coordinator.api.submission.fleet_view import (
+    FleetView,
+    choose_engine,
+    correction,
+    hardware_defaults,
+)
 from headrace_coordinator.data.dataset import Dataset
-from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.suites import Suite
 
+ENGINE_FEATURES = (
+    *("deterministic", "lora", "inflight_update", "routed_experts", "images", "drafts_truncated"),
+    *("top_p_after_others", "penalty_counts_prompt"),
+)
+"""What rows of the table ask of an engine."""
+BACKEND_FEATURES = ("adapters", "changing_ranks", "critic", "helpers", "images", "policies", "shared_prefix")
+"""What rows of the table ask of a training backend."""
 LOOKED_AT = 512
 """Training items, spread over all of them."""
 CHARACTERS = 8
@@ -30,60 +43,42 @@ ROUNDS = 100
 """Times that a run asks each item: far more than a data set is worth."""
 
 
-def foreseen(spec: RunSpec, data: Dataset) -> str:
-    """Sentences for people; empty where nothing is foreseen, as of environments, which make their own tasks."""
+def foreseen(spec: RunSpec, data: Dataset) -> Iterator[str]:
+    """Sentences for people; none of environments, which make their own tasks."""
     if spec.environment is not None:
-        return ""
-    items = data.spread(LOOKED_AT)
-    return "; ".join([*_of_room(spec, items), *_of_items(spec, items), *_of_amounts(spec, data.train_size)])
-
-
-def _of_room(spec: RunSpec, items: list[DataItem]) -> Iterator[str]:
-    """What the context has no room for: `model.max_context`, else that of a local model's configuration."""
+        return
+    items, most = data.spread(LOOKED_AT), spec.sampling.max_new_tokens
     context = spec.model.max_context or text_config(spec.model.path).get("max_position_embeddings")
-    if type(context) is not int or context < 1:
-        return
-    if spec.sampling.max_new_tokens >= context:
-        yield (
-            f"sampling.max_new_tokens is {spec.sampling.max_new_tokens}, and the model's context is {context} tokens: "
-            "answers end where that does"
+    if type(context) is int and context > 0:
+        if most >= context:
+            yield (
+                f"sampling.max_new_tokens is {most}, and the model's context is {context} tokens: answers end where "
+                "that does"
+            )
+        lengths = (
+            sum(len(turn["content"] or "") for turn in each.messages) or len(each.question) for each in items
         )
-    shortest = min((_characters(item) for item in items), default=0)
-    if shortest > CHARACTERS * context:
-        yield (
-            f"every prompt has {shortest} characters or more, and the context {context} tokens: all would be dropped; "
-            "raise model.max_context"
-        )
-
-
-def _characters(item: DataItem) -> int:
-    return sum(len(turn["content"] or "") for turn in item.messages) or len(item.question)
-
-
-def _of_items(spec: RunSpec, items: list[DataItem]) -> Iterator[str]:
+        if (shortest := min(lengths, default=0)) > CHARACTERS * context:
+            yield (
+                f"every prompt has {shortest} characters or more, and the context {context} tokens: all would be "
+                "dropped; raise model.max_context"
+            )
     answers = [item.answer.strip() for item in items if item.answer.strip()]
-    if not answers:
-        return
     if len(answers) >= 16 and len(set(answers)) == 1:
         yield (
             f"every reference is {answers[0][:40]!r}: one constant answer would be right for all; "
             "see data.options.answer"
         )
-    most = spec.sampling.max_new_tokens
-    long = sum(len(answer) > CHARACTERS * most for answer in answers)
-    if 2 * long > len(answers):
+    if 2 * (long := sum(len(answer) > CHARACTERS * most for answer in answers)) > len(answers):
         yield (
             f"{long} of {len(answers)} references are longer than {most} tokens can be: an answer that gives one whole "
             "is cut; raise sampling.max_new_tokens"
         )
-
-
-def _of_amounts(spec: RunSpec, items: int) -> Iterator[str]:
-    asked = spec.algorithm.prompts_per_step
-    if asked > items:
-        yield f"a step asks {asked} prompts of {items} items: it asks some of them more than once"
-    if spec.steps * asked > ROUNDS * items:
-        yield f"{spec.steps} steps ask each of {items} items {spec.steps * asked // items} times"
+    asked, there = spec.algorithm.prompts_per_step, data.train_size
+    if asked > there:
+        yield f"a step asks {asked} prompts of {there} items: it asks some of them more than once"
+    if spec.steps * asked > ROUNDS * there:
+        yield f"{spec.steps} steps ask each of {there} items {spec.steps * asked // there} times"
 
 
 @dataclass(frozen=True)
@@ -146,32 +141,61 @@ class Submission:
     evaluated: Evaluated | None = None
 
     @cached_property
-    def _choice(self) -> tuple[str, str]:
-        return choose_engine(self.spec, self.fleet)
-
-    @cached_property
     def _defaults(self) -> list[Default]:
-        return hardware_defaults(self.spec, self.engine, self.fleet)
+        corrected = correction(self.spec, self.fleet) if self.evaluated is None else []
+        return [*hardware_defaults(self.spec, self.engine, self.fleet), *corrected]
 
     @cached_property
-    def _corrections(self) -> list[Default]:
-        return correction(self.spec, self.fleet) if self.evaluated is None else []
-
-    @property
     def engine(self) -> str:
         """The engine that the run takes."""
-        return self._choice[0]
+        return choose_engine(self.spec, self.fleet)[0]
+
+    @property
+    def registry(self) -> str:
+        """Which of a trainer's registries the algorithm is in."""
+        return "episode_algorithm" if self.spec.acts_in_environments else "algorithm"
+
+    @cached_property
+    def resolved(self) -> Resolved:
+        """The spec with what the fleet, its data and a local model say of it."""
+        in_data = isinstance(self.data, Dataset) and self.data.has_images
+        size = model_size(text_config(self.spec.model.path))
+        models = {"model.path": self.spec.model, "trainer.reference.path": self.spec.trainer.reference}
+        kinds = {key: local_config(each.path).get("model_type") for key, each in models.items() if each}
+        return Resolved(
+            self.spec,
+            engine=self.engine,
+            instead=dict(self._instead()),
+            images="the data has images" if in_data else "",
+            in_data=in_data,
+            blind={key: kind for key, kind in kinds.items() if kind and kind not in VISION_FAMILIES},
+            plain=size is not None and not size.expert_parameters,
+            gpus=any(map(is_gpu, self.fleet.devices)),
+            asked=self.evaluated.asked.sampling if self.evaluated else None,
+        )
+
+    def _instead(self) -> Iterator[tuple[str, list[str]]]:
+        plug_ins: list[tuple[str, str, str, str, Sequence[str]]] = [
+            ("rollout.engine", "rollout", "engine", self.engine, ENGINE_FEATURES),
+            ("trainer.backend", "trainer", "backend", self.spec.trainer.backend, BACKEND_FEATURES),
+        ]
+        if self.evaluated is None:
+            for key, algorithm in self.spec.algorithms.items():
+                plug_ins.append((key, "trainer", self.registry, algorithm.name, ("off_policy",)))
+        for key, kind, sort, name, features in plug_ins:
+            for needs in features:
+                if (others := self.fleet.instead(kind, sort, name, needs)) is not None:
+                    yield f"{key}:{needs}", others
 
     @cached_property
     def note(self) -> str:
         """What was decided for the spec (an engine that is left to the fleet, defaults), and is foreseen."""
-        seen = foreseen(self.spec, self.data) if isinstance(self.data, Dataset) and not self.evaluated else ""
-        return "; ".join(filter(None, (self._choice[1], told([*self._defaults, *self._corrections]), seen)))
+        data = None if self.evaluated or not isinstance(self.data, Dataset) else self.data
+        seen = foreseen(self.spec, data) if data is not None else ()
+        return "; ".join(filter(None, (choose_engine(self.spec, self.fleet)[1], told(self._defaults), *seen)))
 
     @cached_property
     def settled(self) -> RunSpec:
         """The spec with the engine in place of `auto`, the defaults that its hardware has, and TIS where due."""
         rollout = self.spec.rollout.model_copy(update={"engine": self.engine})
-        return with_defaults(
-            self.spec.model_copy(update={"rollout": rollout}), [*self._defaults, *self._corrections]
-        )
+        return with_defaults(self.spec.model_copy(update={"rollout": rollout}), self._defaults)

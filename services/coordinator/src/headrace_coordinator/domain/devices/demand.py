@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 from headrace_schema.sections.generating import engine_hosts, engines_apart, instance_gpus
-from headrace_schema.sections.running import APART, PlacementSection
+from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
+from headrace_schema.workflow import acts_in_environments
 
-from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.leases import all_gpus
+from headrace_coordinator.domain.devices.placement import placement_of
 from headrace_coordinator.domain.run_states import RUN
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.state import State
@@ -35,6 +35,9 @@ class Demand(msgspec.Struct, frozen=True):
     simulator: str
     """Backend of simulators; empty: none is needed."""
     disaggregated: bool
+    """Whether its sides have devices of their own while answers are made."""
+    joins: bool
+    """Whether the trainers have the rollouts' devices too, in turns: on GPUs a rank has one."""
     side_by_side: bool
     """Whether it can use devices for both sides at once."""
     shares: bool
@@ -62,14 +65,14 @@ class Demand(msgspec.Struct, frozen=True):
 
 def demand_of(run: RunState) -> Demand:
     """A run's demand from its spec. A run that has begun, or trains nothing, goes on with at least one rollout."""
-    spec, placement = run.spec, run.spec["placement"]
+    spec, section = run.spec, PlacementSection.model_validate(run.spec["placement"])
     rollouts = spec["rollout"]["instances"]
     engines, options = 1 + engines_apart(spec), spec["rollout"].get("engine_options", {})
     hosts = engine_hosts(options)
     begun = bool(run.lineage.head or run.evaluation)
     helpers = 0 if run.evaluation else spec["trainer"].get("helpers", 0)
     ahead = spec["algorithm"].get("max_staleness", 0) > 0 and not run.evaluation
-    apart = placement["mode"] in APART or (placement["mode"] == "auto" and ahead)
+    placement = placement_of(section, ahead=ahead)
     return Demand(
         rollouts=rollouts,
         fewest_rollouts=hosts if begun else rollouts,
@@ -79,23 +82,20 @@ def demand_of(run: RunState) -> Demand:
         engine=spec["rollout"]["engine"],
         backend=spec["trainer"]["backend"],
         algorithm=spec["algorithm"]["name"],
-        acts=spec["workflow"] == "embodied",
+        acts=acts_in_environments(spec["workflow"]),
         simulator=(spec.get("environment") or {}).get("backend", ""),
-        disaggregated=apart,
-        side_by_side=apart or _tries_both(placement, spec.get("steps", 0), helpers),
+        disaggregated=placement.apart,
+        joins=placement.joins,
+        side_by_side=placement.apart or bool(section.measured_steps(spec.get("steps", 0)) and not helpers),
         shares=shares(run),
-        rollout_devices=tuple(placement["rollout"]),
-        trainer_devices=tuple(placement["trainer"]),
-        simulator_devices=tuple(placement.get("simulator", ())),
-        reward_devices=tuple(placement.get("reward", ())),
+        rollout_devices=tuple(section.rollout),
+        trainer_devices=tuple(section.trainer),
+        simulator_devices=tuple(section.simulator),
+        reward_devices=tuple(section.reward),
         engines=engines,
         engine_gpus=engines * instance_gpus(options),
         engine_hosts=hosts,
     )
-
-
-def _tries_both(placement: Mapping[str, Any], steps: int, helpers: int) -> bool:
-    return bool(PlacementSection.model_validate(placement).measured_steps(steps)) and not helpers
 
 
 def devices_each(spec: RunSpec, devices: Sequence[str]) -> int:
@@ -106,24 +106,6 @@ def devices_each(spec: RunSpec, devices: Sequence[str]) -> int:
 def shares(run: RunState) -> bool:
     """Whether a run's spec lets other runs use what idles in its steps."""
     return bool(run.spec["placement"].get("share", False))
-
-
-def section_of(
-    section: PlacementSection, plan: ev.PlanAdopted | None, *, ahead: bool = False
-) -> PlacementSection:
-    """A spec's placement, with what a plan chose where that was left to it; before any plan, in turns.
-
-    `ahead`: the run has `max_staleness` above 0, and begins side by side.
-    """
-    if section.mode != "auto":
-        return section
-    if plan is None:
-        return section.model_copy(update={"mode": "disaggregated" if ahead else "collocated"})
-    chosen = {"flow": plan.flow, "memory": plan.memory}
-    return section.model_copy(
-        update={"mode": plan.mode, "rollout": plan.rollout, "trainer": plan.trainer}
-        | {key: value for key, value in chosen.items() if value}
-    )
 
 
 BUSY, IDLE = 0.6, 0.1

@@ -61,7 +61,7 @@ class Fitting:
         decode = [i.incarnation for i in rollouts]
         facets = {"backends": demand.backend, demand.algorithms: demand.algorithm}
         room = self._room(demand, grants, demand.trainer_devices)
-        for each in rollouts if demand.disaggregated else ():
+        for each in rollouts if demand.disaggregated and not demand.joins else ():
             if (machine := self._machines[each.incarnation]) in room:
                 room[machine] -= demand.engine_gpus
         trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers, room)
@@ -174,7 +174,8 @@ class Fitting:
             everything = self._devices_of(here)
             on_gpus = all_gpus(everything)
             engines = generate * (demand.engine_gpus if on_gpus else demand.engines)
-            needed = engines + learn if demand.disaggregated else max(engines, learn)
+            beside = demand.disaggregated and not (demand.joins and on_gpus)
+            needed = engines + learn if beside else max(engines, learn)
             free = [device for device in everything if device not in busy]
             names = (*demand.rollout_devices, *demand.trainer_devices) if generate or learn else ()
             kinds = {each.kind for each in here}
@@ -198,7 +199,7 @@ class Fitting:
             fair = max(needed, part)
             if on_gpus:
                 # An engine computes on the GPUs that its parallel sizes need, a rank on one: more would be idle.
-                fair = engines + learn if demand.side_by_side else needed
+                fair = engines + learn if demand.side_by_side and not demand.joins else needed
             # Also a run that shares takes first what no other run was granted.
             free.sort(key=lambda device: (device not in own, users[device], everything.index(device)))
             if len(free) < needed:

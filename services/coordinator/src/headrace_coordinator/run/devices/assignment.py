@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence, Sized
 from math import ceil
 
-from headrace_schema.sections.running import APART, PlacementSection
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.domain.devices.demand import devices_each
 from headrace_coordinator.domain.devices.leases import all_gpus, is_gpu
+from headrace_coordinator.domain.devices.placement import Placement
 from headrace_coordinator.domain.devices.places import (
     device_order,
     devices_seen,
@@ -37,10 +37,10 @@ def assign_devices(workers: WorkerGroup, beside: set[str], *, joined: bool) -> N
 
     `beside`: devices of the run's simulators and scorers. `joined`: the trainers have these and the rollouts' too.
     """
-    spec, grant, section = workers.spec, workers.grant, workers.section
+    spec, grant = workers.spec, workers.grant
     rollouts = [worker for worker in workers.rollouts if worker.incarnation in grant.rollouts]
     trainers = [worker for worker in workers.trainers if worker.incarnation in grant.trainers]
-    devices_of = default_devices(section, grant.devices, rollouts, trainers, spec, joined=joined)
+    devices_of = default_devices(workers.placement, grant.devices, rollouts, trainers, spec, joined=joined)
     for kind, side_workers, wanted in (
         ("rollout", rollouts, spec.rollout.instances),
         ("trainer", trainers, workers.ranks),
@@ -52,7 +52,8 @@ def assign_devices(workers: WorkerGroup, beside: set[str], *, joined: bool) -> N
                 side = [device for device in side if device not in beside]
             elif joined:
                 more = beside & devices_seen(worker.instance for worker in group) - {*side}
-                side = [*side, *sorted(more, key=device_order)]
+                others = {*devices_of.get(("rollout", machine), ()), *beside}
+                side = sorted([*side, *sorted(more, key=device_order)], key=others.__contains__)
             each = devices_each(spec, side) if kind == "rollout" else 1
             seat(group, side, _seats(group, side, wanted, groups, each), f"placement.{kind}", each)
 
@@ -63,7 +64,7 @@ def _seats(group: Sequence[WorkerClient], side: Sequence[str], wanted: int, grou
 
 
 def default_devices(
-    section: PlacementSection,
+    placement: Placement,
     granted: Sequence[str],
     rollouts: Sequence[WorkerClient],
     trainers: Sequence[WorkerClient],
@@ -76,6 +77,7 @@ def default_devices(
     `joined`: the trainers have the rollouts' too. `spec`: says how many a rollout needs; left out: one.
     """
     chosen: dict[tuple[str, str], list[str]] = {}
+    section = placement.section
     for machine, workers in by_machine((*rollouts, *trainers)).items():
         hosts = hosts_of(worker.instance for worker in workers)
         generates = devices_seen(w.instance for w in workers if w.instance.kind == "rollout")
@@ -84,36 +86,36 @@ def default_devices(
         everything = [device for device in granted if device in generates | learns]
         everything.sort(key=lambda device: (device in learns) - (device in generates))
         trainer_side, rollout_side = list(everything), list(everything)
-        if section.mode == "collocated" and section.resident and any(map(is_gpu, everything)):
+        if placement.turns and placement.resident and any(map(is_gpu, everything)):
             raise PlacementError(
                 "placement.memory: resident keeps both sides in the memory of the same devices, and on GPUs an engine "
                 "takes what it finds there; use offloaded"
             )
-        if section.mode in APART and generates and learns:
-            if len(everything) < 2:
+        if placement.apart and generates and learns:
+            if len(everything) < 2 and not placement.spans:
                 raise PlacementError(
                     f"placement.mode: {section.mode} needs two devices on {machine}, which has {everything}; "
                     "add one, or use collocated, which takes algorithm.max_staleness: 0 alone"
                 )
-            if section.mode == "hybrid" and any(map(is_gpu, everything)):
-                raise PlacementError(
-                    "placement.mode: hybrid gives one rank several devices, and on GPUs a rank computes on one; "
-                    "use disaggregated, or collocated with trainer.helpers"
-                )
             generate = sum(w.instance.kind == "rollout" for w in workers)
             learn = len(workers) - generate
             generate *= devices_each(spec, everything) if spec else 1
-            half = min(max(len(everything) // 2, learn), max(1, len(everything) - generate))
-            rollout_side, trainer_side = everything[:-half], everything[-half:]
+            fewest = 0 if placement.spans else 1
+            first = len(everything) - min(
+                max(len(everything) // 2, learn), max(fewest, len(everything) - generate)
+            )
+            rollout_side, trainer_side = everything[:first], everything[first:]
         for kind, names, side, usable in (
             ("rollout", section.rollout, rollout_side, generates),
             ("trainer", section.trainer, trainer_side, learns),
         ):
             found = _named(names, everything, machine, kind, hosts) if names else side
             chosen[kind, machine] = [device for device in found if device in usable]
+            if kind == "rollout":
+                shared = [device for device in found if device in learns]  # Also where no rollout is.
         if joined:
             own = chosen["trainer", machine]
-            own += [d for d in chosen["rollout", machine] if d in learns and d not in own]
+            own += [device for device in shared if device not in own]
     return chosen
 
 
@@ -145,7 +147,7 @@ def seat(
 ) -> None:
     """Divides `devices` into seats; workers that hold a lease keep theirs where the others find room beside it.
 
-    `each`: how many a worker needs. Of GPUs it gets no more than it computes on; CPU slots are divided among all.
+    `each`: how many a worker needs. Of GPUs it gets the first that it sees; CPU slots are divided among all.
     """
     if each > 1 and len(devices) < seats * each:
         raise PlacementError(
@@ -164,8 +166,8 @@ def seat(
     if set(taken) - set(devices) or len(free) < (len(workers) - len(kept)) * each:
         kept, free = [], list(devices)  # Their leases are exchanged when the others take theirs.
     others = [worker for worker in workers if worker not in kept]
-    if each > 1 and all_gpus(devices):
-        _seat_engines(others, free, each, key)
+    if all_gpus(devices):
+        _seat_on_gpus(others, free, each, key)
         return
     chunks = _chunks(free, max(seats - len(kept), len(others), 1))
     for worker in others:
@@ -177,20 +179,21 @@ def seat(
                 "name devices that it sees"
             )
         chunks.remove(own)
-        # An engine and a rank compute on one GPU: what it would not touch, it does not hold.
-        worker.devices = own[:1] if is_gpu(own[0]) else own
+        worker.devices = own
 
 
-def _seat_engines(workers: Sequence[WorkerClient], devices: Sequence[str], each: int, key: str) -> None:
+def _seat_on_gpus(workers: Sequence[WorkerClient], devices: Sequence[str], each: int, key: str) -> None:
     """Gives each worker the first `each` devices that are left and that it sees."""
     left = list(devices)
     for worker in workers:
         own = [device for device in left if device in worker.instance.devices][:each]
         if len(own) < each:
+            what, fix = "a GPU", ""
+            if each > 1:
+                what, fix = f"an instance of {each} GPUs ({SEVERAL})", ", or use a smaller size"
             raise PlacementError(
-                f"{key}: an instance of {each} GPUs ({SEVERAL}) is wanted and "
-                f"{worker.instance.instance} sees {len(own)} of those that are left for it ({', '.join(left)}); let "
-                "it see more (CUDA_VISIBLE_DEVICES, --gpus, --devices), or use a smaller size"
+                f"{key}: {what} is wanted and {worker.instance.instance} sees {len(own)} of those that are left for it "
+                f"({', '.join(left)}); let it see more (CUDA_VISIBLE_DEVICES, --gpus, --devices){fix}"
             )
         left = [device for device in left if device not in own]
         worker.devices = tuple(own)

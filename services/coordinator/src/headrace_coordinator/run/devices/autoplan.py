@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 from headrace_planner.placements.choosing import Candidate, candidates, choose, drifted, newest
 from headrace_planner.placements.layouts import (
     COLLOCATED,
@@ -21,6 +22,7 @@ from headrace_planner.placements.layouts import (
     Shape,
     StepTime,
     Style,
+    style_words,
     typical,
 )
 from headrace_planner.placements.trials import Trial, merged
@@ -41,6 +43,10 @@ class Layouts:
         self._context = context
         self._spec = context.spec
         self._workers = context.workers
+        self._ahead = context.spec.algorithm.max_staleness > 0
+        """Whether answers are made ahead of the step that is learned, so that neither side waits for the other."""
+        self._streams = not (context.spec.deterministic or context.spec.graph.whole_batch)
+        """Whether a trainer beside the rollouts has anything to do before their answers are complete."""
 
     @property
     def devices(self) -> list[str]:
@@ -48,9 +54,8 @@ class Layouts:
         return sorted(self._workers.grant.devices, key=device_order)
 
     @property
-    def divisible(self) -> bool:
-        """Whether devices can be divided freely: those of one machine, of which an instance can use several."""
-        return self._one_machine and not any(map(is_gpu, self.devices))
+    def _on_gpus(self) -> bool:
+        return any(map(is_gpu, self._workers.grant.devices))
 
     @property
     def _one_machine(self) -> bool:
@@ -58,38 +63,36 @@ class Layouts:
         return len(set(machines(worker.instance for worker in workers).values())) == 1
 
     @property
+    def divisible(self) -> bool:
+        """Whether devices can be divided freely: those of one machine, of which an instance can use several."""
+        return self._one_machine and not self._on_gpus
+
+    @property
     def present(self) -> Layout:
         """How the run uses its devices now."""
+        now = self._workers.placement
         generate, learn = (
             {device for worker in side for device in worker.devices}
             for side in (self._workers.rollouts, self._workers.trainers)
         )
-        mode, style = self._style
-        if mode == HYBRID:
+        if now.joins:
             learn -= generate  # Which it has once the answers are complete.
-        return Layout(len(generate), len(learn), mode, style)
-
-    @property
-    def _style(self) -> Style:
-        section = self._workers.section
-        if section.mode == COLLOCATED:
-            return COLLOCATED, RESIDENT if section.resident else OFFLOADED
-        return section.mode, PIPELINED if section.pipelined else SEQUENTIAL
+        turns = RESIDENT if now.resident else OFFLOADED
+        style = turns if now.turns else PIPELINED if now.streams else SEQUENTIAL
+        return Layout(len(generate), len(learn), now.section.mode, style)
 
     @property
     def shape(self) -> Shape:
         """Groups of a step, their size, and whether they are learned from while others are generated."""
         algorithm = self._spec.algorithm
         streams = not self._context.waits_for_batch and self._spec.placement.pipelined
-        ahead = algorithm.max_staleness > 0
-        return Shape(algorithm.prompts_per_step, algorithm.group_size, streams, ahead)
+        return Shape(algorithm.prompts_per_step, algorithm.group_size, streams, self._ahead)
 
     @property
     def fewest(self) -> tuple[int, int]:
         """The least devices that generate, and that learn."""
-        return len(self._workers.rollouts) * devices_each(self._spec, self.devices), len(
-            self._workers.trainers
-        )
+        each = devices_each(self._spec, self.devices)
+        return len(self._workers.rollouts) * each, len(self._workers.trainers)
 
     @property
     def obstacle(self) -> str:
@@ -97,56 +100,46 @@ class Layouts:
         needed, there = sum(self.fewest), len(self.devices)
         if self._spec.deterministic:
             return "a deterministic run keeps one placement: collocated"
-        if there < needed:
-            return f"side by side needs {needed} devices and the run has {there}: collocated"
-        return ""
+        few = f"side by side needs {needed} devices and the run has {there}: collocated"
+        return few if there < needed else ""
 
     @property
     def measured_first(self) -> list[Style]:
         """Styles that a run measures before anything can be predicted: in turns, and side by side."""
         section = self._spec.placement
-        streams = self._streams and section.pipelined
-        apart = (DISAGGREGATED, PIPELINED if streams else SEQUENTIAL)
+        apart = (DISAGGREGATED, PIPELINED if self._streams and section.pipelined else SEQUENTIAL)
         return [apart] if self._ahead else [(COLLOCATED, section.memory or OFFLOADED), apart]
 
     def executable(self) -> tuple[list[Style], Mapping[Style, str]]:
         """Styles that the run can be given, and of the others why not."""
-        found, section = list(self.measured_first), self._spec.placement
+        section, first = self._spec.placement, self.measured_first
         if self._spec.deterministic:
-            return found[:1], {}
-        if self._ahead:  # Sides that do not wait for each other leave hybrid little to lend.
-            return found, {(HYBRID, PIPELINED): "is not tried with max_staleness"}
-        gpus = any(map(is_gpu, self.devices))
-        why: dict[Style, str] = {}
-        if section.memory is None:
-            if gpus:
-                why[COLLOCATED, RESIDENT] = "needs CPU slots"
-            else:
-                found.append((COLLOCATED, RESIDENT))
-        if section.flow is None and self._streams:
-            found.append((DISAGGREGATED, SEQUENTIAL))
-        hybrid = HYBRID, PIPELINED
-        if gpus:
-            why[hybrid] = "needs CPU slots"
-        elif self._workers.ranks > 1:
-            why[hybrid] = "needs trainer.ranks: 1"
-        elif not self._one_machine:
-            why[hybrid] = "needs all devices on one machine"
-        elif not (self._streams and section.pipelined):
-            why[hybrid] = "needs a trainer that works beside generation"
-        else:
-            found.append(hybrid)
-        return found, why
-
-    @property
-    def _ahead(self) -> bool:
-        """Whether answers are made ahead of the step that is learned, so that neither side waits for the other."""
-        return self._spec.algorithm.max_staleness > 0
-
-    @property
-    def _streams(self) -> bool:
-        """Whether a trainer beside the rollouts has anything to do before their answers are complete."""
-        return not (self._spec.deterministic or self._spec.graph.whole_batch)
+            return first[:1], {}
+        # A style, whether spec and workflow leave it open, and what stands against it.
+        table: list[tuple[Style, bool, dict[str, bool]]] = [
+            (
+                (COLLOCATED, RESIDENT),
+                section.memory is None and not self._ahead,
+                {"needs CPU slots": self._on_gpus},
+            ),
+            ((DISAGGREGATED, SEQUENTIAL), section.flow is None and self._streams and not self._ahead, {}),
+            (
+                (HYBRID, PIPELINED),
+                True,
+                {  # Sides that do not wait for each other leave hybrid little to lend.
+                    "is not tried with max_staleness": self._ahead,
+                    "needs CPU slots": self._on_gpus,
+                    "needs trainer.ranks: 1": self._workers.ranks > 1,
+                    "needs all devices on one machine": not self._one_machine,
+                    "needs a trainer that works beside generation": not (self._streams and section.pipelined),
+                },
+            ),
+        ]
+        against = {
+            style: [why for why, so in whys.items() if so] for style, is_open, whys in table if is_open
+        }
+        found = [style for style, whys in against.items() if not whys]
+        return [*first, *found], {style: whys[0] for style, whys in against.items() if whys}
 
 
 NO_WORK = ("checkpoint", "evaluate", "regroup")
@@ -213,12 +206,11 @@ class Autoplan:
         return None
 
     def _moves(self, plan: ev.PlanAdopted) -> bool:
-        now = self._context.workers.section
-        if isinstance(plan, ev.PlanProposed):
-            return False
+        now = self._context.workers.placement.section
         held = {device for worker in self._context.workers.rollouts for device in worker.devices}
         divided = {*plan.rollout} != held if plan.rollout else bool(now.rollout)
-        return divided or plan.mode != now.mode or (plan.flow == SEQUENTIAL) == now.pipelined
+        changed = divided or plan.mode != now.mode or (plan.flow == SEQUENTIAL) == now.pipelined
+        return changed and not isinstance(plan, ev.PlanProposed)
 
     def changed(self) -> None:
         """The devices were handed over for a new plan."""
@@ -287,9 +279,7 @@ class Autoplan:
             f"{one.layout.words}: {one.time.step:.3g} s{'' if one.tried else ' predicted'}" for one in others
         ]
         _, why = self._layouts.executable()
-        missing = [
-            f"{mode if mode == HYBRID else f'{mode} {style}'} {word}" for (mode, style), word in why.items()
-        ]
+        missing = [f"{style_words(*style)} {word}" for style, word in why.items()]
         first = f"{best.layout.words}: {best.time.step:.3g} s a step"
         return "; ".join([f"{first}, next {', '.join(known)}" if known else first, *missing])
 
@@ -312,7 +302,7 @@ class Autoplan:
         if best.layout == present:
             return self._adopt(Candidate(present, now, tried=True), f"{words}; {present.words} stays best")
         event = self._adopt(best, f"{words}; {best.layout.words} would take {best.time.step:.3g} s")
-        return event if self._section.replan == "auto" else _proposal(event)
+        return event if self._section.replan == "auto" else ev.PlanProposed(**msgspec.structs.asdict(event))
 
     def _comparable(self, present: Layout) -> bool:
         """Whether steps of the present layout and of another one, and some in turns, were measured."""
@@ -381,7 +371,3 @@ def _time(view: StepView, after_s: float, moved_s: float) -> StepTime:
     generate_s = view.figures.get(GENERATE_OPEN, seconds.get("generate", 0.0))
     learn_s = seconds.get("learn", 0.0)
     return StepTime(generate_s, learn_s, step_s, after_s, switch_s, min(moved_s, switch_s))
-
-
-def _proposal(plan: ev.PlanAdopted) -> ev.PlanProposed:
-    return ev.PlanProposed(**{name: getattr(plan, name) for name in plan.__struct_fields__})

@@ -7,14 +7,14 @@ taken once the rollouts hold theirs, and released with them. Where environments 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from headrace_schema.rules.acting import apart
 from headrace_schema.sections.running import PlacementSection
 from typing_extensions import override
 
-from headrace_coordinator.domain.devices.leases import REVOKING, SCORE, SIMULATE, Lease, LeaseRequest
+from headrace_coordinator.domain.devices.leases import REVOKING, SCORE, SIMULATE, Lease
 from headrace_coordinator.domain.devices.places import device_order, hosts_of, machines, named_devices
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.instance_client import InstanceDown, WorkerClient
@@ -24,23 +24,26 @@ Seats = dict[str, tuple[str, ...]]
 """Devices by incarnation."""
 
 
+Acquire = Callable[[Sequence[WorkerClient], str], Awaitable[None]]
+"""Leases their devices to workers for a stage, all or none."""
+
+
 class BesideLeases:
     """What instances that act beside the rollouts hold for one run."""
 
     stage: ClassVar[str]
+    side: ClassVar[str]
+    """The key of `placement` that names their devices; where it names none, they hold no leases."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
+    def __init__(self, workers: WorkerGroup, acquire: Acquire) -> None:
         self._workers = workers
+        self._acquire = acquire
 
     @property
     def names(self) -> Sequence[str]:
-        """The devices that the spec names for them; none: they hold no leases."""
-        raise NotImplementedError
-
-    @property
-    def memory_part(self) -> float:
-        """What each may use of its devices' memory."""
-        return 1.0
+        """The devices that the spec names for them."""
+        named: Sequence[str] = getattr(self._workers.spec.placement, self.side)
+        return named
 
     @property
     def everyone(self) -> Sequence[WorkerClient]:
@@ -53,9 +56,9 @@ class BesideLeases:
 
     async def acquire(self) -> bool:
         """Takes the leases that they lack, all or none; False when one was lost over it."""
-        clients = self._clients
+        clients, fleet = self._clients, self._workers.fleet
         assigned = {client.incarnation: client.devices for client in clients}
-        live = self._workers.fleet.event_log.state.table.leases
+        live = fleet.event_log.state.table.leases
         lacking = [client for client in clients if not _holds(live.get(client.lease_epoch), client)]
         if not lacking:
             return True
@@ -67,29 +70,14 @@ class BesideLeases:
             if assigned.get(lease.incarnation) != tuple(lease.devices)
             and (lease.incarnation in assigned or wanted & {*lease.devices})
         )
-        fleet, run = self._workers.fleet, self._workers.run
-        requests = [
-            LeaseRequest(
-                c.incarnation,
-                run,
-                self.stage,
-                c.devices,
-                c.instance.host,
-                c.instance.boot_id,
-                self.memory_part,
-            )
-            for c in lacking
-        ]
         try:
-            epochs = await fleet.lease_manager.acquire(requests, self._workers.fleet_timeout)
+            await self._acquire(lacking, self.stage)
         except InstanceDown as down:
             state = fleet.event_log.state.instances.get(down.incarnation)
             if fleet.alive(down.incarnation) and not (state and state.draining):
                 raise  # One that is told to stop may release what it is granted at the same time.
             await fleet.fate(down.incarnation)
             return False
-        for client, epoch in zip(lacking, epochs, strict=True):
-            client.lease_epoch = epoch
         return True
 
     async def release(self, wanted: Collection[str] | None = None) -> None:
@@ -132,18 +120,7 @@ class BesideLeases:
 class SimulatorLeases(BesideLeases):
     """What simulators hold for one run."""
 
-    stage = SIMULATE
-
-    @property
-    @override
-    def names(self) -> Sequence[str]:
-        return self._workers.spec.placement.simulator
-
-    @property
-    @override
-    def memory_part(self) -> float:
-        joint = self._workers.spec.placement.joint
-        return joint.simulator if joint else 1.0
+    stage, side = SIMULATE, "simulator"
 
     @property
     @override
@@ -152,7 +129,7 @@ class SimulatorLeases(BesideLeases):
 
     @override
     def devices(self) -> set[str]:
-        section, workers = self._workers.section, self._workers
+        section, workers = self._workers.placement.section, self._workers
         if not section.simulator:
             return set()
         instances = workers.fleet.event_log.state.instances.values()
@@ -163,12 +140,7 @@ class SimulatorLeases(BesideLeases):
 class ScorerLeases(BesideLeases):
     """What reward instances hold for one run: their scorers compute there."""
 
-    stage = SCORE
-
-    @property
-    @override
-    def names(self) -> Sequence[str]:
-        return self._workers.spec.placement.reward
+    stage, side = SCORE, "reward"
 
     @property
     @override

@@ -1,6 +1,6 @@
 """The leases of a run's workers: which devices each is to have, and how they take and release them.
 
-Who is to have devices when is decided in `placement`.
+When they change hands is decided in `handover`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from headrace_coordinator.run.devices.beside import ScorerLeases, SimulatorLease
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
+from headrace_coordinator.run.workers.trainer_client import TrainerClient
 from headrace_coordinator.run.workers.weight_paths import sources_of
 
 
@@ -28,8 +29,8 @@ class WorkerLeases:
 
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
-        self.simulators = SimulatorLeases(workers)
-        self.scorers = ScorerLeases(workers)
+        self.simulators = SimulatorLeases(workers, self.acquire)
+        self.scorers = ScorerLeases(workers, self.acquire)
         self.lock = asyncio.Lock()
         """Held while devices change hands."""
         self.joined = False
@@ -42,10 +43,17 @@ class WorkerLeases:
 
     def assign(self) -> None:
         """Decides every worker's devices; raises `PlacementError`."""
-        beside = self.scorers.devices()
-        if self.workers.section.joint is None:
+        placement, beside = self.workers.placement, self.scorers.devices()
+        if placement.section.joint is None:
             beside |= self.simulators.devices()
-        assign_devices(self.workers, beside, joined=self.joined)
+        assign_devices(self.workers, beside, joined=self.joined or placement.spans)
+
+    def in_the_way(self) -> list[TrainerClient]:
+        """In turns: trainers on devices that rollouts, simulators or scorers are to have; all of a run that shares."""
+        wanted = {device for rollout in self.workers.rollouts for device in rollout.devices}
+        wanted |= self.simulators.devices() | self.scorers.devices()
+        shares = self.workers.placement.section.share
+        return [each for each in self.workers.trainers if shares or wanted & {*each.devices}]
 
     async def take(self, workers: Sequence[WorkerClient], stage: str) -> None:
         """Assigns devices anew, and leases theirs to `workers`; misplaced leases of the run are released first."""
@@ -67,10 +75,18 @@ class WorkerLeases:
     ) -> None:
         """Leases their assigned devices to `workers`: all or none. Parameters as of `LeaseManager.acquire`."""
         run, timeout = self.workers.run, self.workers.fleet_timeout
-        joint = self.workers.section.joint
-        part = joint.rollout if joint and stage == GENERATE else 1.0
+        joint = self.workers.placement.section.joint
+        parts = {GENERATE: joint.rollout, SIMULATE: joint.simulator} if joint else {}
         requests = [
-            LeaseRequest(w.incarnation, run, stage, w.devices, w.instance.host, w.instance.boot_id, part)
+            LeaseRequest(
+                w.incarnation,
+                run,
+                stage,
+                w.devices,
+                w.instance.host,
+                w.instance.boot_id,
+                parts.get(stage, 1.0),
+            )
             for w in workers
         ]
         epochs = await self._manager.acquire(requests, timeout, patience, waited)
@@ -80,7 +96,7 @@ class WorkerLeases:
     async def _acquire_shared(self, workers: Sequence[WorkerClient], stage: str) -> None:
         """Leases for workers; a run that shares may wait for another one, which it must not keep from its own."""
         fleet = self.workers.fleet
-        if not self.workers.section.share:
+        if not self.workers.placement.section.share:
             return await self.acquire(workers, stage)
         live = fleet.event_log.state.table.leases
         if any((lease := live.get(w.lease_epoch)) is None or lease.state != HELD for w in workers):
@@ -108,8 +124,11 @@ class WorkerLeases:
     def _misplaced_leases(self, workers: Sequence[WorkerClient], stage: str) -> list[int]:
         """Epochs of the run's leases whose holder was lost, or was assigned other devices since."""
         group = self.workers
-        passing = group.helpers if stage == "generate" else group.decoders
-        staying = workers if group.in_turns else [each for each in group.everyone if each not in passing]
+        passing = group.helpers if stage == GENERATE else group.decoders
+        staying = [each for each in group.everyone if each not in passing]
+        if group.placement.turns:
+            waiting = self.in_the_way() if stage == GENERATE else group.trainers
+            staying = [*workers, *(each for each in group.trainers if each not in waiting)]
         assigned = {worker.incarnation: worker.devices for worker in staying}
         return [
             lease.epoch

@@ -92,7 +92,7 @@ async def answer(
         if not missing:
             return
         if not rollouts:
-            await context.placement.add_rollout(published)
+            await context.devices.add_rollout(published)
             rollouts = context.workers.decoding
         await gather_all(
             *(

@@ -17,7 +17,8 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.images import MOST_GROUP_IMAGE_BYTES
 from headrace_servicekit.rpc.digests import set_digest
 
-from headrace_coordinator.domain.ledger.slot_index import Slot
+from headrace_coordinator.domain.ledger.slot_index import SETTLED, Slot
+from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
@@ -243,7 +244,22 @@ async def _next_lease(context: RunContext) -> None:
     leader = context.workers.leader
     context.note(f"the lease of {leader.instance.instance} was revoked; it goes on under the next one")
     leader.lost_lease()
-    await context.placement.hand_devices_to_trainers()
+    await context.devices.hand_devices_to_trainers()
+
+
+def contribution_problem(ledger: SlotLedger, prompts: list[int], given: trainer.Contribution) -> str:
+    """Why a helper's contribution is not of the groups that the ledger knows; empty when it is."""
+    slots = [slot for prompt in prompts for slot in ledger.group(prompt)]
+    if any(slot.state != SETTLED for slot in slots):
+        return "one of its groups is no longer to be learned"
+    found = {
+        (group.prompt_ordinal, each.sample_index, each.attempt, each.body_digest)
+        for group in given.groups
+        for each in group.members
+    }
+    return (
+        "" if found == {*identities(slots)} else "it has other groups or trajectories than the ledger knows"
+    )
 
 
 def identities(slots: list[Slot]) -> list[tuple[int, int, int, str]]:

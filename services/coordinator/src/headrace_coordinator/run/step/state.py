@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from enum import Enum, auto
 
 from headrace_planner.elastic.outlook import Terms
 
@@ -23,33 +24,58 @@ from headrace_coordinator.waits import Notifier
 GROUPS_AT_ONCE = 64
 
 
+class Learns(Enum):
+    """When the trainer group learns a step's groups."""
+
+    AFTER = auto()
+    """Once all answers are made."""
+    BESIDE = auto()
+    """As they settle, while others are generated."""
+    JOINING = auto()
+    """As they settle, and what is left with the rollouts' devices too."""
+
+    @classmethod
+    def of(cls, context: RunContext) -> Learns:
+        """Deterministic runs accumulate in ordinal order, whatever settles first.
+
+        An algorithm that learns from its whole batch at the commit does its infer pass of each group as that comes.
+        """
+        placement, spec = context.workers.placement, context.spec
+        if not placement.streams or spec.deterministic or spec.graph.whole_batch:
+            return cls.AFTER
+        return cls.JOINING if placement.joins else cls.BESIDE
+
+
+class Takes(Enum):
+    """What the trainer group takes of the settled groups that wait."""
+
+    ALL = auto()
+    SHARED = auto()
+    """Helpers learn beside it: about half of what its ranks compute at once, so that the rest stays to be lent."""
+    NONE = auto()
+    """It is about to have more devices at once, and all of them learn the rest."""
+
+
 class SettledGroups:
     """The queue of settled groups of the step that is learned: the trainer group takes from it, helpers borrow from it.
 
     Groups of steps ahead of it settle in the ledger; they wait here from `begin` of their step on.
     """
 
-    def __init__(self, context: RunContext, trajectories: Trajectories, *, streams: bool) -> None:
+    def __init__(self, context: RunContext, trajectories: Trajectories, learns: Learns) -> None:
         self._context = context
         self._trajectories = trajectories
         self._ledger = context.state.ledger
-        # Where the trainer group is about to have more devices at once, all of them learn the rest.
-        placement = context.placement
-        self._hold_when_closed = (
-            streams
-            and placement.hybrid
-            and placement.resident
-            and not context.spec.algorithm.max_staleness  # It has them once the rollouts have no credit left.
-        )
+        # With answers ahead it has more devices only once the rollouts have no credit left: it does not wait for them.
+        joins_soon = learns is Learns.JOINING and not context.spec.algorithm.max_staleness
+        self._waits_to_join = joins_soon and context.workers.placement.resident
         self.waiting: list[int] = []
         """Groups that nobody learns yet."""
         self.sent: set[int] = set()
         """Groups that the trainer group was given and has not answered yet."""
         self.lent: set[int] = set()
         """Groups that helpers learn, or have learned."""
-        self.shared = False
-        """Whether helpers learn beside the trainer group, which then has no more groups at once than it works on."""
-        self._held = False
+        self.takes = Takes.ALL
         self.closed = asyncio.Event()
         """Set once no more groups of the step will settle."""
         self.grown = Notifier()
@@ -61,7 +87,6 @@ class SettledGroups:
         """The next step is learned from now on."""
         self.lent.clear()
         self.closed.clear()
-        self._held = False
         self.collect()
         if self._ledger.complete:
             self.close()
@@ -98,14 +123,11 @@ class SettledGroups:
         self.put(prompt for prompt in self._unlearned() if prompt not in known)
 
     def take(self) -> list[int]:
-        """Groups to send to the trainer group now; none while it has enough, or waits for more devices.
-
-        Where helpers share the work, about half of what the ranks compute at once, so that the rest stays to be lent.
-        """
-        if not self.waiting or self._held:
+        """Groups to send to the trainer group now; none while it has enough, or waits for more devices."""
+        if not self.waiting or self.takes is Takes.NONE:
             return []
         count = min(GROUPS_AT_ONCE, len(self.waiting))
-        if self.shared:
+        if self.takes is Takes.SHARED:
             at_once = self._context.spec.trainer.micro_batch_tokens * self._context.workers.ranks
             if self.tokens(self.sent) >= at_once:
                 return []
@@ -141,14 +163,16 @@ class SettledGroups:
 
     def close(self) -> None:
         """No more groups of the step will settle."""
-        self._held = self._hold_when_closed
+        if self._waits_to_join:
+            self.takes = Takes.NONE
         self.changed.beat()
         self.closed.set()
         self.grown.beat()
 
     def go_on(self) -> None:
         """The trainer group has the devices that it waits for."""
-        self._held = False
+        if self.takes is Takes.NONE:
+            self.takes = Takes.ALL
         self.changed.beat()
 
 
@@ -161,19 +185,17 @@ class AttemptState:
         timer: StepTimer,
         published: Published,
         trajectories: Trajectories,
-        *,
-        streams: bool,
     ) -> None:
-        """`streams`: groups are learned while others are generated. `published`: the version that generates."""
+        """`published`: the version that generates."""
         self.context = context
         self.timer = timer
         self.ahead = context.spec.algorithm.max_staleness
         """Steps behind the one that is learned whose answers are made."""
         self.published = published
         self.trajectories = trajectories
-        self.streams = streams
+        self.learns = Learns.of(context)
         self.ledger = context.state.ledger
-        self.groups = SettledGroups(context, trajectories, streams=streams)
+        self.groups = SettledGroups(context, trajectories, self.learns)
         self.work = Notifier()
         """Tells that there may be samples to hand out, or another rollout for them, or that no group is open."""
         self.joining: list[RolloutClient] = []
@@ -182,6 +204,11 @@ class AttemptState:
         """When the last device went to a helper, and in how many seconds all is decoded by the pace without helpers."""
         self.refused = 0
         """Trajectories and scores for slots that wait for something else."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether groups are learned while others are generated."""
+        return self.learns is not Learns.AFTER
 
     @property
     def generates(self) -> bool:
@@ -208,8 +235,8 @@ class AttemptState:
 
         `shared`: the trainer group learns once answers are complete, and not while others decode.
         """
-        owners = sum(len(worker.devices) for worker in self.context.workers.trainers)
-        return self.context.tail.terms(max(1, owners), self.ledger.group_size, shared=shared)
+        owners = max(1, len(self.context.workers.learning_devices))
+        return self.context.tail.terms(owners, self.ledger.group_size, shared=shared)
 
     def settle(self, groups: list[tuple[int, list[float]]]) -> None:
         """Every trajectory of these groups is finished, with its final reward."""

@@ -18,6 +18,7 @@ from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, 
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.step.certificate import certify, settled_lines, step_view
+from headrace_coordinator.run.step.generation import Generation
 from headrace_coordinator.run.step.learning import (
     AttemptLost,
     Learning,
@@ -25,9 +26,8 @@ from headrace_coordinator.run.step.learning import (
     identities,
     under_lease,
 )
-from headrace_coordinator.run.step.moving.borrowing import Borrowing, Sharing
-from headrace_coordinator.run.step.moving.helping import Helping
-from headrace_coordinator.run.step.pipeline import Pipeline
+from headrace_coordinator.run.step.loans import Borrowing, Helping, Sharing
+from headrace_coordinator.run.step.state import Learns
 from headrace_coordinator.run.workers.clients import Published
 
 STEP_ATTEMPTS = 3
@@ -48,26 +48,18 @@ class RunFailed(Exception):
 class Attempt:
     """Generates and learns, at once or one after the other, as the placement says."""
 
-    def __init__(self, pipeline: Pipeline, *, may_help: bool) -> None:
+    def __init__(self, generation: Generation, *, may_help: bool) -> None:
         """`may_help`: helpers may learn a part of it."""
-        context = pipeline.context
-        spec, placement = context.spec, context.placement
-        # Deterministic runs accumulate in ordinal order, whatever settles first. An algorithm that learns from its
-        # whole batch at the commit does its infer pass of each group as that comes.
-        waits = spec.deterministic or spec.graph.whole_batch
-        self._batched = waits or context.waits_for_batch
-        self._streams = placement.streams and not waits
-        self._joins = self._streams and placement.hybrid
-        self._context = context
+        self._context = context = generation.context
         self._ledger = context.state.ledger
-        self._timer = pipeline.timer
+        self._timer = generation.timer
         self._clock = context.event_log.monotonic
-        self._pipeline = pipeline
-        self._state = pipeline.begin(streams=self._streams)
+        self._generation = generation
+        self._state = generation.begin()
         self._learning = Learning(self._state)
-        self._helping = Helping(self._state, wanted=may_help and not self._batched)
+        self._helping = Helping(self._state, wanted=may_help and not context.waits_for_batch)
         self._borrowing = Borrowing(self._state)
-        self._sharing = Sharing(context)
+        self._sharing = Sharing(self._state)
 
     async def run(self) -> None:
         """Works until every group is accumulated or dropped. Raises `MessagesLost` or `AttemptLost`.
@@ -79,7 +71,7 @@ class Attempt:
         tail, helping, borrowing = self._context.tail, self._helping, self._borrowing
         if helping.wanted or borrowing.wanted:
             tail.begin(self._clock())
-        if self._streams:
+        if self._state.streams:
             await gather_all(self._generate(), self._learn(), helping.run())
         else:
             await gather_all(self._generate(), helping.run(), self._sharing.run(), borrowing.run())
@@ -89,21 +81,22 @@ class Attempt:
             await self._begin()
         tail.end(moved=helping.moved or borrowing.moved)
         await helping.contribute()
-        if self._state.groups.collect() or not self._streams:
+        if self._state.groups.collect() or not self._state.streams:
             await self._learning.run()
-        devices = sum(len(worker.devices) for worker in self._context.workers.trainers)
-        tail.learned(self._learning.seconds, self._learning.tokens, devices)
+        devices = self._context.workers.learning_devices
+        tail.learned(self._learning.seconds, self._learning.tokens, len(devices))
         await self._context.event_log.flush()
         if unsettled := self._ledger.unsettled():
             raise CallRefused("coordinator", "INTERNAL", f"groups {unsettled} were lost in the step")
 
     async def _generate(self) -> None:
-        await self._pipeline.fill()
+        await self._generation.fill()
         self._state.complete()
-        self._sharing.close()
-        if self._joins and await self._pipeline.spent() and (self._state.groups.backlog or self._batched):
+        self._context.event_log.wake()  # No turn on shared devices ends any more.
+        groups, joins = self._state.groups, self._state.learns is Learns.JOINING
+        if joins and await self._generation.spent() and (groups.backlog or self._context.waits_for_batch):
             await self._switch_to_trainers()
-        self._state.groups.go_on()
+        groups.go_on()
 
     async def _learn(self) -> None:
         await self._borrowing.run()
@@ -115,7 +108,7 @@ class Attempt:
         # Rollouts that make answers of the next steps keep their devices.
         idle = not (self._state.ahead and (index.waiting or index.assigned))
         with self._timer.stage("switch"):
-            await self._context.placement.hand_devices_to_trainers(complete=idle)
+            await self._context.devices.hand_devices_to_trainers(complete=idle)
 
     async def _begin(self) -> None:
         """Opens the attempt at the trainer group, once what it begins with is durable."""
@@ -132,14 +125,14 @@ class Attempt:
 class Step:
     """One step of the run, over all its attempts."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self._context = context = pipeline.context
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._context = context = generation.context
         self._event_log = context.event_log
         self._ledger = context.state.ledger
-        self._published = pipeline.published
-        self._timer = pipeline.timer
-        self._trajectories = pipeline.trajectories
+        self._published = generation.published
+        self._timer = generation.timer
+        self._trajectories = generation.trajectories
         self._nonfinite = 0
         self.observed: list[ev.Observed] = []
         """Pass rates of the step's items, for a curriculum; set when the step ends."""
@@ -156,7 +149,7 @@ class Step:
         while True:
             opened = self._open()
             try:
-                await self._attempt().run()
+                await Attempt(self._generation, may_help=not self._nonfinite).run()
             except (MessagesLost, AttemptLost) as lost:
                 await self._again(str(lost))
                 continue
@@ -170,9 +163,6 @@ class Step:
             await self._again(trainer.CommitResult.Name(response.result))
             if self._nonfinite >= STEP_ATTEMPTS:
                 return await self._skip("NONFINITE")
-
-    def _attempt(self) -> Attempt:
-        return Attempt(self._pipeline, may_help=not self._nonfinite)
 
     async def _decision(self, opened: ev.StepOpened) -> tuple[trainer.CommitStepResponse, Published | None]:
         decision = asyncio.ensure_future(self._decide(opened))
@@ -196,7 +186,7 @@ class Step:
             attempt=self._ledger.attempt + 1,
             base=lineage.head,
             number=lineage.last_number + 1,
-            goes_on=self._pipeline.goes_on,
+            goes_on=self._generation.goes_on,
         )
         self._event_log.post(opened)
         return opened
@@ -224,7 +214,7 @@ class Step:
     async def record(self, opened: ev.StepOpened, response: trainer.CommitStepResponse) -> Published:
         """Appends version, trained slots and certificate as one event; only then may the trainer publish and go on."""
         context, slots = self._context, self._ledger.step_slots
-        self._pipeline.count_time()
+        self._generation.count_time()
         certificate = certify(context, opened, response, slots, self._trajectories)
         self.observed = context.observed(slots)
         self._same_counts(response, slots)
@@ -261,7 +251,7 @@ class Step:
         # While the trainer works, retention ends and the files are written.
         published: Published
         published, _, _ = await gather_all(recorded(), self._end_retention(slots), project())
-        self._pipeline.step_ended(slots)
+        self._generation.step_ended(slots)
         self._warn(view)
         self._check_drop_rate()
         return published
@@ -362,10 +352,10 @@ class Step:
             )
 
     async def _again(self, reason: str) -> None:
-        await self._pipeline.stop()
+        await self._generation.stop()
         await self._abort(reason)
         with self._timer.stage("switch"):
-            await self._context.placement.hand_devices_to_rollouts(self._published)
+            await self._context.devices.hand_devices_to_rollouts(self._published)
 
     async def _abort(self, reason: str) -> None:
         opened = (self._ledger.step, self._ledger.attempt)
@@ -380,8 +370,8 @@ class Step:
             await self._abort(why)
         await self._event_log.commit(self._skipped(dropped))
         await self._end_retention(slots)
-        self._pipeline.step_ended(slots)
+        self._generation.step_ended(slots)
         self._check_drop_rate()
-        self._pipeline.count_time()
+        self._generation.count_time()
         self._context.keep_time("skipped", self._ledger.step, self._timer)
         return self._published

@@ -10,12 +10,11 @@ import logging
 from collections.abc import Sequence
 
 from headrace_schema.sections.generating import engine_hosts
-from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.devices.demand import section_of
-from headrace_coordinator.domain.devices.leases import REVOKING
+from headrace_coordinator.domain.devices.leases import REVOKING, is_gpu
+from headrace_coordinator.domain.devices.placement import Placement, placement_of
 from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
@@ -46,6 +45,7 @@ class WorkerGroup:
         """Rollouts without devices of their own, which decode on the trainer group's while it has nothing to learn."""
         self.rewards: list[RewardClient] = []
         self.simulators: list[SimulatorClient] = []
+        self._placement: tuple[ev.PlanAdopted | None, bool, Placement] | None = None
 
     @property
     def leader(self) -> TrainerClient:
@@ -76,6 +76,11 @@ class WorkerGroup:
         return [rollout for rollout in self.rollouts if not rollout.rank]
 
     @property
+    def learning_devices(self) -> list[str]:
+        """Devices of the trainer group."""
+        return [device for trainer in self.trainers for device in trainer.devices]
+
+    @property
     def engine_hosts(self) -> int:
         """Hosts that each engine spans."""
         return engine_hosts(self.spec.rollout.engine_options)
@@ -96,16 +101,13 @@ class WorkerGroup:
         return self.state.ranks
 
     @property
-    def section(self) -> PlacementSection:
-        """How the run uses its devices now: as its spec and its plan say; never `auto`."""
-        ahead = self.spec.algorithm.max_staleness > 0
-        return section_of(self.spec.placement, self.state.plan, ahead=ahead)
-
-    @property
-    def in_turns(self) -> bool:
-        """Whether generating and learning take turns: on the same devices, or as other runs share their devices."""
-        section = self.section
-        return section.mode == "collocated" or section.share
+    def placement(self) -> Placement:
+        """How the run uses its devices now."""
+        plan, gpus = self.state.plan, any(map(is_gpu, self.grant.devices))
+        if self._placement is None or self._placement[:2] != (plan, gpus):
+            ahead = self.spec.algorithm.max_staleness > 0
+            self._placement = plan, gpus, placement_of(self.spec.placement, plan, ahead=ahead, gpus=gpus)
+        return self._placement[2]
 
     @property
     def fleet_timeout(self) -> float:

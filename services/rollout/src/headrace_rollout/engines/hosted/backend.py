@@ -9,12 +9,15 @@ BackendFailed with a sentence when the engine refuses it; when it cannot answer 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headrace_rollout.engines.base import Capabilities, Lent, Scope, WeightEntry
+from headrace_rollout.engines.hosts import BackendFailed
 from headrace_rollout.engines.samples import Distribution, ImageAt, Routes
 
 if TYPE_CHECKING:
@@ -22,10 +25,6 @@ if TYPE_CHECKING:
 
 
 _Result = TypeVar("_Result")
-
-
-class BackendFailed(Exception):
-    """The engine refused a call or broke in it."""
 
 
 class Hung(BackendFailed):
@@ -68,6 +67,12 @@ def rows_of(entries: Sequence[WeightEntry]) -> list[list[Any]]:
     return [
         [each.name, each.dtype, list(each.shape), each.offset, each.size, each.digest] for each in entries
     ]
+
+
+def version_key(entries: Sequence[WeightEntry], adapter: AdapterFile | None = None) -> str:
+    """What all hosts of an engine call the bytes of one version."""
+    rows = [rows_of(entries), rows_of(adapter.entries) if adapter else []]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

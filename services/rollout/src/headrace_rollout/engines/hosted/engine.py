@@ -27,11 +27,12 @@ from headrace_rollout.engines.base import (
     allowed,
 )
 from headrace_rollout.engines.figures import Figures, Prefills
-from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Hung, Start, within
+from headrace_rollout.engines.hosted.backend import Backend, Deadlines, Hung, Start, within
 from headrace_rollout.engines.hosted.installing import Installer, check_entries, shapes_of
 from headrace_rollout.engines.hosted.process import EngineProcess, LoopThread
 from headrace_rollout.engines.hosted.processes import Watermark, gpus_among
 from headrace_rollout.engines.hosted.requests import Requests
+from headrace_rollout.engines.hosts import BackendFailed
 from headrace_rollout.engines.policy_state import MemoryState, is_installed, require_installed
 from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
 from headrace_rollout.engines.trajectory import Bounds, check_scored

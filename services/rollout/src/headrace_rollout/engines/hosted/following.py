@@ -35,8 +35,7 @@ from headrace_rollout.engines.base import (
     allowed,
 )
 from headrace_rollout.engines.figures import Figures, Prefills
-from headrace_rollout.engines.hosted.backend import AdapterFile, Start
-from headrace_rollout.engines.hosted.hosts import version_key
+from headrace_rollout.engines.hosted.backend import AdapterFile, Start, version_key
 from headrace_rollout.engines.hosted.installing import check_entries, file_of, shapes_of
 from headrace_rollout.engines.hosted.processes import Watermark
 from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream

@@ -14,7 +14,8 @@ from headrace_modelkit.weights import weight_layout
 from headrace_schema.sections.generating import ModelSection
 
 from headrace_rollout.engines.base import Adapter, Policy, Refused, WeightEntry, Weights
-from headrace_rollout.engines.hosted.backend import AdapterFile, Backend, BackendFailed, Hung, within
+from headrace_rollout.engines.hosted.backend import AdapterFile, Backend, Hung, within
+from headrace_rollout.engines.hosts import BackendFailed
 
 _Result = TypeVar("_Result")
 Shapes = dict[str, tuple[int, ...]]

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from headrace_servicekit.causes import cause_first
 
 from headrace_rollout.engines.base import Refused, Scope
-from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Start, within
+from headrace_rollout.engines.hosted.backend import Backend, Deadlines, Start, within
 from headrace_rollout.engines.hosted.processes import gpus_among, used_by, used_on
+from headrace_rollout.engines.hosts import BackendFailed
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,9 @@ from headrace_modelkit.tokenizer import TextCodec
 
 from headrace_rollout.engines.base import Policy
 from headrace_rollout.engines.figures import Figures
-from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request, Tokens, within
+from headrace_rollout.engines.hosted.backend import Backend, Request, Tokens, within
 from headrace_rollout.engines.hosted.process import EngineProcess
+from headrace_rollout.engines.hosts import BackendFailed
 from headrace_rollout.engines.samples import Finish, Group, Routes, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatchers
 

@@ -33,14 +33,14 @@ from headrace_rollout.engines.base import Capabilities, EngineConfig, Lent, Scop
 from headrace_rollout.engines.hosted.backend import (
     AdapterFile,
     Backend,
-    BackendFailed,
     Request,
     Start,
     Tokens,
     rows_of,
+    version_key,
 )
-from headrace_rollout.engines.hosted.hosts import version_key
 from headrace_rollout.engines.hosted.processes import kill
+from headrace_rollout.engines.hosts import BackendFailed
 from headrace_rollout.engines.samples import Distribution, Routes
 from headrace_rollout.engines.vllm.arguments import (
     SOCKETS,

@@ -14,8 +14,8 @@ from vllm import AsyncEngineArgs
 
 from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted.backend import Start
-from headrace_rollout.engines.hosted.hosts import FILES
 from headrace_rollout.engines.hosted.processes import kill
+from headrace_rollout.engines.hosts import FILES
 from headrace_rollout.engines.vllm.arguments import SOCKETS, engine_args, environment, variables_of
 from headrace_rollout.engines.vllm.backend import capabilities
 from headrace_rollout.engines.vllm.options import VllmOptions

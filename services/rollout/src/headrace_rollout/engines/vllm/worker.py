@@ -36,7 +36,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
 
 from headrace_rollout.engines.hosted.files import LOADER_ERRORS, read_tensors
-from headrace_rollout.engines.hosted.hosts import FILES
+from headrace_rollout.engines.hosts import FILES
 from headrace_rollout.engines.vllm.arguments import OWNER, TRANSFER
 
 OWNER_S = 1.0

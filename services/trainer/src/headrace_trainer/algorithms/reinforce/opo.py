@@ -11,10 +11,12 @@ from headrace_trainer.algorithms.plugins import PpoOptions
 
 
 class Opo(ClippedPolicyGradient[PpoOptions]):
-    """A reward against its group's mean, which longer answers weigh more in."""
+    """A reward against its group's mean, which longer answers weigh more in.
+
+    Right on policy only: its baseline has the least variance for the gradient of the policy that sampled.
+    """
 
     least_group = 2
-    on_policy_only = "its baseline has the least variance for the gradient of the policy that sampled"
 
     def advantages(self, outcomes: Outcomes) -> Tensor:
         """r - mean of the group's rewards, weighed by answer length."""

@@ -52,23 +52,6 @@ def check_experts(options: FsdpOptions, config: TrainerConfig, algorithm: Algori
             f"lower value that divides them is {fits}",
             key=KEY,
         )
-    if config.trainer.ranks % ranks:
-        raise invalid(
-            f"{KEY}: {config.trainer.ranks} ranks are no multiple of the {ranks} that divide the experts; set "
-            f"trainer.ranks: {-(-config.trainer.ranks // ranks) * ranks}",
-            key=KEY,
-        )
-    if config.trainer.helpers:
-        raise invalid(
-            f"trainer.helpers: a helper has no other ranks to divide experts with; set it to 0, or leave {KEY} out",
-            key="trainer.helpers",
-        )
-    for key, wanted in (("min_ranks", config.trainer.min_ranks), ("max_ranks", config.trainer.max_ranks)):
-        if wanted is not None and wanted % ranks:
-            raise invalid(
-                f"trainer.{key}: {wanted} ranks are no multiple of the {ranks} that divide the experts ({KEY})",
-                key=f"trainer.{key}",
-            )
 
 
 class ExpertMesh:

@@ -113,15 +113,7 @@ def overview_routes(coordinator: Coordinator, runs_directory: Path) -> APIRouter
         """Who held which device when, and what was done there: of the newest steps."""
         run = coordinator.reads.run(run_id)
         live = [
-            HoldView(
-                epoch=lease.epoch,
-                instance=lease.instance,
-                stage=lease.stage,
-                devices=lease.devices,
-                start=lease.since,
-                end=None,
-                cause="",
-            )
+            HoldView.of(lease, start=lease.since, end=None, cause="")
             for lease in coordinator.reads.leases()
             if lease.run == run_id
         ]

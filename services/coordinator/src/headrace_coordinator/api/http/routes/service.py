@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -95,100 +95,76 @@ class _FleetCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
-        (runs, _), instances = self._reads.runs(RUNS_SHOWN), self._reads.instances()
-        states = GaugeMetricFamily("headrace_runs", "Runs by state", labels=["state"])
-        for state, count in sorted(self._reads.run_states().items()):
-            states.add_metric([state], count)
-        yield states
-        yield _counted(
-            "headrace_instances",
-            "Processes by kind and state",
-            ["kind", "state"],
-            ((item.kind, item.state) for item in instances),
-        )
-        leases, devices = self._reads.leases(), self._reads.devices()
-        yield _counted("headrace_leases", "Leases by state", ["state"], ((item.state,) for item in leases))
-        yield _counted("headrace_devices", "Devices by state", ["state"], ((item.state,) for item in devices))
-        memory = GaugeMetricFamily(
-            "headrace_instance_resident_memory_bytes", "Resident memory", labels=["instance", "kind"]
-        )
-        cores = GaugeMetricFamily(
-            "headrace_instance_busy_cores", "Cores kept busy", labels=["instance", "kind"]
-        )
-        busy = GaugeMetricFamily(
-            "headrace_gpu_busy_ratio", "Share of time in which it computed", labels=["device"]
-        )
-        used = GaugeMetricFamily("headrace_gpu_used_memory_bytes", "Memory in use", labels=["device"])
-        for item in instances:
-            memory.add_metric([item.name, item.kind], item.resident_memory_bytes)
-            cores.add_metric([item.name, item.kind], item.busy_cores)
+        reads = self._reads
+        (runs, _), instances = reads.runs(RUNS_SHOWN), reads.instances()
+        leases, devices = reads.leases(), reads.devices()
+        own = [(item.name, item.kind, item.resident_memory_bytes, item.busy_cores) for item in instances]
         # Instances that take turns on a GPU both tell of it.
-        for gpu in {gpu.device: gpu for item in instances for gpu in item.gpus}.values():
-            busy.add_metric([gpu.device], gpu.busy)
-            used.add_metric([gpu.device], gpu.used_memory_bytes)
-        yield from (memory, cores, busy, used)
-        wanted = GaugeMetricFamily(
-            "headrace_instances_wanted", "Instances that the runs of now could use", labels=["kind"]
-        )
-        for kind, count in self._reads.instances_wanted().items():
-            wanted.add_metric([kind], count)
-        yield wanted
+        gpus = {gpu.device: gpu for item in instances for gpu in item.gpus}.values()
+        yield _family("headrace_runs", "Runs by state", "state", sorted(reads.run_states().items()))
+        kinds = _counted((item.kind, item.state) for item in instances)
+        yield _family("headrace_instances", "Processes by kind and state", "kind state", kinds)
+        yield _family("headrace_leases", "Leases by state", "state", _counted((one.state,) for one in leases))
+        states = _counted((one.state,) for one in devices)
+        yield _family("headrace_devices", "Devices by state", "state", states)
+        memory = [(name, kind, used) for name, kind, used, _ in own]
+        name = "headrace_instance_resident_memory_bytes"
+        yield _family(name, "Resident memory", "instance kind", memory)
+        cores = [(name, kind, busy) for name, kind, _, busy in own]
+        yield _family("headrace_instance_busy_cores", "Cores kept busy", "instance kind", cores)
+        busy = [(gpu.device, gpu.busy) for gpu in gpus]
+        yield _family("headrace_gpu_busy_ratio", "Share of time in which it computed", "device", busy)
+        used = [(gpu.device, gpu.used_memory_bytes) for gpu in gpus]
+        yield _family("headrace_gpu_used_memory_bytes", "Memory in use", "device", used)
+        wanted = reads.instances_wanted().items()
+        yield _family("headrace_instances_wanted", "Instances that the runs of now could use", "kind", wanted)
         sessions = CounterMetricFamily(
-            "headrace_run_sessions",
-            "Sessions that ended, by what became of them",
-            labels=["run", "outcome"],
+            "headrace_run_sessions", "Sessions that ended, by what became of them", labels=["run", "outcome"]
         )
         for run in runs:
-            for outcome, count in sorted(self._reads.sessions_ended(run.id).items()):
+            for outcome, count in sorted(reads.sessions_ended(run.id).items()):
                 sessions.add_metric([run.id, outcome], count)
         yield sessions
         yield from _run_families(runs)
 
 
-def _counted(name: str, text: str, labels: list[str], values: Iterable[tuple[str, ...]]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for value, count in sorted(Counter(values).items()):
-        family.add_metric(list(value), count)
+def _family(name: str, text: str, labels: str, rows: Iterable[tuple[Any, ...]]) -> GaugeMetricFamily:
+    """A gauge of rows (value of each label, figure); without those whose figure was not measured."""
+    family = GaugeMetricFamily(name, text, labels=labels.split())
+    for *values, figure in rows:
+        if figure is not None:
+            family.add_metric(values, figure)
     return family
 
 
+def _counted(values: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
+    return [(*value, count) for value, count in sorted(Counter(values).items())]
+
+
+FIGURES: dict[str, tuple[str, Callable[[RunView], float | None]]] = {
+    "running": ("1 while the run trains, else 0", lambda run: run.state == "RUNNING"),
+    "stalled": ("1 while the step in hand stands still, else 0", lambda run: run.stalled),
+    "step": ("Committed steps", lambda run: run.step),
+    "recoveries": ("Recoveries", lambda run: run.recoveries),
+    "reward_mean": ("Mean reward of the last step", lambda run: getattr(run.last_step, "reward_mean", None)),
+    "tokens_per_second": (
+        "Tokens per second of the last step",
+        lambda run: getattr(run.last_step, "tokens_per_s", None),
+    ),
+    "step_seconds": ("Seconds of the last step", lambda run: getattr(run.last_step, "wall_s", None)),
+    "max_staleness": ("Worst staleness of any trained token", lambda run: run.counts.max_staleness),
+}
+
+
 def _run_families(runs: list[RunView]) -> Iterator[GaugeMetricFamily]:
-    figures = {
-        "headrace_run_running": "1 while the run trains, else 0",
-        "headrace_run_stalled": "1 while the step in hand stands still, else 0",
-        "headrace_run_step": "Committed steps",
-        "headrace_run_recoveries": "Recoveries",
-        "headrace_run_reward_mean": "Mean reward of the last step",
-        "headrace_run_tokens_per_second": "Tokens per second of the last step",
-        "headrace_run_step_seconds": "Seconds of the last step",
-        "headrace_run_max_staleness": "Worst staleness of any trained token",
-    }
-    families = {name: GaugeMetricFamily(name, text, labels=["run"]) for name, text in figures.items()}
-    slots = GaugeMetricFamily("headrace_run_slots", "Slots by outcome", labels=["run", "outcome"])
-    stages = GaugeMetricFamily(
-        "headrace_run_stage_seconds", "Seconds of the last step", labels=["run", "stage"]
-    )
-    for run in runs:
-        for name, value in _figures(run).items():
-            families[name].add_metric([run.id], value)
-        slots.add_metric([run.id, "trained"], run.counts.trained)
-        slots.add_metric([run.id, "dropped"], run.counts.dropped)
-        for stage, seconds in (run.last_step.stage_s if run.last_step else {}).items():
-            stages.add_metric([run.id, stage], seconds)
-    yield from (*families.values(), slots, stages)
-
-
-def _figures(run: RunView) -> dict[str, float]:
-    """What was measured."""
-    found: dict[str, float | None] = {
-        "headrace_run_running": float(run.state == "RUNNING"),
-        "headrace_run_stalled": float(run.stalled),
-        "headrace_run_step": float(run.step),
-        "headrace_run_recoveries": float(run.recoveries),
-        "headrace_run_max_staleness": run.counts.max_staleness,
-    }
-    if run.last_step:
-        found["headrace_run_reward_mean"] = run.last_step.reward_mean
-        found["headrace_run_tokens_per_second"] = run.last_step.tokens_per_s
-        found["headrace_run_step_seconds"] = run.last_step.wall_s
-    return {name: float(value) for name, value in found.items() if value is not None}
+    for name, (text, figure) in FIGURES.items():
+        yield _family(f"headrace_run_{name}", text, "run", ((run.id, figure(run)) for run in runs))
+    ends = [(run.id, end, getattr(run.counts, end)) for run in runs for end in ("trained", "dropped")]
+    yield _family("headrace_run_slots", "Slots by outcome", "run outcome", ends)
+    stages = [
+        (run.id, stage, seconds)
+        for run in runs
+        if run.last_step
+        for stage, seconds in run.last_step.stage_s.items()
+    ]
+    yield _family("headrace_run_stage_seconds", "Seconds of the last step", "run stage", stages)

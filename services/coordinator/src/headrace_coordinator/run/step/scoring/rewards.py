@@ -38,7 +38,7 @@ class Rewards:
         ordered = spec.reward.stages or self._groups is not None
         self._flow = RewardFlow(spec.graph, spec.algorithm.group_size) if ordered else None
         deliver = self._settle if self._flow is None else self._take_stages
-        self._scoring = Scoring(context.staffing, attempt.timer, deliver, spec.main_stage)
+        self.scoring = Scoring(context.staffing, attempt.timer, deliver, spec.main_stage)
         self._main = spec.main_stage
         self._ends_truncated = spec.reward.truncated_reward is not None
         # With several stages, of trajectories without their final reward:
@@ -46,10 +46,6 @@ class Rewards:
         self._parts: dict[SlotKey, dict[str, float]] = {}
         self._turn_rewards: dict[SlotKey, dict[str, list[float]]] = {}
         self._unscored: dict[int, list[SlotKey]] = defaultdict(list)
-
-    async def run(self) -> None:
-        """Works until it is closed and every trajectory has its reward, or its group is dropped."""
-        await self._scoring.run()
 
     def forget(self, prompts: Iterable[int]) -> None:
         """Removes what is known of the groups of a step that has ended."""
@@ -63,16 +59,12 @@ class Rewards:
                     self._parts.pop(key, None)
                     self._turn_rewards.pop(key, None)
 
-    def close(self) -> None:
-        """No more trajectories will come."""
-        self._scoring.close()
-
     def ask(self, trajectory: Trajectory, message: common.Trajectory, question: DataItem) -> None:
         """Asks for the reward of a finished trajectory, an answer to `question`."""
         key = trajectory.slot.key
         item = score_item(question, message, trajectory.tokens, evaluation=False)
         if self._flow is None:
-            self._scoring.put(item)
+            self.scoring.put(item)
             return
         self._items[key], self._parts[key], self._turn_rewards[key] = item, {}, {}
         if self._groups is not None:
@@ -88,7 +80,7 @@ class Rewards:
                 item.MergeFrom(self._items[key])
                 if self._groups is not None and stage in self._context.spec.graph.whole_groups:
                     item.group.extend(text for _, text in sorted(self._groups[key[0]].items()))
-                self._scoring.put(item)
+                self.scoring.put(item)
 
     def _take_stages(self, results: list[reward.ScoreResult]) -> None:
         """Takes results of single stages; settles with final ones, whose rewards are what the stages add up to."""

@@ -47,12 +47,6 @@ def _check_vision(options: FsdpOptions, config: TrainerConfig, algorithm: Algori
 
 
 def _check_compile(config: TrainerConfig) -> None:
-    if config.deterministic:
-        raise invalid(
-            f"{COMPILE}: with deterministic: true a run that resumes takes the same steps, and what is compiled hangs "
-            "on the lengths that came first; leave one of them out",
-            key=COMPILE,
-        )
     if expert_shape(load_architecture(config.model)) is not None:
         raise invalid(
             f"{COMPILE}: {config.model.path!r} has experts, whose routers follow what the run tells them and cannot be "
@@ -74,25 +68,6 @@ def _missing_compiler() -> str:
 
 
 def _check_context(size: int, config: TrainerConfig, algorithm: Algorithm) -> None:
-    trainer = config.trainer
-    if trainer.ranks % size:
-        raise invalid(
-            f"trainer.ranks: {trainer.ranks} ranks are no multiple of the {size} that divide a row ({CONTEXT}); set "
-            f"trainer.ranks: {-(-trainer.ranks // size) * size}",
-            key="trainer.ranks",
-        )
-    for key, ranks in (("min_ranks", trainer.min_ranks), ("max_ranks", trainer.max_ranks)):
-        if ranks not in (None, trainer.ranks):
-            raise invalid(
-                f"trainer.{key}: a group that changes by itself takes any number of ranks, and rows are divided over "
-                f"{size} ({CONTEXT}); leave it out",
-                key=f"trainer.{key}",
-            )
-    if trainer.helpers:
-        raise invalid(
-            f"trainer.helpers: a helper has no other ranks to divide rows with; set it to 0, or leave {CONTEXT} out",
-            key="trainer.helpers",
-        )
     for section in _sections(config, algorithm):
         _check_model(size, config.model_copy(update={"model": section}))
 

@@ -84,20 +84,7 @@ def _fixed(layout: Layout, config: TrainerConfig, options: FsdpOptions) -> Layou
 
 def check_run(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm) -> None:
     """Raises Refusal INVALID, naming the key, for options that contradict each other, and ModelNotReadable."""
-    if options.offload == "parameters" and options.shard not in (None, "weights"):
-        key = f"{_OPTIONS}.shard"
-        raise invalid(
-            f"{key}: {options.shard} keeps what offload: parameters moves to the host; set shard: weights, or leave "
-            "it out",
-            key=key,
-        )
     check_experts(options, config, algorithm)
-    if options.expert_parallel > 1 and options.shard_ranks not in (None, config.trainer.ranks):
-        key = f"{_OPTIONS}.shard_ranks"
-        raise invalid(
-            f"{key}: experts that are divided (expert_parallel) have one copy in the whole trainer group; leave it out",
-            key=key,
-        )
     trainer = config.trainer
     for ranks in sorted(
         {trainer.ranks, trainer.min_ranks or trainer.ranks, trainer.max_ranks or trainer.ranks}

@@ -7,15 +7,10 @@ followers say, the engine's loop reads it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.addresses import free_port
-
-from headrace_rollout.engines.base import WeightEntry
-from headrace_rollout.engines.hosted.backend import AdapterFile, BackendFailed, rows_of
 
 MEMBER_S = 30.0
 """How long a start of the engine waits for a follower that is not there: it may be replaced."""
@@ -24,10 +19,8 @@ FILES = "HEADRACE_FOLLOWER_FILES"
 """The variable that tells workers of a follower where its host's versions lie, each below its `version_key`."""
 
 
-def version_key(entries: Sequence[WeightEntry], adapter: AdapterFile | None = None) -> str:
-    """What all hosts of an engine call the bytes of one version."""
-    rows = [rows_of(entries), rows_of(adapter.entries) if adapter else []]
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+class BackendFailed(Exception):
+    """The engine refused a call or broke in it."""
 
 
 class Hosts:

@@ -1,0 +1,82 @@
+"""What a run with environments may leave out: what follows from its environment, its agent or its clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from headrace_schema.rules.asked import EPISODES
+from headrace_schema.sections.agent import AGENT_SECONDS, AGENTS, ONLINE, AgentSection
+from headrace_schema.workflow import CONVERSATIONS, acts_in_environments
+
+BACKEND = "conversation"
+ONLINE_STEP_S = 30 * 86400.0
+_RETURN = {"scorers": [{"name": "episode"}]}
+_OUTCOME = {"evaluation": [{"name": "episode", "options": {"of": "outcome"}}]}
+_ONLINE: dict[str, dict[str, Any]] = {
+    "data": {"source": EPISODES, "options": {"tasks": [ONLINE]}},
+    "algorithm": {"name": "reinforce_pp", "group_size": 1},  # It compares the samples of a whole step.
+    "limits": {"step_timeout_s": ONLINE_STEP_S},
+    "reward": _RETURN,
+}
+"""Of a run that outside clients speak with: no data, groups of one, and steps that wait for people."""
+
+
+def with_defaults(given: Any) -> Any:
+    """A spec as its user wrote it, with what an embodied or agentic one may leave out filled in."""
+    if not isinstance(given, Mapping):
+        return given
+    if acts_in_environments(given.get("workflow")):
+        return _embodied(dict(given))
+    return _agentic(dict(given)) if given.get("workflow") == CONVERSATIONS else given
+
+
+def _embodied(spec: dict[str, Any]) -> dict[str, Any]:
+    environment = spec.get("environment")
+    data = _start_states(spec.get("data", {}), environment)
+    if isinstance(data, Mapping) and isinstance(prompt := data.get("prompt", {}), Mapping):
+        data = {**data, "prompt": {"chat": False, **prompt}}
+    spec |= {"data": data, "reward": spec.get("reward", {**_RETURN, **_OUTCOME})}
+    if isinstance(model := spec.get("model"), Mapping):
+        spec["model"] = {"dtype": "float32", **model}
+    return spec
+
+
+def _agentic(spec: dict[str, Any]) -> dict[str, Any]:
+    agent, environment = spec.get("agent"), spec.get("environment")
+    if isinstance(agent, Mapping) and agent.get("online") is not None:
+        for key, section in _ONLINE.items():
+            if isinstance(own := spec.get(key, {}), Mapping):
+                spec[key] = {**section, **own}
+        return spec
+    started = _started(agent)
+    if isinstance(environment, Mapping) or (started and environment is None):
+        spec["environment"] = environment = {"backend": BACKEND, **started, **(environment or {})}
+    return spec | {
+        "data": _start_states(spec.get("data", {}), environment),
+        "reward": spec.get("reward", _RETURN),
+    }
+
+
+def _start_states(data: Any, environment: Any) -> Any:
+    """`data` with the environment's tasks for start states."""
+    if not isinstance(data, Mapping):
+        return data
+    filled = {"source": EPISODES, **data}
+    tasks = environment.get("tasks") if isinstance(environment, Mapping) else None
+    options = filled.get("options", {})
+    if filled["source"] == EPISODES and isinstance(options, Mapping) and tasks is not None:
+        filled["options"] = {"tasks": tasks, **options}
+    return filled
+
+
+def _started(agent: Any) -> dict[str, Any]:
+    """The environment's keys that follow from what an agent is; none where the section is wrong or missing."""
+    try:
+        section = AgentSection.model_validate(agent)
+    except ValidationError:
+        return {}
+    follow = {"backend": AGENTS, "tasks": [section.task], "options": section.starting}
+    return {**follow, "max_episode_s": AGENT_SECONDS}

@@ -1,0 +1,340 @@
+"""What does not go together: one table, which the schema, a submission and docs/run-spec.md read.
+
+Each row names two features of `asked`. The first one's key is refused where a run asks for the other one too. A row of
+what a fleet knows judges nothing before that is resolved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from headrace_schema.problems import problem
+from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.rules import asked as f
+from headrace_schema.rules.features import Feature, Resolved, key
+from headrace_schema.sections.generating import SamplingSection, quantized
+
+_WHOLE_PROMPTS = "the environment's first messages are the prompt"
+_TURNS_ELSEWHERE = "a conversation that a rollout has begun does not go on at another one"
+_OF_CONVERSATIONS = {
+    "data.prompt.template": _WHOLE_PROMPTS,
+    "data.prompt.system": _WHOLE_PROMPTS,
+    "data.prompt.prefill": _WHOLE_PROMPTS,
+    "evaluation.baseline_prefill": _WHOLE_PROMPTS,
+    "trainer.warmup.steps": "there are no right answers to imitate",
+    "rollout.chunk_tokens": "a conversation is sent when it has ended",
+    "rollout.helpers": _TURNS_ELSEWHERE,
+    "trainer.helpers": _TURNS_ELSEWHERE,
+    "deterministic": "turns meet in no fixed waves, as environments take their own time",
+    "environment.alternating": "turns of all conversations are decoded together",
+    "environment.reward": "a turn's reward is what the environment's step returns",
+    "environment.stop_on_success": "a conversation ends when the environment's step says so",
+    "environment.state": "the environment's messages are what the policy reads",
+    "environment.cameras": "the environment's messages are what the policy reads",
+    "environment.instructions": "the environment's first messages say what is asked for",
+    "environment.videos": "a conversation has no pictures, and all of it is among the run's trajectories",
+    "environment.variants": "give the environment options of its own in environment.options",
+}
+"""Keys that an agentic run does not have, and why."""
+_OWN_DISTRIBUTION = "a robot policy draws actions from its own distribution"
+_ON_ONE_DEVICE = "an episode does not go on elsewhere, so no device is released inside a step"
+_OWN_ENGINE = "a robot policy runs in the rollout service itself"
+_BOUNDED = "environment.max_episode_steps bounds an episode"
+_OF_TEXT = {
+    **{f"sampling.{name}": _OWN_DISTRIBUTION for name in SamplingSection.model_fields},
+    "data.prompt.system": "a policy's instruction has no system message",
+    "data.prompt.longest": "an instruction is no prompt",
+    "data.prompt.prefill": "an episode begins with an observation",
+    "data.exclude": "start states are no questions",
+    "trainer.reference": "no term of it is computed for robot policies",
+    "trainer.helpers": _ON_ONE_DEVICE,
+    "rollout.helpers": _ON_ONE_DEVICE,
+    "trainer.shared_prefix": "episodes have no common beginning",
+    "trainer.backend_options.compile": "it compiles the layers of a language model",
+    "trainer.backend_options.expert_parallel": "a robot policy has no experts",
+    "rollout.engine": _OWN_ENGINE,
+    "rollout.engine_options": _OWN_ENGINE,
+    "rollout.chunk_tokens": "episodes come whole",
+    "evaluation.data": "data.options name the start states; headrace eval FILE judges a policy on others",
+    "evaluation.temperature": _OWN_DISTRIBUTION,
+    "evaluation.max_new_tokens": _BOUNDED,
+    "evaluation.baseline_prefill": "an episode begins with an observation",
+    "algorithm.truncated": "an episode that is cut counts with the value of what follows",
+    "reward.give": "an episode has no tokens, and its answer no text",
+    "reward.truncated_reward": "an episode that is cut keeps its rewards",
+    "model.gguf_file": "a robot policy is policy.json and model.safetensors",
+    "model.max_context": _BOUNDED,
+}
+"""Keys of runs of text, and why an embodied run has none of them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """`what` does not go with `beside`. `reason` is a format of the run; `fix` stands in place of both undos."""
+
+    what: Feature
+    beside: Feature
+    reason: str
+    fix: str = ""
+
+    def problems(self, run: Resolved) -> Iterator[KeyProblemView]:
+        """A problem for each key by which the run asks for `what`, where it asks for `beside` too."""
+        others = list(self.beside.asked(run))
+        for found in self.what.asked(run) if others else ():
+            other = next(
+                (each for each in others if found.startswith(each)), others[0]
+            )  # the same algorithm's
+            told = {
+                "quantized": quantized(run.spec.rollout.engine_options),
+                "family": run.blind.get(found),
+                "algorithm": getattr(run.spec.algorithms.get(other), "name", ""),
+            }
+            reason = self.reason.format(spec=run.spec, run=run, **told)
+            yield problem(_named(found, self.what), reason, self.fix or self._fix(run, found, other))
+
+    def _fix(self, run: Resolved, found: str, other: str) -> str:
+        ways = []
+        for feature, at, it in ((self.what, found, "it"), (self.beside, other, other)):
+            instead = " or ".join(run.instead.get(f"{at}:{feature.needs}", ()))
+            if feature.undo and (instead or not feature.needs):
+                ways.append(feature.undo.format(key=at, it=it, name=_named(at, feature), instead=instead))
+        return ", or ".join(dict.fromkeys(ways))
+
+
+def _named(found: str, feature: Feature) -> str:
+    """The key of a plug-in's name, for a feature that is of one."""
+    return f"{found}.name" if feature.needs and found.endswith("algorithm") else found
+
+
+_WHOLE = {
+    f.NO_LORA: "the run trains no adapters: trainer.lora is not given",
+    f.ROBOT_LORA: "a robot policy is published whole: its heads and normalisers change, too",
+    f.OTHER_BASES: "policies with another model, or without trainer.lora, are published whole",
+}
+"""Why adapters are not published alone."""
+_ONE_SIDE = "a run that shares holds the devices of one side at a time"
+_OTHER_RANKS = "a group that changes by itself takes any number of ranks, and "
+_OF_AGENTIC = "is of agentic runs, and workflow is {spec.kind}"
+_OF_EMBODIED = "is of embodied runs, and workflow is {spec.kind}"
+_ALIKE = "devices that move while answers are made make no two runs alike"
+_UNASKED = "nobody asks held-out questions: the clients lead each conversation"
+_LATER = "remove it, and evaluate checkpoints with headrace eval"
+_DECODING = "the last answers of a step decode beside those of the next ones, so no device is idle in a step"
+_AWAY = "runs that share give their devices away while they generate, and "
+_SEES = "{run.images}, and "
+_NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
+    f.ROBOT: {
+        **{key(name): f"an embodied run has none: {why}" for name, why in _OF_TEXT.items()},
+        f.NO_ENVIRONMENT: "an embodied run acts in one",
+        f.BESIDE: "an episode is made with one version",
+        f.OTHER_BACKEND: (
+            "{spec.trainer.backend} trains language models, and a robot policy has a backend of its own",
+            "remove it",
+        ),
+        f.OWN_SOURCE: (
+            "{spec.data.source} has questions, and an episode begins with a start state",
+            "set data.source: episodes, or leave data.source out",
+        ),
+        f.CONTEXT: "a robot policy has a backend of its own, whose ranks have whole episodes",
+    },
+    f.AGENTIC: {
+        **{key(name): f"an agentic run has none: {why}" for name, why in _OF_CONVERSATIONS.items()},
+        f.NO_ENVIRONMENT: (
+            "an agentic run speaks with one",
+            "give environment.tasks: [path/to/file.py:Class], or [tools], or an agent",
+        ),
+        f.REPLAY: "a conversation is put together without routes",
+        f.BESIDE: "a conversation is made with one version",
+    },
+    f.PROMPTS_ALONE: {key("environment", ""): _OF_EMBODIED},
+    f.NOT_ROBOT: {
+        key("model.policy", ""): _OF_EMBODIED,
+        key("trainer.warmup.demonstrations", ""): _OF_EMBODIED,
+        f.JOINT: "only simulators of robots compute on devices",
+    },
+    f.NOT_AGENTIC: {
+        f.POLICIES: _OF_AGENTIC,
+        f.AGENT: _OF_AGENTIC,
+        f.ROLES: (_OF_AGENTIC, "remove it"),
+        key("environment.rewritten_turns"): (_OF_AGENTIC, "remove it"),
+        key("environment.max_episode_s"): (_OF_AGENTIC, "use environment.max_episode_steps"),
+        f.CREDIT: ("turns are those of agentic runs, and workflow is {spec.kind}", "remove it"),
+    },
+    f.ONLINE: {
+        **{key(f"agent.{name}"): "nothing is started then" for name in ("python", "command", "verifiers")},
+        f.ENVIRONMENT: "outside clients speak with the policy, and nothing else does",
+        f.OWN_SOURCE: "what is asked comes from the clients",
+        f.HELDOUT: (_UNASKED, _LATER),
+        f.EVALUATION_DATA: (_UNASKED, _LATER),
+        f.REMAX: "remax needs a greedy answer to each prompt, and what clients ask is sampled",
+    },
+    f.AGENT: {f.ROLES: ("an agent leads its conversation itself", "remove it")},
+    f.NO_ENVIRONMENT: {f.SIMULATORS: ("the run has no environment, and so no simulator", "remove it")},
+    f.UNSHOWN_ROBOT: {f.WARMUP: "a robot policy imitates demonstrations, and there are none"},
+    f.NO_WARMUP: {f.DEMONSTRATIONS: "they are not imitated in 0 steps"},
+    f.STRICT: {f.INSTALL: "with algorithm.max_staleness: 0 no answer is in hand when a version is installed"},
+    f.STALE: {
+        f.SHARE: f"{_ONE_SIDE}, so nothing is generated while it learns",
+        f.TURNS: "rollout and trainer take turns on the same devices, so nothing is generated while the trainer "
+        "learns, and answers would only become older",
+        f.TRAINER_HELPERS: _DECODING,
+        f.ROLLOUT_HELPERS: _DECODING,
+        f.CURRICULUM: "it chooses a step's items by the pass rates of the step before, which has not ended when they "
+        "start",
+    },
+    f.DETERMINISTIC: {
+        f.STALE: "which version makes which token depends on times, so no two runs are alike",
+        f.TRAINER_HELPERS: _ALIKE,
+        f.ROLLOUT_HELPERS: _ALIKE,
+        f.CHANGING: "a deterministic run keeps its ranks",
+        f.COMPILED: "a run that resumes takes the same steps, and what is compiled hangs on the lengths that came "
+        "first",
+        f.ENABLE_LORA: "log-probs with adapters beside their base are not the trainer's to the bit, as those of "
+        "merged ones",
+    },
+    f.CHOSEN: {f.NAMED: "with placement.mode: auto the run chooses its devices"},
+    f.AUTO: {f.SHARE: "a run that measures placements needs its devices to itself"},
+    f.MEASURED: {f.TRAINER_HELPERS: "steps in which devices move say nothing of another placement"},
+    f.HYBRID: {
+        f.SHARE: f"{_ONE_SIDE}, and hybrid holds both",
+        f.TRAINER_HELPERS: "the trainer group takes the rollouts' devices itself when the tail ends",
+    },
+    f.APART: {
+        f.OFFLOADED: "in disaggregated placement both sides have their devices all the time, and stay loaded"
+    },
+    f.NOT_APART: {
+        f.ROLLOUT_HELPERS: "they decode on devices that the trainer has for itself, which only disaggregated "
+        "placement gives it"
+    },
+    f.SHARE: {
+        f.RESIDENT: "what other runs wait for is the devices and their memory",
+        f.STREAMED: f"{_ONE_SIDE}, so nothing can stream to the other",
+        f.TRAINER_HELPERS: "a helper's devices are the run's own until the step ends",
+    },
+    f.SIMULATORS: {f.SHARE: f"{_AWAY}an episode would be lost"},
+    f.SCORERS: {f.SHARE: f"{_AWAY}what a reward model computes would be lost"},
+    f.OVER_HOSTS: {
+        **dict.fromkeys(
+            (f.AUTO, f.HYBRID, f.SHARE), "its hosts change devices together, at the ends of stages"
+        ),
+        **dict.fromkeys(
+            (f.ENVIRONMENT, f.AGENT, f.POLICIES, f.ENABLE_LORA, f.ROLLOUT_HELPERS, f.TRAINER_HELPERS),
+            "an engine over hosts answers prompts alone",
+        ),
+    },
+    f.GPUS: {
+        f.RESIDENT_IN_TURNS: "an engine takes the memory that it finds on a GPU, and leaves a trainer no room beside "
+        "it",
+    },
+    f.DISTILL: {f.NO_REFERENCE: "distill learns from a teacher"},
+    f.NO_KL: {f.REFERENCE: "no option of {spec.algorithm.name} uses it"},
+    f.ONE_UPDATE: {
+        f.RATIO: "with one optimizer step a commit the ratio to the old policy is 1, and it has no effect"
+    },
+    f.CRITIC_HEAD: {f.CRITIC_PATH: "a value head reads the policy's own hidden states"},
+    f.GROUP_OF_ONE: {f.DROP_EQUAL: "a group of one is always equal"},
+    f.ONE_POLICY: {f.POLICIES: "{spec.trainer.backend} trains one policy"},
+    f.NO_CRITIC: {
+        f.CRITIC: "{spec.algorithm.name} learns with a critic, which {spec.trainer.backend} does not have"
+    },
+    f.FIXED_RANKS: {f.CHANGING: f"{_OTHER_RANKS}{{spec.trainer.backend}} needs whole models"},
+    f.NO_HELP: {f.TRAINER_HELPERS: "{spec.trainer.backend} takes no gradients of helpers"},
+    f.NO_TREES: {
+        f.SHARED_PREFIX: "layers of {spec.trainer.backend} attend along rows, and follow no tree of prefixes"
+    },
+    f.NO_LOW_RANK: {f.LORA: "{spec.trainer.backend} has no adapters"},
+    f.UNDIVIDED: {
+        f.SEQUENCE: "it divides what tensor-parallel ranks would all have, and tensor_parallel is 1"
+    },
+    f.CONTEXT: {
+        f.CHANGING: f"{_OTHER_RANKS}rows are divided over some of them",
+        f.TRAINER_HELPERS: "a helper has no other ranks to divide rows with",
+    },
+    f.EXPERTS_DIVIDED: {
+        f.TRAINER_HELPERS: "a helper has no other ranks to divide experts with",
+        f.SHARD_RANKS: "experts that are divided have one copy in the whole trainer group",
+    },
+    f.OFFLOADS_ALL: {f.SHARD_KEPT: "it keeps what offload: parameters moves to the host"},
+    f.LORA: {
+        f.TRAINER_HELPERS: "a helper holds the published weights, in which adapters are merged and get no gradient of "
+        "their own",
+        f.CRITIC_MODEL: "a critic with a model of its own has no adapters, and all its weights would be trained",
+    },
+    **{beside: {f.ADAPTERS_ALONE: why, f.ENABLE_LORA: why} for beside, why in _WHOLE.items()},
+    f.ENABLE_LORA: {
+        f.MERGED: "whole weights have no adapters to compute with",
+        f.OWN_DEVICES: "rollout.enable_lora has one engine for all policies",
+    },
+    f.PUBLISHED_ALONE: {f.BY_RANKS: "adapters alone are a version of one rank"},
+    f.NO_CHAT: {f.SYSTEM: "text that is fed as it is has no system message"},
+    f.NOTHING_ASKED: {f.EVERY: "there are no held-out items to evaluate"},
+    f.NO_HELDOUT: {f.BASELINE: "there are no held-out items to evaluate"},
+    f.GREEDY: {f.SAMPLES: "greedy decoding gives the same answer every time"},
+    f.UNSAME: {
+        f.DETERMINISTIC: "rollout.engine: {run.engine} cannot sample the same tokens again, since its random numbers "
+        "follow its batches"
+    },
+    f.NO_ADAPTERS: {f.ENABLE_LORA: "rollout.engine: {run.engine} computes with no adapters beside its model"},
+    f.NO_SWAP: {f.IN_FLIGHT: "rollout.engine: {run.engine} installs a version between answers only"},
+    f.NO_ROUTES: {f.REPLAY: "rollout.engine: {run.engine} does not tell which experts it sent tokens to"},
+    f.TOP_P_FIRST: {
+        f.TOP_P_AND_OTHERS: "rollout.engine: {run.engine} counts top-p over all tokens, not over those that top_k and "
+        "min_p leave"
+    },
+    f.ANSWER_ONLY: {f.PENALTY: "rollout.engine: {run.engine} counts no tokens of the prompt for it"},
+    f.DRAFTS: {
+        f.REPLAY: "the experts of drafted tokens are not told apart from those of tokens that were taken",
+        f.TRUNCATES: "rollout.engine: {run.engine} does not check drafts under it",
+    },
+    f.EXACT: {
+        f.QUANTIZED: "model.dtype: float32 asks for exact passes, and the engine would compute with {quantized}"
+    },
+    f.QUANTIZED: {
+        f.UNCORRECTED: "none takes the engine's distribution for the trainer's, and it computes with {quantized}"
+    },
+    f.ON_POLICY: {
+        f.STALE: "{algorithm} is right on samples of the newest version only",
+        f.QUANTIZED: "{algorithm} is right on samples of the trainer's own distribution only",
+    },
+    f.PLAIN: {
+        f.EXPERTS_ONLY: "int8 is of experts alone, and {spec.model.path!r} has none",
+        f.DIVIDES_EXPERTS: "{spec.model.path!r} has no experts to divide",
+    },
+    f.IN_DATA: {
+        f.NOT_REASONING: "the data has images, which prompts of its conversations do not carry",
+    },
+    f.IMAGES: {
+        f.ENABLE_LORA: f"{_SEES}a vision tower's rows are not those of prompts",
+        f.NO_IMAGES: f"{_SEES}{{run.engine}} takes none here",
+        f.DRAFTS: f"{_SEES}prompts with images are not drafted for",
+        f.TEXT_ALONE: f"{_SEES}{{spec.trainer.backend}} trains on text alone",
+        f.BLIND: f"{_SEES}{{family}} is no family whose images are read",
+    },
+}
+"""By what a run has, what does not go with it: the reason, or that and a way out in place of both features' undos."""
+TABLE = tuple(
+    Row(what, beside, *((why,) if isinstance(why, str) else why))
+    for beside, found in _NOT_WITH.items()
+    for what, why in found.items()
+)
+"""In the order in which a user reads the problems."""
+
+
+def conflicts(run: Resolved) -> Iterator[KeyProblemView]:
+    """The problems of every row that holds of a run."""
+    for row in TABLE:
+        yield from row.problems(run)
+
+
+def table_rows() -> Iterator[tuple[str, str, str, str]]:
+    """(what, beside, reason, fix) of each row as people read them; keys stand where a run's own values would."""
+    for row in TABLE:
+        ways = []
+        for feature in (row.what, row.beside):
+            path = found[1] if (found := re.match(r"`([^`:]+)", feature.said)) else "it"
+            told = {"key": path, "name": "it", "instead": "one that can"}
+            ways.append(feature.undo.format(it="it" if feature is row.what else path, **told))
+        reason = re.sub(r"\{(?:spec\.|run\.)?([^}!]*)[^}]*\}", lambda found: found[1], row.reason)
+        yield row.what.said, row.beside.said, reason, row.fix or ", or ".join(filter(None, ways))

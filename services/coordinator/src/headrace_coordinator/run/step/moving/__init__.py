@@ -1,1 +1,0 @@
-"""Devices that change roles inside a step, and what a run knows of its own pace to decide it."""
