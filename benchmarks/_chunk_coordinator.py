@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from _chunk_services import GO, ONE, RUN, TOKEN
 from headrace.common.v1 import common_pb2
@@ -29,7 +30,6 @@ from headrace_coordinator.run.step.generation import Generation
 from headrace_coordinator.run.step.learning import Learning
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.step.timer import StepTimer
-from headrace_coordinator.run.step.trajectories import Trajectories
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.redis_store import RedisStore
@@ -96,6 +96,7 @@ def make_spec(model: str, messages: int, steps: int, together: int, group: int =
             "model": {"path": model},
             "data": {"source": "copy_digits", "options": {"digits": 3}},
             "algorithm": {"name": "none", "group_size": group, "prompts_per_step": messages // group},
+            "placement": {"mode": "disaggregated"},  # The trainer learns while the rollout generates.
             "rollout": {"max_concurrency": together},
             "reward": {"scorers": [{"name": "exact"}]},
         }
@@ -171,12 +172,14 @@ class Bench:
             )
         )
         published = Published(VERSION, common_pb2.WeightManifest(), common_pb2.WeightSource())
-        trajectories = Trajectories(context.spec.limits.in_flight_bytes)
-        attempt = Watched(context, StepTimer(event_log.now), published, trajectories, streams=True)
-        generation, learning = Generation(attempt), Learning(attempt)
+        generation = Generation(context, published, StepTimer(event_log.now))
+        with patch("headrace_coordinator.run.step.generation.AttemptState", Watched):
+            attempt = generation.begin()
+        assert isinstance(attempt, Watched)
+        learning = Learning(attempt)
 
         async def generate() -> None:
-            await generation.run()
+            await generation.fill()
             attempt.complete()
 
         async def first_go() -> None:

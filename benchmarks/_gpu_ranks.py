@@ -47,8 +47,8 @@ def train(model: str, name: str, rank: int, world: int, rendezvous: str, tokens:
     from headrace_schema.openings import TrainerConfig
     from headrace_trainer.algorithms import build_algorithm
     from headrace_trainer.backends.fsdp.backend import FsdpBackend
-    from headrace_trainer.group.device import current
     from headrace_trainer.group.forming import join_trainer_group
+    from headrace_trainer.ranks.device import current
 
     device = torch.device(name)
 
@@ -115,11 +115,11 @@ def problems(found: list[dict[str, float]], kept_bytes: int) -> list[str]:
 
 def _rows(tokens: int) -> Any:
     """One row: a prompt of a quarter of the tokens, and an answer that was worth something."""
-    from headrace_trainer.learning.samples import Sequence
+    from headrace_trainer.learning.samples import Sample
 
     ids = [3 + index % 29 for index in range(tokens)]
     positions = list(range(tokens - _answer(tokens), tokens))
-    return [[Sequence(ids, positions, [-1.0] * len(positions), [1.0] * len(positions), 1.0)]]
+    return [[Sample(ids, positions, [-1.0] * len(positions), [1.0] * len(positions), 1.0)]]
 
 
 def _answer(tokens: int) -> int:

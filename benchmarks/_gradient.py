@@ -13,11 +13,12 @@ from headrace_servicekit.rpc.digests import set_digest
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.group.rank import Rank
-from headrace_trainer.group.rounds import Rounds
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.learner import Learner
-from headrace_trainer.learning.samples import Branch, Group, Member
+from headrace_trainer.learning.samples import Group, Sample, Trajectory
+from headrace_trainer.ranks.policy_rounds import PolicyRounds
+from headrace_trainer.ranks.rank import Rank
+from headrace_trainer.ranks.rounds import Rounds
 from torch import Tensor
 
 PROMPT_TOKENS = 12
@@ -53,7 +54,7 @@ class Accumulation:
         self._state = steps.StepState()
         rounds = Rounds(self._rank, holds_lease=lambda: True, deadlines=False)
         rounds.restore("", 1, None)
-        self._learner = Learner(self._config, self._rank.algorithm, rounds)
+        self._learner = Learner(self._config, self._rank.algorithms[""], PolicyRounds(rounds))
         self._open()
 
     def learn(self, groups: list[Group]) -> None:
@@ -119,18 +120,18 @@ def synthetic_group(
 
 def _member(
     rng: random.Random, sample: int, given: list[int], lengths: tuple[int, int], vocabulary: int
-) -> Member:
+) -> Trajectory:
     answer = [rng.randrange(3, vocabulary) for _ in range(rng.randint(*lengths))]
-    return Member(
+    return Trajectory(
         sample_index=sample,
         attempt=1,
         body_digest=f"answer-{sample}",
         reward=rng.random(),
-        branches=(
-            Branch(
+        samples=(
+            Sample(
                 given + answer,
                 trained=list(range(len(given), len(given) + len(answer))),
-                log_probs=[rng.uniform(-5, -3) for _ in answer],
+                engine_log_probs=[rng.uniform(-5, -3) for _ in answer],
                 versions=[1] * len(answer),
             ),
         ),

@@ -11,15 +11,15 @@ import random
 import time
 
 import msgspec
-from headrace_trainer.group.messages import Header, MicroRound
 from headrace_trainer.learning.planning import Costs, plan_batches, plan_rounds, plan_rows
-from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.samples import Rows, Sample
+from headrace_trainer.ranks.messages import Header, MicroRound
 
 HIDDEN = 4096
 """Of a 7B: attention costs as much as all else at 12 times as many tokens."""
 
 
-def groups_of(count: int, samples: int, longest: int, seed: int) -> list[list[Sequence]]:
+def groups_of(count: int, samples: int, longest: int, seed: int) -> list[list[Sample]]:
     """Groups whose answers have a long tail up to `longest` tokens, with the columns of a usual run."""
     draw, found = random.Random(seed), []
     for _ in range(count):
@@ -30,7 +30,7 @@ def groups_of(count: int, samples: int, longest: int, seed: int) -> list[list[Se
             tokens = prompt + [draw.randrange(1000) for _ in range(length)]
             trained = list(range(len(prompt), len(tokens)))
             values = [draw.random() for _ in trained]
-            group.append(Sequence(tokens, trained, values, values, 1.0, {"old_log_probs": values}))
+            group.append(Sample(tokens, trained, values, values, 1.0, {"old_log_probs": values}))
         found.append(group)
     return found
 
@@ -41,7 +41,7 @@ def cost(rows: Rows, costs: Costs) -> float:
     return costs.of_batch(lengths) if lengths else 0.0
 
 
-def measure(ranks: int, groups: list[list[Sequence]], budget: int, costs: Costs) -> dict[str, float]:
+def measure(ranks: int, groups: list[list[Sample]], budget: int, costs: Costs) -> dict[str, float]:
     """One batch of groups on so many ranks."""
     tokens = sum(len(sequence.tokens) for group in groups for sequence in group)
     started = time.perf_counter()

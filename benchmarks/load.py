@@ -133,9 +133,9 @@ def measure(folder: Path, number: int, port: int, *, saves: bool) -> dict[str, f
     from headrace_schema.openings import TrainerConfig
     from headrace_trainer.checkpoints.directory import Snapshot, write_state
     from headrace_trainer.group.forming import join_trainer_group
-    from headrace_trainer.group.messages import RestoreRound, SnapshotRound
-    from headrace_trainer.group.rank import Rank
     from headrace_trainer.learning.step import Version
+    from headrace_trainer.ranks.messages import RestoreRound, SnapshotRound
+    from headrace_trainer.ranks.rank import Rank
 
     torch.set_num_threads(1)
     config = TrainerConfig.model_validate(

@@ -141,10 +141,10 @@ def version(model: Path, steps: int, threads: int) -> dict[str, float]:
     from headrace_servicekit.weights.store import WeightStore
     from headrace_servicekit.weights.versions import BASE_NUMBER, base_name
     from headrace_trainer.group.forming import join_trainer_group
-    from headrace_trainer.group.rank import Rank
-    from headrace_trainer.group.rounds import Rounds
     from headrace_trainer.learning.step import Version
-    from headrace_trainer.session.versions import RunVersions
+    from headrace_trainer.ranks.rank import Rank
+    from headrace_trainer.ranks.rounds import Rounds
+    from headrace_trainer.versions.versions import RunVersions
 
     torch.set_num_threads(threads)
     own = {"path": str(model), "dtype": "bfloat16"}

@@ -27,7 +27,7 @@ from headrace_trainer.backends import build_backend
 from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.pictures import place_images
-from headrace_trainer.learning.samples import Image, Rows, Sequence
+from headrace_trainer.learning.samples import Image, Rows, Sample
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -91,7 +91,7 @@ class Walk:
         sequences = [sequence for group in groups for sequence in group]
         return [[self.pictured(each) if at % 2 == 0 else each] for at, each in enumerate(sequences)]
 
-    def pictured(self, sequence: Sequence) -> Sequence:
+    def pictured(self, sequence: Sample) -> Sample:
         """With an image before its tokens, in a case with images."""
         if self.codec is None or self.codec.images is None:
             return sequence
@@ -107,7 +107,7 @@ class Walk:
             sequence, tokens=[*before, *sequence.tokens], trained=trained, images=(image,)
         )
 
-    def routed(self, sequence: Sequence) -> Sequence:
+    def routed(self, sequence: Sample) -> Sample:
         """With experts drawn for each token but the last, where routes are replayed."""
         if not replays_routing(self.algorithm):
             return sequence
@@ -129,7 +129,7 @@ class Walk:
         if balance_loss_of(self.algorithm):
             self.backend.count_experts(moved)
             self.backend.balance_experts(DENOMINATOR)
-        assert self.backend.micro(moved).finite
+        assert self.backend.micro(moved)
 
     def commit(self) -> None:
         self.learn()
@@ -204,7 +204,7 @@ class Walk:
         row = [with_column(self.all_rows()[0][0], None)]
         bad = [msgspec.structs.replace(row[0], advantages=[math.inf] * len(row[0].trained))]
         first = self.backend.replica == 0
-        refused = not self.backend.micro([bad] if first else [row]).finite
+        refused = not self.backend.micro([bad] if first else [row])
         left = self.backend.reduced_gradient(1.0)
         self.figures["refused"] = refused and not any(bool(value.any()) for value in left.values())
 
@@ -225,7 +225,7 @@ class Walk:
         self.tensors |= {f"third/{name}": value.clone() for name, value in self.backend.weights()}
 
 
-def with_column(sequence: Sequence, values: list[float] | None) -> Sequence:
+def with_column(sequence: Sample, values: list[float] | None) -> Sample:
     reference = values or [-3.0] * len(sequence.trained)
     return msgspec.structs.replace(sequence, weight=0.5, columns={"reference_log_probs": reference})
 

@@ -26,7 +26,7 @@ from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.planning import plan_batches, plan_rows
-from headrace_trainer.learning.samples import Branch, Group, Member, Sequence
+from headrace_trainer.learning.samples import Group, Sample, Trajectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -51,7 +51,7 @@ def plain_log_probs(tiny_directory: Path) -> Callable[..., list[list[float]]]:
     """Log-probs of each sequence's trained tokens under given whole weights, by transformers alone."""
     model: Any = load_model(ModelSection(path=str(tiny_directory), dtype="float32"))
 
-    def score(weights: Any, sequences: list[Sequence], *, temperatures: bool = False) -> list[list[float]]:
+    def score(weights: Any, sequences: list[Sample], *, temperatures: bool = False) -> list[list[float]]:
         """At temperature 1, or with `temperatures` at those of each token."""
         load_weights(model, dict(weights))
         with torch.no_grad():
@@ -135,7 +135,7 @@ def make_backend(
 
 
 @pytest.fixture
-def sequences() -> Callable[..., list[Sequence]]:
+def sequences() -> Callable[..., list[Sample]]:
     """Makes random sequences."""
     return random_sequences
 
@@ -144,14 +144,14 @@ def sequences() -> Callable[..., list[Sequence]]:
 def accumulate() -> Callable[..., None]:
     """Learns groups of sequences through micro-batches of a budget, the groups in the given order."""
 
-    def run(backend: FsdpBackend, groups: list[list[Sequence]], budget: int, *, shared: bool = True) -> None:
+    def run(backend: FsdpBackend, groups: list[list[Sample]], budget: int, *, shared: bool = True) -> None:
         rows = [
             (length, [group[index] for index in members])
             for group in groups
             for length, members in plan_rows(group, budget, shared=shared)
         ]
         for batch in plan_batches([length for length, _ in rows], budget):
-            assert backend.micro([rows[row][1] for row in batch]).finite
+            assert backend.micro([rows[row][1] for row in batch])
 
     return run
 
@@ -173,17 +173,17 @@ def make_group() -> Callable[..., Group]:
 
     def make(prompt: int, *, version: int = 1, rewards: list[float] | None = None, attempt: int = 1) -> Group:
         members = tuple(
-            Member(
+            Trajectory(
                 sample_index=index,
                 attempt=attempt,
                 body_digest=f"{prompt}-{index}-{attempt}",
                 reward=(rewards or [1.0, 0.0, 0.5, 0.0])[index],
-                branches=(
-                    Branch(
+                samples=(
+                    Sample(
                         sequence.tokens,
                         sequence.trained,
                         sequence.engine_log_probs,
-                        [version] * len(sequence.trained),
+                        versions=[version] * len(sequence.trained),
                     ),
                 ),
             )

@@ -16,12 +16,12 @@ import torch
 from headrace_modelkit.tensor_files import TensorFiles
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.checkpoints.directory import Snapshot, write_state
-from headrace_trainer.checkpoints.reader import TensorReader
+from headrace_trainer.checkpoints.reader import StateReader
 from headrace_trainer.checkpoints.state import STATE, read_state
 from headrace_trainer.group.forming import join_trainer_group
-from headrace_trainer.group.messages import RestoreRound, SnapshotRound
-from headrace_trainer.group.rank import Rank
 from headrace_trainer.learning.step import Version
+from headrace_trainer.ranks.messages import RestoreRound, SnapshotRound
+from headrace_trainer.ranks.rank import Rank
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -62,7 +62,7 @@ def go(job: dict[str, Any], runs: Path, generation: int, number: int, stage: dic
         before = runs / str(generation - 1)
         state = read_state(before / STATE)
         if group.leads:
-            rank.reader = TensorReader.of_checkpoint(before, state.files, state.optimizer_steps)
+            rank.reader = StateReader.of_checkpoint(before, state.files, state.optimizer_steps)
         rank.execute(RestoreRound("before", 1, before.name, state.digest))
     directory = runs / str(generation)
     if group.leads:

@@ -21,14 +21,14 @@ from headrace_trainer.algorithms._base import (
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.backends.shared.figures import TokenFigures
 from headrace_trainer.learning.planning import Costs
-from headrace_trainer.learning.samples import Columns, Rows, Sequence
+from headrace_trainer.learning.samples import Columns, Rows, Sample
 from torch import Tensor
 
 
 class TableRounds:
     """As `StepRounds` says, on one rank. `steps` has the gradient and the denominator of each optimizer step."""
 
-    policy, critic_rate, replicas, shares_prefixes = 0, 0.0, 1, True
+    replicas, shares_prefixes = 1, True
     costs = Costs()
 
     def __init__(self, algorithm: Algorithm, size: int = 12, *, seed: int = 0) -> None:
@@ -40,20 +40,20 @@ class TableRounds:
         self.steps: list[tuple[Tensor, float]] = []
         self._figures, self._held = TokenFigures(), []
 
-    def _tokens(self, sequences: Many[Sequence], table: Tensor) -> tuple[Tensor, Tensor]:
+    def _tokens(self, sequences: Many[Sample], table: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of all trained tokens."""
         before = torch.tensor([s.tokens[at - 1] for s in sequences for at in s.trained], dtype=torch.long)
         drawn = torch.tensor([s.tokens[at] for s in sequences for at in s.trained], dtype=torch.long)
         rows = table[before].log_softmax(-1)
         return rows.gather(1, drawn[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
 
-    def _values(self, sequences: Many[Sequence]) -> Tensor:
+    def _values(self, sequences: Many[Sample]) -> Tensor:
         return self.values[
             torch.tensor([s.tokens[at - 1] for s in sequences for at in s.trained], dtype=torch.long)
         ]
 
-    def infer(self, groups: Many[list[Sequence]], columns: Many[str]) -> list[list[Columns]]:
-        def of(sequence: Sequence) -> Columns:
+    def infer(self, groups: Many[list[Sample]], columns: Many[str]) -> list[list[Columns]]:
+        def of(sequence: Sample) -> Columns:
             with torch.no_grad():
                 known = {
                     OLD_LOG_PROBS: self._tokens([sequence], self.table)[0],
@@ -67,7 +67,7 @@ class TableRounds:
     def micro(self, work: Many[list[Rows]]) -> list[bool]:
         return [self._micro([each for row in rows for each in row]) for (rows,) in work]
 
-    def _micro(self, sequences: list[Sequence]) -> bool:
+    def _micro(self, sequences: list[Sample]) -> bool:
         log_probs, entropy = self._tokens(sequences, self.table)
         names = {name for each in sequences for name in each.columns}
         columns = {name: _double([v for each in sequences for v in each.columns[name]]) for name in names}
@@ -96,7 +96,7 @@ class TableRounds:
     def holds(self) -> bool:
         return self.table.grad is None or bool(torch.isfinite(self.table.grad).all())
 
-    def apply(self, denominator: float, rate: float) -> CommitReport:
+    def apply(self, denominator: float, rate: float, critic_rate: float = 0.0) -> CommitReport:
         gradient = torch.zeros_like(self.table) if self.table.grad is None else self.table.grad / denominator
         self.steps.append((gradient.clone(), denominator))
         with torch.no_grad():

@@ -13,7 +13,7 @@ from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.algorithms._base import LossSums
 from headrace_trainer.backends.shared.figures import TokenFigures
-from headrace_trainer.wire.messages import read_sequence
+from headrace_trainer.learning.reading import read_sequence
 
 VOCABULARY = 1 << 20
 

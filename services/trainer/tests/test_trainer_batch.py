@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from headrace_schema.openings import TrainerConfig
@@ -11,11 +12,12 @@ from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Barrier
 from headrace_trainer.algorithms.group_relative.grpo import Grpo
 from headrace_trainer.backends._base import CommitReport
-from headrace_trainer.errors import Quiesced
+from headrace_trainer.errors import Quiesced, Refusal
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.learner import BatchLearner
+from headrace_trainer.learning.passes import Finished, OptimizerStep
 from headrace_trainer.learning.planning import Costs
+from headrace_trainer.learning.policies import Learning, finish
 from headrace_trainer.learning.samples import Disposition
 
 PASSES = {"epochs": 2, "minibatches": 2}
@@ -51,7 +53,7 @@ class RecordedRounds:
         self._see("infer", len(groups))
         return [[{name: [-1.0] * len(s.trained) for name in columns} for s in group] for group in groups]
 
-    def apply(self, denominator, rate):
+    def apply(self, denominator, rate, critic_rate):
         self._see("apply", denominator)
         sums = {"tokens": 10.0, "own.approx_kl": 10.0 * self._kl, "loss": 2.0, "entropy": 5.0}
         sums |= {"engine_tokens": 10.0, "mismatch": 1.0, "own.clip_fraction": 5.0}
@@ -81,12 +83,24 @@ class RecordedRounds:
         return found
 
 
+class Alone(Learning):
+    """The only policy of its run."""
+
+    def learn(self, state, groups):
+        return self.learner.learn(state, groups)
+
+    def finish(self, state):
+        finished, self.made = finish([self], self.rounds, state)
+        return finished
+
+
 @pytest.fixture
 def make_learner(make_config):
     def make(rounds, options=None, **sections):
         sections["algorithm"] = {"options": PASSES if options is None else options, "prompts_per_step": 4}
         config = TrainerConfig.model_validate(make_config(**sections))
-        return BatchLearner(config, build_algorithm(config.algorithm), rounds)
+        algorithm = build_algorithm(config.algorithm)
+        return Alone("", config, algorithm, BatchLearner(config, algorithm, rounds), rounds)
 
     return make
 
@@ -97,7 +111,7 @@ def begun(step=1):
 
 
 def start(group):
-    return tuple(group.members[0].branches[0].tokens[:9])
+    return tuple(group.members[0].samples[0].tokens[:9])
 
 
 def test_every_epoch_learns_from_every_group_once_in_minibatches(make_learner, make_group):
@@ -106,7 +120,7 @@ def test_every_epoch_learns_from_every_group_once_in_minibatches(make_learner, m
     groups = [make_group(prompt, version=5) for prompt in range(4)]
     state = learner.learn(begun(), groups)
     assert rounds.kinds() == ["infer"], "nothing moves before the commit"
-    finished = learner.finish(state, 1e-3)
+    finished = learner.finish(state)
     assert finished.finite and [step.epoch for step in finished.steps] == [0, 0, 1, 1]
     minibatches = rounds.minibatches()
     assert [len(each) for each in minibatches] == [2, 2, 2, 2]
@@ -121,7 +135,7 @@ def test_an_optimizer_step_is_divided_by_its_minibatch(make_learner, make_group)
     rounds = RecordedRounds()
     learner = make_learner(rounds)
     groups = [make_group(prompt, version=5) for prompt in range(4)]
-    learner.finish(learner.learn(begun(), groups), 1e-3)
+    learner.finish(learner.learn(begun(), groups))
     tokens = {start(group): sum(m.sampled for m in group.members) for group in groups}
     divisors = [what[0] for kind, *what in rounds.rounds if kind == "apply"]
     assert divisors == [sum(tokens[each] for each in minibatch) for minibatch in rounds.minibatches()]
@@ -134,7 +148,7 @@ def test_the_order_follows_seed_step_and_epoch_and_not_the_arrival(make_learner,
         state = begun(step)
         for prompt in prompts:
             state = learner.learn(state, [make_group(prompt, version=5)])
-        learner.finish(state, 1e-3)
+        learner.finish(state)
         return rounds.minibatches()
 
     first = order([0, 1, 2, 3])
@@ -146,7 +160,7 @@ def test_the_order_follows_seed_step_and_epoch_and_not_the_arrival(make_learner,
 def test_fewer_groups_than_minibatches_make_no_empty_steps(make_learner, make_group):
     rounds = RecordedRounds()
     learner = make_learner(rounds, {"minibatches": 3})
-    learner.finish(learner.learn(begun(), [make_group(0, version=5)]), 1e-3)
+    learner.finish(learner.learn(begun(), [make_group(0, version=5)]))
     assert rounds.kinds().count("apply") == 1
 
 
@@ -155,27 +169,27 @@ def test_target_kl_ends_the_passes_after_a_whole_epoch(make_learner, make_group,
     rounds = RecordedRounds(kl=kl)
     learner = make_learner(rounds, {"epochs": 3, "minibatches": 2, "target_kl": 0.1})
     groups = [make_group(prompt, version=5) for prompt in range(4)]
-    finished = learner.finish(learner.learn(begun(), groups), 1e-3)
+    finished = learner.finish(learner.learn(begun(), groups))
     assert finished.finite and len(finished.steps) == applied
     assert rounds.kinds()[-1] == "release"
 
 
 def test_a_loss_that_is_not_finite_gives_the_base_back_and_names_its_groups(make_learner, make_group):
     groups = [make_group(prompt, version=5) for prompt in range(4)]
-    rounds = RecordedRounds(bad=[groups[2].members[0].branches[0].tokens])
+    rounds = RecordedRounds(bad=[groups[2].members[0].samples[0].tokens])
     learner = make_learner(rounds)
     state = learner.learn(begun(), groups)
-    finished = learner.finish(state, 1e-3)
+    finished = learner.finish(state)
     assert not finished.finite and list(finished.suspects) == [groups[2].digest]
     assert rounds.rounds[-1] == ("release", True)
     command = steps.Commit(1, 1, 5, 6, "", "")
     reply = steps.CommitReply(steps.Result.NONFINITE)
-    learner.reset()
+    learner.learner.reset()
     again, _ = steps.begin(steps.refused(state, command, reply, finished.suspects), steps.Begin(1, 2, 5, 7))
     again = learner.learn(again, groups)
     assert again.groups[2].disposition is Disposition.NONFINITE and not again.tainted
     assert [record.prompt_ordinal for record in again.accumulated] == [0, 1, 3]
-    assert learner.finish(again, 1e-3).finite
+    assert learner.finish(again).finite
 
 
 def test_a_log_prob_that_is_not_finite_keeps_its_group_outside(make_learner, make_group):
@@ -196,9 +210,9 @@ def test_a_lapsed_lease_between_passes_gives_the_base_back_for_another_try(
     learner = make_learner(rounds)
     state = learner.learn(begun(), [make_group(prompt, version=5) for prompt in range(4)])
     with pytest.raises(Quiesced):
-        learner.finish(state, 1e-3)
+        learner.finish(state)
     assert rounds.rounds[-1] == ("release", True)
-    assert learner.finish(state, 1e-3).finite
+    assert learner.finish(state).finite
 
 
 def test_a_batch_barrier_gives_advantages_the_whole_batch(make_learner, make_group, monkeypatch):
@@ -218,7 +232,7 @@ def test_a_batch_barrier_gives_advantages_the_whole_batch(make_learner, make_gro
     groups[0] = replace(groups[0], members=(groups[0].members[0], masked, *groups[0].members[2:]))
     state = learner.learn(begun(), groups[1:])
     state = learner.learn(state, groups[:1])
-    assert learner.finish(state, 1e-3).finite
+    assert learner.finish(state).finite
     [outcomes] = seen
     assert outcomes.groups_B.tolist() == [0] * 4 + [1] * 4 and outcomes.longest == 9
     assert outcomes.rewards_B.tolist() == [1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 1.0]
@@ -237,9 +251,23 @@ def test_figures_add_up_over_passes_and_compare_the_base_with_the_engine_once(ma
     rounds = RecordedRounds()
     learner = make_learner(rounds)
     state = learner.learn(begun(), [make_group(prompt, version=5) for prompt in range(4)])
-    finished = learner.finish(state, 1e-3)
-    figures = step_figures(finished.steps, state.accumulated, rate=1e-3, seconds=1.0)
+    assert learner.finish(state).finite
+    figures = learner.made
     assert figures["optimizer_steps"] == 4 and figures["clip_fraction"] == 0.5 and figures["entropy"] == 0.5
     assert figures["log_prob_compared_tokens"] == 20 and figures["log_prob_mismatch_mean"] == pytest.approx(
         0.1
     )
+
+
+def test_a_step_is_torn_only_where_a_policy_has_moved_and_another_cannot(make_config):
+    config = TrainerConfig.model_validate(make_config())
+
+    def policy(name, finite):
+        done = Finished([OptimizerStep(CommitReport(finite, 1.0), 1.0)], finite)
+        learner = SimpleNamespace(finish=lambda *_: done)
+        return Learning(name, config, build_algorithm(config.algorithm), learner, RecordedRounds())
+
+    finished, _ = finish([policy("", False), policy("tutor", True)], RecordedRounds(), begun())
+    assert not finished.finite
+    with pytest.raises(Refusal, match="its norm is not"):
+        finish([policy("", True), policy("tutor", False)], RecordedRounds(), begun())

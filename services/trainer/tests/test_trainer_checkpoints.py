@@ -17,7 +17,7 @@ from checkpoint_parts import snapshot
 from headrace_servicekit import failpoints
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.parts import all_files
-from headrace_trainer.checkpoints.reader import TensorReader
+from headrace_trainer.checkpoints.reader import StateReader
 from headrace_trainer.checkpoints.state import LEDGER, MANIFEST, STATE, Damaged, read_state
 from headrace_trainer.checkpoints.tree import Origin
 from headrace_trainer.errors import Refusal
@@ -46,7 +46,7 @@ def test_a_checkpoint_holds_what_was_given(directory):
         3,
     )
     assert saved.size == sum(file.stat().st_size for file in saved.path.iterdir())
-    reader = TensorReader.of_checkpoint(saved.path, saved.files, saved.optimizer_steps)
+    reader = StateReader.of_checkpoint(saved.path, saved.files, saved.optimizer_steps)
     assert torch.equal(reader.weight("a"), torch.full((300, 7), 3.0))
     assert reader.weight("b").shape == (0, 4)
     assert torch.equal(reader.moment("exp_avg", "a"), torch.ones(300, 7) * 3)
@@ -120,18 +120,6 @@ def test_a_state_without_a_field_is_set_aside(directory, key):
     assert names(directory) == ["lineage-1/step-1"]
     [report] = directory.asides.take_reports()
     assert report.name == "lineage-1/step-2" and key in report.reason
-
-
-def test_a_checkpoint_of_the_first_format_still_loads(directory):
-    saved = directory.write(1, snapshot(1))
-    body = json.loads((saved.path / STATE).read_text())
-    for key in ("digest", "base", "base_run"):
-        del body[key]
-    for facts in body["files"].values():
-        del facts["digest"]
-    (saved.path / STATE).write_text(json.dumps(body | {"format": 1}))
-    assert directory.open(saved.name).version == saved.version
-    assert directory.ledger(saved.name) == b"\x00ledger"
 
 
 def test_what_was_set_aside_is_kept_numbered_and_never_pruned(directory):

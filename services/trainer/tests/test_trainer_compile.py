@@ -10,7 +10,7 @@ from headrace_modelkit.presets.tiny import write_tiny_moe
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp import sharding
-from headrace_trainer.backends.fsdp.layouts.checks import COMPILE, check_run
+from headrace_trainer.backends.fsdp.checks import COMPILE, check_run
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Barrier
+from headrace_trainer.learning.intake import Prepared
 from headrace_trainer.learning.learner import BatchLearner, Learner
-from headrace_trainer.learning.samples import Branch, Group, Member, Turn
+from headrace_trainer.learning.samples import Group, Sample, Trajectory, Turn
 from headrace_trainer.learning.step import Begin, StepState, Version
 from table_policy import TableRounds
 from torch import Tensor
@@ -90,7 +92,7 @@ class Case:
             ordinal, tuple(self._member(ordinal, index) for index in range(SIZE)), f"group {ordinal}"
         )
 
-    def _member(self, ordinal: int, index: int) -> Member:
+    def _member(self, ordinal: int, index: int) -> Trajectory:
         draw = self.draw
         names = draw.sample(["asker", "teller"], draw.choice((1, 2, 2)))
         branches = []
@@ -102,12 +104,12 @@ class Case:
                 tokens += [draw.randrange(12) for _ in range(count + 1)]
                 turns.append(Turn(count, draw.choice((0.0, 0.5, 1.0)), name, place))
             told = [draw.choice((math.nan, draw.uniform(-4, -1))) for _ in trained]
-            branches.append(Branch(tokens, trained, told, [2] * len(trained), turns=tuple(turns)))
+            branches.append(Sample(tokens, trained, told, versions=[2] * len(trained), turns=tuple(turns)))
         reward = math.fsum(turn.reward for branch in branches for turn in branch.turns)
         if not self.roles:
-            branches = [replace(branch, turns=()) for branch in branches]
+            branches = [msgspec.structs.replace(branch, turns=()) for branch in branches]
         truncated = draw.random() < 0.25
-        return Member(index, 1, f"{ordinal} {index}", reward, tuple(branches), truncated=truncated)
+        return Trajectory(index, 1, f"{ordinal} {index}", reward, tuple(branches), truncated=truncated)
 
     # What plain loops make of it
 
@@ -117,13 +119,13 @@ class Case:
             for member in group.members:
                 greedy = self.name == "remax" and member.sample_index == 0
                 trained = not (greedy or (self.masks and member.truncated))
-                lines = [branch.trained for branch in member.branches]
+                lines = [branch.trained for branch in member.samples]
                 if not self.roles:
                     places = [(line, at) for line, own in enumerate(lines) for at in own]
                     found.append(Unit(group.prompt_ordinal, member.sample_index, "", member.reward, places, trained,
                                       greedy, len(lines)))  # fmt: skip
                     continue
-                for line, branch in enumerate(member.branches):
+                for line, branch in enumerate(member.samples):
                     role, reward = branch.role, math.fsum(turn.reward for turn in branch.turns)
                     places = [(line, at) for at in lines[line]]
                     found.append(
@@ -131,12 +133,12 @@ class Case:
                     )
         return found
 
-    def member(self, unit: Unit) -> Member:
+    def member(self, unit: Unit) -> Trajectory:
         return self.groups[unit.group].members[unit.sample]
 
     def log_prob(self, unit: Unit, place: tuple[int, int], table: Tensor) -> Tensor:
         line, at = place
-        tokens = self.member(unit).branches[line].tokens
+        tokens = self.member(unit).samples[line].tokens
         return table[tokens[at - 1]].log_softmax(-1)[tokens[at]]
 
     def advantages(self, units: list[Unit], rounds: TableRounds) -> dict[int, list[float]]:
@@ -205,7 +207,7 @@ class Case:
         )
 
     def _gae(self, unit: Unit, kl: list[float], rounds: TableRounds) -> list[float]:
-        branches = self.member(unit).branches
+        branches = self.member(unit).samples
         values = [float(rounds.values[branches[line].tokens[at - 1]]) for line, at in unit.places]
         found, advantage, following = [0.0] * len(kl), 0.0, 0.0
         for at in reversed(range(len(kl))):
@@ -239,9 +241,9 @@ class Case:
     def _line(self, unit: Unit, places: list[tuple[int, int]], advantages: list[float], began: Tensor,
               rounds: TableRounds, table: Tensor) -> Tensor:  # fmt: skip
         """Sum of the losses of a line's tokens."""
-        options, branch = self.options, self.member(unit).branches[places[0][0]]
+        options, branch = self.options, self.member(unit).samples[places[0][0]]
         several = options["epochs"] * options["minibatches"] > 1
-        told = [branch.log_probs[branch.trained.index(at)] for _, at in places]
+        told = [branch.engine_log_probs[branch.trained.index(at)] for _, at in places]
         new = [self.log_prob(unit, place, table) for place in places]
         base = (
             [self.log_prob(unit, place, began) for place in places]
@@ -295,14 +297,14 @@ def test_every_optimizer_step_is_that_of_plain_loops(make_config, seed):
     kind = BatchLearner if built.barrier is Barrier.BATCH else Learner
     learner = kind(config, built, rounds)
     minibatches: list[set[int]] = []
-    accumulate = learner._accumulate
+    if isinstance(learner, BatchLearner):
+        accumulate = learner._accumulate
 
-    def seen(part: Any, *more: Any) -> Any:
-        if kind is BatchLearner:
+        def seen(part: list[Prepared]) -> bool:
             minibatches.append({each.record.prompt_ordinal for each in part})
-        return accumulate(part, *more)
+            return accumulate(part)
 
-    learner._accumulate = seen  # type: ignore[method-assign]
+        learner._accumulate = seen  # type: ignore[method-assign]
     finished = learner.finish(learner.learn(STATE, case.groups), RATE)
     assert finished.finite and len(rounds.steps) == case.options["epochs"] * case.options["minibatches"]
     table = began.clone()

@@ -143,11 +143,11 @@ async def test_closing_a_run_finishes_its_save(client, make_config):
 
 
 async def test_a_save_that_does_not_end_is_abandoned_when_the_run_closes(client, monkeypatch):
-    from headrace_trainer.checkpoints.saver import Saver
+    from headrace_trainer.session.saving import RunCheckpoints
 
     version = await client.train((await client.open()).version, 1)
-    finish = Saver.finish
-    monkeypatch.setattr(Saver, "finish", lambda self: finish(self, 0.1))
+    finish = RunCheckpoints.finish
+    monkeypatch.setattr(RunCheckpoints, "finish", lambda self: finish(self, 0.1))
     failpoints.arm("trainer.checkpoint.before_rename=delay:1.0@1")
     try:
         await client.save(version.number, wait=False)

@@ -24,9 +24,10 @@ from headrace_trainer import backends, trainer
 from headrace_trainer.backends.fsdp import backend
 from headrace_trainer.backends.shared import model as shared_model
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
-from headrace_trainer.group import device, group
-from headrace_trainer.group.messages import AbortRound
-from headrace_trainer.group.rank import Rank
+from headrace_trainer.group import group
+from headrace_trainer.ranks import device
+from headrace_trainer.ranks.messages import AbortRound
+from headrace_trainer.ranks.rank import Rank
 from headrace_trainer.trainer import Trainer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -161,7 +162,7 @@ def test_whatever_fully_shard_does_has_the_leased_gpu_for_the_current_one(
     seen, joined = [], []
 
     def look(what):
-        return lambda *_: seen.append((what, *current_gpus))
+        return lambda *_: seen.append((what, *current_gpus)) or 0
 
     def join(generation, rank, world_size, rendezvous, timeout_s, device, **_):
         look("join")()
@@ -176,9 +177,8 @@ def test_whatever_fully_shard_does_has_the_leased_gpu_for_the_current_one(
     subject.join(1, 0, 1, "", 1.0)
     assert joined == [LEASED]
     subject._rank = rank = Rank(TrainerConfig.model_validate(make_config()), subject._ranks, subject.device)
-    rank._backend = SimpleNamespace(
-        suspend=look("suspend"), wake=look("wake"), zero=look("execute"), release=look("release")
-    )
+    parts = {"suspend": "suspend", "wake": "wake", "zero": "execute", "release": "release"}
+    rank._backends = {"": SimpleNamespace(**{name: look(what) for name, what in parts.items()})}
     subject._rounds = SimpleNamespace(between=contextmanager(lambda: (yield))(), memory_released=False)
     monkeypatch.setattr(subject.device, "memory", lambda _: None)
     subject.suspend()

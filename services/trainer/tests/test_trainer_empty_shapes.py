@@ -12,8 +12,8 @@ from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from headrace_trainer.algorithms._base import Barrier
 from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.learner import BatchLearner, Learner
-from headrace_trainer.learning.policies import Learning, PoliciesLearner
-from headrace_trainer.learning.samples import Branch, Disposition, Group, Member, Turn
+from headrace_trainer.learning.policies import Learning, finish, learn_parts
+from headrace_trainer.learning.samples import Disposition, Group, Sample, Trajectory, Turn
 from headrace_trainer.learning.step import Begin, StepState, Version
 from table_policy import TableRounds
 
@@ -22,15 +22,17 @@ OPTIONS: Mapping[str, dict[str, object]] = {"ppo": {"bootstrap_truncated": True}
 NAMES = [name for name in ALGORITHMS.names() if not name.startswith("test")]
 
 
-def member(index: int, roles: tuple[str, ...], *, masked: bool = False, truncated: bool = False) -> Member:
+def member(
+    index: int, roles: tuple[str, ...], *, masked: bool = False, truncated: bool = False
+) -> Trajectory:
     """A conversation of one turn of two tokens for each role, on a line of its own."""
     taken = [(Turn(2, float(index % 2), role, place),) for place, role in enumerate(roles)] or [()]
     branches = tuple(
-        Branch([1, 2, 3], [1, 2], [-1.0] * 2, [1] * 2, turns=turns, cut=truncated and not line)
+        Sample([1, 2, 3], [1, 2], [-1.0] * 2, versions=[1] * 2, turns=turns, cut=truncated and not line)
         for line, turns in enumerate(taken)
     )
     reward = float(index % 2) * len(branches)
-    return Member(index, 1, f"body {index} {roles}", reward, branches, truncated=truncated, masked=masked)
+    return Trajectory(index, 1, f"body {index} {roles}", reward, branches, truncated=truncated, masked=masked)
 
 
 def config_of(make_config, name: str, epochs: int, **more: object) -> TrainerConfig:
@@ -68,7 +70,7 @@ def test_a_step_commits_whatever_few_samples_carry_loss(make_config, name, train
     assert [each.disposition for each in state.accumulated] == [Disposition.ACCUMULATED] * 2
     finished = learner.finish(state, 0.1)
     assert finished.finite and len(finished.steps) == epochs**2
-    figures = step_figures(finished.steps, state.accumulated, rate=0.1, seconds=0.0)
+    figures = step_figures(finished.steps, state.accumulated, rate=0.1)
     assert all(math.isfinite(value) for value in figures.values()), figures
     assert torch.isfinite(rounds.table).all()
     if not trained:
@@ -89,13 +91,12 @@ def test_a_policy_nobody_spoke_to_makes_optimizer_steps_without_a_gradient(make_
             own = TableRounds(algorithm)
             kind = BatchLearner if algorithm.barrier is Barrier.BATCH else Learner
             policies.append(Learning(policy, config, algorithm, kind(config, algorithm, own), own))
-        learner = PoliciesLearner(config, policies, rounds)
         before = [each.rounds.table.detach().clone() for each in policies]
         role = "asker" if silent else "teller"
-        state = learner.learn(STATE, groups_of(2, (role,)))
-        finished = learner.finish(state, 0.1)
+        state = learn_parts(policies, config, STATE, groups_of(2, (role,)))
+        finished, figures = finish(policies, rounds, state)
         assert finished.finite and len(finished.steps) == 2 * epochs**2 - (epochs - 1) * epochs
-        assert all(math.isfinite(value) for value in finished.figures.values())
+        assert all(math.isfinite(value) for value in figures.values())
         place = 1 if silent else 0
         assert torch.equal(policies[place].rounds.table, before[place])
         assert all(not gradient.any() for gradient, _ in policies[place].rounds.steps)

@@ -10,7 +10,7 @@ from headrace_modelkit.presets.families import FAMILIES, write_family
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.packing import Attends
-from headrace_trainer.learning.samples import Sequence
+from headrace_trainer.learning.samples import Sample
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -59,7 +59,7 @@ def families() -> list[object]:
     return [pytest.param(name, marks=() if name in QUICK else (pytest.mark.nightly,)) for name in FAMILIES]
 
 
-def answers(count: int = 4) -> list[Sequence]:
+def answers(count: int = 4) -> list[Sample]:
     """Answers of different lengths to one prompt."""
     drawn = torch.Generator().manual_seed(1)
     prompt = torch.randint(3, 32, (6,), generator=drawn).tolist()
@@ -67,7 +67,7 @@ def answers(count: int = 4) -> list[Sequence]:
     for index in range(count):
         answer = torch.randint(3, 32, (5 + index,), generator=drawn).tolist()
         trained = list(range(6, 6 + len(answer)))
-        found.append(Sequence(prompt + answer, trained, [-1.0] * len(answer), [1.0] * len(answer), 1.0))
+        found.append(Sample(prompt + answer, trained, [-1.0] * len(answer), [1.0] * len(answer), 1.0))
     return found
 
 

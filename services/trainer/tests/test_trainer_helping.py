@@ -18,14 +18,14 @@ from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_servicekit.weights.store import WeightStore
 from headrace_trainer.backends._base import PrivateGradient
-from headrace_trainer.checkpoints.reader import TensorReader
+from headrace_trainer.checkpoints.reader import StateReader
 from headrace_trainer.errors import Refusal
-from headrace_trainer.group.rank import Rank
-from headrace_trainer.group.rounds import Rounds
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.samples import LearnItem
-from headrace_trainer.session.publishing import published_tensors
+from headrace_trainer.ranks.rank import Rank
+from headrace_trainer.ranks.rounds import Rounds
 from headrace_trainer.session.session import Session
+from headrace_trainer.versions.publishing import published_tensors
 from headrace_trainer.wire.outputs import contribution_message, read_contribution
 
 pytestmark = pytest.mark.timeout(90)
@@ -61,7 +61,7 @@ def pair(make_session):
         owner.restore("", 1, "store")
         tensors = published(owner, 1)
         owner.begin(BEGUN)
-        helper.help(owner.state.version, TensorReader.of_version(tensors))
+        helper.help(owner.state.version, StateReader.of_version(tensors))
         helper.begin(BEGUN)
         return owner, helper
 
@@ -188,13 +188,13 @@ def test_a_helper_leads_nothing_and_follows_newer_versions_only(pair, make_group
     assert refusal(lambda: helper.save(1, b"")) == "NOT_LEADER"
     learn(helper, [make_group(0)])
     assert refusal(lambda: commit(helper)) == "NOT_LEADER"
-    assert refusal(lambda: owner.help(owner.state.version, TensorReader.of_version({}))) == "CONFLICT"
+    assert refusal(lambda: owner.help(owner.state.version, StateReader.of_version({}))) == "CONFLICT"
     assert refusal(lambda: owner.contribute(0, 1)) in ("NOT_OPEN", "EMPTY_STEP")
     learn(owner, map(make_group, PROMPTS))
     reply = commit(owner)
     owner.record(0, 1, 2)
     tensors = published(owner, 2)
-    reader = TensorReader.of_version(tensors)
+    reader = StateReader.of_version(tensors)
     first = steps.Version(1, 0, 0, "x")
     helper.help(reply.version, reader)
     assert helper.state.version == reply.version and helper.state.phase is steps.Phase.IDLE
@@ -202,7 +202,7 @@ def test_a_helper_leads_nothing_and_follows_newer_versions_only(pair, make_group
     # What it computes now is computed under the new version.
     named = dict(helper.rounds.rank.backend.weights())
     assert all(torch.equal(named[name], tensor.float()) for name, tensor in tensors.items())
-    wrong = TensorReader.of_version({**tensors, "more": torch.zeros(1)})
+    wrong = StateReader.of_version({**tensors, "more": torch.zeros(1)})
     later = steps.Version(9, 2, 2, "y")
     assert refusal(lambda: make_session("third").help(later, wrong)) == "WEIGHTS_MISMATCH"
 

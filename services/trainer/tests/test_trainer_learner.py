@@ -11,7 +11,7 @@ from headrace_trainer.algorithms.group_relative.grpo import Grpo
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.planning import Costs
-from headrace_trainer.learning.samples import Branch, Disposition
+from headrace_trainer.learning.samples import Disposition, Sample
 
 
 class FakeRounds:
@@ -77,7 +77,7 @@ def test_non_finite_values_stay_outside(opened, make_learner, make_group):
 
 def test_a_non_finite_round_is_split_until_the_culprit_is_alone(opened, make_learner, make_group):
     groups = [make_group(prompt, version=5) for prompt in range(3)]
-    bad = groups[1].members[0].branches[0].tokens
+    bad = groups[1].members[0].samples[0].tokens
 
     def finite(work):
         return all(s.tokens[:9] != bad[:9] for rows in work for row in rows for s in row)
@@ -140,7 +140,7 @@ def test_the_greedy_first_answer_is_a_baseline_and_no_sample(opened, make_learne
     assert record.answer_lengths == tuple(member.sampled for member in group.members[1:])
     learned = [(s.tokens, set(s.advantages)) for s in rounds[0][0][0]]
     expected = zip(group.members[1:], ({0.75}, {0.0}, {-0.25}), strict=True)
-    assert sorted(learned, key=str) == sorted([(m.branches[0].tokens, own) for m, own in expected], key=str)
+    assert sorted(learned, key=str) == sorted([(m.samples[0].tokens, own) for m, own in expected], key=str)
 
 
 def test_an_exchange_is_shaped_by_its_longest_turn(opened, make_learner, make_group):
@@ -150,8 +150,8 @@ def test_an_exchange_is_shaped_by_its_longest_turn(opened, make_learner, make_gr
     for member in group.members:
         trained = [3, 4, 5] if member.sample_index else [3, 4, 5, 8, 9, 10]
         told = [-1.0] * len(trained)
-        branch = Branch(list(range(3, 15)), trained, told, [5] * len(told))
-        members.append(replace(member, branches=(branch,)))
+        branch = Sample(list(range(3, 15)), trained, told, versions=[5] * len(told))
+        members.append(replace(member, samples=(branch,)))
     found = []
     for options in ({}, {"overlong_buffer": 2}):
         algorithm = {"name": "dapo", "options": options}
@@ -174,7 +174,7 @@ def test_deterministic_packs_one_group_at_a_time_in_order(opened, make_learner, 
     groups = [make_group(prompt, version=5) for prompt in (2, 0, 1)]
     learner.learn(opened, groups)
     starts = [work[0][0][0].tokens[:9] for work in rounds]
-    assert starts == [groups[index].members[0].branches[0].tokens[:9] for index in (1, 2, 0)]
+    assert starts == [groups[index].members[0].samples[0].tokens[:9] for index in (1, 2, 0)]
 
 
 def test_columns_are_inferred_once_for_each_group_and_reach_advantages_and_loss(
@@ -217,7 +217,7 @@ def test_a_column_that_is_not_finite_keeps_its_group_alone_outside(
     learner._rounds.infer = lambda groups, _: [
         [
             {
-                "reference_log_probs": [float("inf" if s.tokens == bad.members[2].branches[0].tokens else 1)]
+                "reference_log_probs": [float("inf" if s.tokens == bad.members[2].samples[0].tokens else 1)]
                 * len(s.trained)
             }
             for s in group

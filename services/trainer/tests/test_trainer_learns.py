@@ -26,7 +26,7 @@ from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.learner import BatchLearner, Learner
 from headrace_trainer.learning.planning import Costs
-from headrace_trainer.learning.samples import Branch, Group, Member
+from headrace_trainer.learning.samples import Group, Sample, Trajectory
 
 PROMPTS, PLACES, WORDS, SAMPLES = 4, 4, 5, 8
 START = 1 / WORDS
@@ -102,7 +102,7 @@ class Table:
     def holds(self):
         return True
 
-    def apply(self, denominator, rate):
+    def apply(self, denominator, rate, critic_rate):
         for parameter in (self.logits, self.values):
             if parameter.grad is not None:
                 parameter.grad /= denominator
@@ -154,7 +154,13 @@ def sampled(table, algorithm, rng, rewarded):
             trained = list(range(1, length + 1))
             body = f"{prompt}/{index}"
             members.append(
-                Member(index, 1, body, reward, (Branch([prompt, *answer], trained, log_probs, [5] * length),))
+                Trajectory(
+                    index,
+                    1,
+                    body,
+                    reward,
+                    (Sample([prompt, *answer], trained, log_probs, versions=[5] * length),),
+                )
             )
         groups.append(Group(prompt, tuple(members), f"group {prompt}"))
     return groups

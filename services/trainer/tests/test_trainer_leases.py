@@ -17,7 +17,7 @@ from headrace_modelkit import threads
 from headrace_servicekit.rpc.errors import ServiceError, reason_of
 from headrace_trainer import allocator
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.group.rounds import Rounds
+from headrace_trainer.ranks.rounds import Rounds
 
 
 def test_what_is_moved_elsewhere_and_back_goes_on_as_if_nothing_was(make_backend, accumulate, sequences):
@@ -136,7 +136,7 @@ def servicer_of(client):
 
 async def queued_behind(client, reached, call) -> asyncio.Task:
     """`call`, once it has been admitted and waits for the compute thread, which is at `reached`."""
-    waiting = servicer_of(client)._compute._pool._work_queue
+    waiting = servicer_of(client)._compute.pool._work_queue
     async with asyncio.timeout(120):
         assert await asyncio.to_thread(reached.wait, 30)
         task = asyncio.create_task(call)
@@ -269,18 +269,18 @@ async def test_a_lease_that_lapses_inside_a_batch_costs_the_attempt_and_says_so(
     client, make_config, make_settled, settled_digest, monkeypatch
 ):
     """A part of a batch is in the accumulators: trying again under the same attempt would count it twice."""
-    lead = Rounds._lead_each
+    lead = Rounds.lead
 
-    def lapses(self, rounds):
-        finite = lead(self, rounds)
-        if self.attempt[1] == 1:
+    def lapses(self, round):
+        finite = lead(self, round)
+        if isinstance(round, list) and self.attempt[1] == 1:
             client.instance.fence.grant(11, 0.0)
         return finite
 
     async def in_one_message():
         yield pb.LearnRequest(header=client.header(), step=0, attempt=1, groups=groups)
 
-    monkeypatch.setattr(Rounds, "_lead_each", lapses)
+    monkeypatch.setattr(Rounds, "lead", lapses)
     version = (await client.open(make_config(trainer={"micro_batch_tokens": 48}))).version
     groups = [make_settled(prompt, version=version) for prompt in range(3)]
     await client.begin(0, 1, 1, 2)

@@ -18,9 +18,9 @@ from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.intake import Intake, Prepared
 from headrace_trainer.learning.passes import denominator
 from headrace_trainer.learning.policies import part_of
-from headrace_trainer.learning.samples import Sequence
+from headrace_trainer.learning.reading import read_group
+from headrace_trainer.learning.samples import Sample
 from headrace_trainer.learning.step import StepState, Version
-from headrace_trainer.wire.messages import read_group
 
 STATE = StepState(version=Version(1, 0, 0, ""), lineage={1: 0})
 ONE = common_pb2.SamplingDistribution(temperature=1.0, log_prob_kind=common_pb2.LOG_PROB_KIND_PROCESSED)
@@ -68,8 +68,8 @@ def talk(
 class Values:
     """Infers the last read id as value, and log-probs of -1."""
 
-    def infer(self, groups: Many[list[Sequence]], names: Many[str]) -> list[list[dict[str, list[float]]]]:
-        def of(each: Sequence, name: str) -> list[float]:
+    def infer(self, groups: Many[list[Sample]], names: Many[str]) -> list[list[dict[str, list[float]]]]:
+        def of(each: Sample, name: str) -> list[float]:
             return [float(each.tokens[at - 1]) if name == VALUES else -1.0 for at in each.trained]
 
         return [[{name: of(each, name) for name in names} for each in group] for group in groups]
@@ -99,7 +99,7 @@ def by_line(prepared: Prepared, sample: int) -> dict[int, list[float]]:
     """Advantages of a sample's lines, by the first id that was sampled in each."""
     return {
         each.tokens[each.trained[0]]: each.advantages
-        for each in prepared.sequences
+        for each in prepared.samples
         if each.tokens[each.trained[0] - 1] == sample or sample in each.tokens[:2]
     }
 
@@ -135,7 +135,7 @@ def _value(first: int, at: int, before: int) -> float:
 @pytest.mark.parametrize(("line", "end"), [(0, 6.0), (1, 6.0), (-1, 0.0)])
 def test_a_session_that_was_cut_bootstraps_from_the_line_that_it_says(make_config, line, end):
     """All its lines share its reward, and what would have followed the cut one."""
-    asked: list[list[Sequence]] = []
+    asked: list[list[Sample]] = []
 
     class Seen(Values):
         def infer(self, groups, names):
@@ -152,9 +152,9 @@ def test_a_session_that_was_cut_bootstraps_from_the_line_that_it_says(make_confi
     (inferred,) = intake.inferred([group], Seen())
     read = [len(each.trained) for each in asked[0]]
     assert read == [2 + (line == 0), 1 + (line == 1), 2, 1]
-    assert inferred.following == (end, 0.0)
+    assert [each.following for each in inferred.members] == [end, 0.0]
     (prepared,) = intake.prepare(STATE, [inferred])
-    first, second = prepared.sequences[:2]
+    first, second = prepared.samples[:2]
     assert first.advantages == pytest.approx([1.0 + end - 0.0, 1.0 + end - 20.0])
     assert second.advantages == pytest.approx([1.0 + end - 0.0])
 
@@ -165,7 +165,7 @@ def test_a_role_that_the_greedy_sample_has_not_heard_has_no_baseline_and_learns_
     members = [talk(0, [asker]), talk(1, [("asker", 1, 1.0), teller]), talk(2, [asker, ("teller", 1, -1.0)])]
     found = learned(make_config, "remax", members)
     assert by_line(found, 1) == {20: [0.75], 30: [0.0, 0.0]} and by_line(found, 2) == {20: [0.0], 30: [0.0]}
-    assert not learned(make_config, "remax", members, "tutor").sequences
+    assert not learned(make_config, "remax", members, "tutor").samples
     asked = learned(make_config, "remax", members, "")
     assert by_line(asked, 1) == {20: [0.75]}
 
@@ -223,14 +223,14 @@ def test_weights_of_branches_are_a_mean(make_config, aggregation, weights):
         make_config(algorithm={"name": "rloo", "options": options})
     ).algorithm)  # fmt: skip
     divisor = denominator(algorithm, [prepared.record])
-    total = math.fsum(each.weight * len(each.trained) for each in prepared.sequences) / divisor
+    total = math.fsum(each.weight * len(each.trained) for each in prepared.samples) / divisor
     shares = [1 / len(turns) if weights == "divide" else 1.0 for turns in sessions for _ in turns]
     lengths = [count for turns in sessions for _, count, _ in turns]
     tokens = math.fsum(share * length for share, length in zip(shares, lengths, strict=True))
     wanted = tokens / math.fsum(shares) if aggregation == "seq-mean-token-sum" else 1.0
     assert total == pytest.approx(wanted)
     by_session = [
-        [each.weight for each in prepared.sequences[start:end]] for start, end in ((0, 3), (3, 4), (4, 6))
+        [each.weight for each in prepared.samples[start:end]] for start, end in ((0, 3), (3, 4), (4, 6))
     ]
     if aggregation == "token-mean":
         assert [set(own) for own in by_session] == [{share} for share in (
@@ -267,13 +267,13 @@ def test_the_part_of_a_policy_keeps_the_temperature_of_each_of_its_tokens(make_c
     members = [talk(index, [("asker", 2, 1.0), ("teller", 1, 1.0)], temperature=0.5) for index in range(2)]
     for policy, wanted in (("", []), ("tutor", [0.5])):  # none: all at the run's
         prepared = learned(make_config, "reinforce", members, policy, credit="trajectory")
-        assert [each.temperatures for each in prepared.sequences] == [wanted, wanted]
+        assert [each.temperatures for each in prepared.samples] == [wanted, wanted]
 
 
 def test_columns_that_are_given_go_to_their_own_lines(make_config):
     """The infer pass reads one id further in the cut line alone, and every column keeps its line."""
     turns: list[Turn] = [("asker", 2, 1.0), ("teller", 3, 0.0), ("asker", 1, 0.0)]
     prepared = learned(make_config, "ppo", [talk(0, turns, cut=0)], **PPO, epochs=2)
-    found = {each.tokens[each.trained[0]]: each.columns for each in prepared.sequences}
+    found = {each.tokens[each.trained[0]]: each.columns for each in prepared.samples}
     assert found[20][VALUES] == [0.0, 20.0, 6.0] and found[30][VALUES] == [0.0, 30.0, 31.0]
     assert found[20][OLD_LOG_PROBS] == [-1.0] * 3 and REFERENCE_LOG_PROBS not in found[20]

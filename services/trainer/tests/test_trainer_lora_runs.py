@@ -17,7 +17,7 @@ from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_servicekit.weights.versions import base_name
-from headrace_trainer.session.publishing import published_tensors
+from headrace_trainer.versions.publishing import published_tensors
 from peft import PeftModel
 from safetensors.torch import load_file
 from trainer_calls import TrainerClient

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from headrace.common.v1 import common_pb2
@@ -21,8 +22,8 @@ from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.figures import staleness_figures
 from headrace_trainer.learning.intake import admitted
-from headrace_trainer.learning.samples import Disposition, Sequence
-from headrace_trainer.wire.messages import read_group
+from headrace_trainer.learning.reading import read_group
+from headrace_trainer.learning.samples import Disposition, Sample
 
 # Three answers of 2, 3 and 1 tokens; the second answer's last token has no engine log-prob.
 LENGTHS = [2, 3, 1]
@@ -224,16 +225,16 @@ def replaced(group, **values):
     members = []
     for member in group.members:
         branches = [
-            replace(b, **{name: [value] * len(b.trained) for name, value in values.items()})
-            for b in member.branches
+            msgspec.structs.replace(b, **{name: [value] * len(b.trained) for name, value in values.items()})
+            for b in member.samples
         ]
-        members.append(replace(member, branches=tuple(branches)))
+        members.append(replace(member, samples=tuple(branches)))
     return replace(group, members=tuple(members))
 
 
 def test_a_token_of_an_older_version_needs_its_log_prob(opened, make_group):
     told = make_group(0, version=1)
-    untold = replaced(told, log_probs=math.nan)
+    untold = replaced(told, engine_log_probs=math.nan)
     assert admitted(opened, [told], 1)[1] == [told]
     state, fresh = admitted(opened, [untold], 1)
     assert not fresh and state.groups[0].disposition is Disposition.STALE
@@ -284,15 +285,15 @@ def test_each_token_of_two_versions_is_weighed_by_the_one_that_sampled_it(
     base = {name: value.clone() for name, value in backend.weights()}
     given, cut = max(sequences(7), key=lambda each: len(each.trained)), 3
     old, new = (plain_log_probs(weights, [given])[0] for weights in (older, base))
-    told = Sequence(given.tokens, given.trained, old[:cut] + new[cut:])
+    told = Sample(given.tokens, given.trained, old[:cut] + new[cut:])
     settled = trainer_pb2.SettledGroup(prompt_ordinal=0)
     settled.members.add(trajectory=two_segments(told, cut, (1, 5)), reward=1.0)
     member = read_group(settled, SamplingSection(), 32).members[0]
     assert member.versions == [1] * cut + [5] * (len(given.trained) - cut)
-    (branch,) = member.branches
-    assert branch.log_probs == pytest.approx(old[:cut] + new[cut:], rel=1e-6)
-    learned = Sequence(branch.tokens, branch.trained, branch.log_probs, [0.7] * len(old), 1.0)
-    assert backend.micro([[learned]]).finite
+    (branch,) = member.samples
+    assert branch.engine_log_probs == pytest.approx(old[:cut] + new[cut:], rel=1e-6)
+    learned = Sample(branch.tokens, branch.trained, branch.engine_log_probs, [0.7] * len(old), 1.0)
+    assert backend.micro([[learned]])
     found = backend.reduced_gradient(1.0)
 
     stale = [math.exp(n - o) for n, o in zip(new, old, strict=True)][:cut]

@@ -21,7 +21,7 @@ from headrace_trainer.learning.planning import (
     plan_even,
     plan_rows,
 )
-from headrace_trainer.learning.samples import Sequence
+from headrace_trainer.learning.samples import Sample
 
 ANSWERS = [
     [4, 8, 2, 11],
@@ -40,7 +40,7 @@ def test_tree_attends_to_ancestors_only():
     assert tree.add([5, 6, 7]).tolist() == [0, 1, 2]
     assert tree.add([5, 6, 8]).tolist() == [0, 1, 3]
     batch = pack(
-        [[Sequence([5, 6, 7, 9], [2, 3], [0.0, 0.0]), Sequence([5, 6, 8, 9], [2, 3], [0.0, 0.0])]],
+        [[Sample([5, 6, 7, 9], [2, 3], [0.0, 0.0]), Sample([5, 6, 8, 9], [2, 3], [0.0, 0.0])]],
         shared=True,
     )
     assert batch.tokens_RL.tolist() == [[5, 6, 7, 8]]
@@ -159,8 +159,8 @@ def test_each_token_has_the_log_prob_of_the_temperature_that_it_was_drawn_at(mak
 
 
 def test_a_packed_token_knows_its_sequence_and_its_old_log_prob():
-    told = Sequence([5, 6, 7], [1, 2], [0.0, 0.0], [1.0, 2.0], 1.0, {"old_log_probs": [-0.5, -0.25]})
-    untold = Sequence([5, 8], [1], [0.0], [3.0], 1.0)
+    told = Sample([5, 6, 7], [1, 2], [0.0, 0.0], [1.0, 2.0], 1.0, {"old_log_probs": [-0.5, -0.25]})
+    untold = Sample([5, 8], [1], [0.0], [3.0], 1.0)
     batch = pack([[untold, told], [untold]], shared=True)
     assert batch.sequences_K.tolist() == [0, 1, 1, 2]
     assert batch.advantages_K.tolist() == [3.0, 1.0, 2.0, 3.0]
@@ -179,7 +179,7 @@ def test_old_log_probs_let_the_clip_take_effect(make_backend, sequences):
             )
             for s, values in zip(group, own, strict=True)
         ]
-        assert backend.micro([moved]).finite
+        assert backend.micro([moved])
         report = backend.commit(7.0, 0.0)
         sums = report.token_sums
         assert sums["own.clip_fraction"] / sums["tokens"] == clipped
@@ -192,9 +192,9 @@ def test_a_non_finite_loss_accumulates_nothing(make_backend, sequences, accumula
     good, bad = sequences(1), sequences(2)
     accumulate(backend, [good], 512)
     poisoned = [
-        Sequence(s.tokens, s.trained, s.engine_log_probs, [float("inf")] * len(s.trained), 1.0) for s in bad
+        Sample(s.tokens, s.trained, s.engine_log_probs, [float("inf")] * len(s.trained), 1.0) for s in bad
     ]
-    assert not backend.micro([poisoned]).finite
+    assert not backend.micro([poisoned])
     found = backend.reduced_gradient(7.0)
     accumulate(backend, [good], 512)
     assert relative_l2(found, backend.reduced_gradient(7.0)) == 0
@@ -279,7 +279,7 @@ def test_a_tree_without_room_stays_as_it_is():
 def test_a_small_micro_batch_is_packed_in_few_calls_of_numpy_and_torch():
     """128 answers of 4 tokens, as examples/tiny.yaml has them: calls of functions, so that no clock is asked."""
     rows = [
-        [Sequence([*prompt, *answer], [4, 5, 6, 7], [-0.5] * 4, [0.3] * 4, 1.0) for answer in ANSWERS]
+        [Sample([*prompt, *answer], [4, 5, 6, 7], [-0.5] * 4, [0.3] * 4, 1.0) for answer in ANSWERS]
         for prompt in ([first, 8, 2, 10] for first in range(16))
     ]
     pack(rows, shared=True, attends=Attends.CHEAPEST)

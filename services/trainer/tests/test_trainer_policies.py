@@ -19,8 +19,8 @@ from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.weights.versions import base_name
 from headrace_trainer.export import export_checkpoint
-from headrace_trainer.learning.policies import PolicyRounds
-from headrace_trainer.session.publishing import published_tensors
+from headrace_trainer.ranks.policy_rounds import PolicyRounds
+from headrace_trainer.versions.publishing import published_tensors
 from trainer_calls import TrainerClient, digest_of, refusal
 
 ONE = common_pb2.SamplingDistribution(temperature=1.0, log_prob_kind=common_pb2.LOG_PROB_KIND_PROCESSED)
@@ -241,7 +241,7 @@ async def test_a_group_that_one_policy_refuses_costs_the_attempt_and_the_next_on
 
     def failing(rounds: PolicyRounds, work: Any) -> list[bool]:
         bad = [any(22 in each.tokens[:1] for rows in part for row in rows for each in row) for part in work]
-        if rounds.policy and any(bad):
+        if rounds._policy and any(bad):
             return [not each for each in bad]
         return micro(rounds, work)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import grpc
+import msgspec
 import pytest
 import torch
 from algorithm_losses import ppo_loss, value_loss
@@ -157,7 +158,7 @@ class ValuedRounds:
             [{name: [float(p) for p in s.trained] for name in columns} for s in group] for group in groups
         ]
 
-    def apply(self, denominator, rate):
+    def apply(self, denominator, rate, critic_rate):
         return CommitReport(True, 1.0, {"tokens": 1.0, "loss": 1.0}, {})
 
     def hold(self):
@@ -181,16 +182,16 @@ def test_values_of_the_base_and_of_cut_ends_reach_the_returns(
     state = steps.begin(state, steps.Begin(1, 1, 5, 6))[0]
     group = make_group(0, version=5)
     first, second, *rest = group.members
-    cut = replace(first, truncated=True, branches=(replace(first.branches[0], cut=True),))
+    cut = replace(first, truncated=True, samples=(msgspec.structs.replace(first.samples[0], cut=True),))
     group = replace(group, members=(cut, replace(second, masked=True), *rest))
     finished = learner.finish(learner.learn(state, [group]), 1e-3)
     assert finished.finite and len(rounds.asked) == 1, "the infer pass runs once"
     assert {len(s.tokens) for s in rounds.work} <= {m.size for m in group.members}
     assert len(rounds.work) == 3 * (2 if options is PASSES else 1)
     for index, sequence in zip((0, 2, 3), rounds.work, strict=False):
-        member = next(m for m in group.members if m.branches[0].tokens == sequence.tokens)
+        member = next(m for m in group.members if m.samples[0].tokens == sequence.tokens)
         following = member.size if bootstraps and member.truncated else 0.0
-        values = [float(position) for position in member.branches[0].trained]
+        values = [float(position) for position in member.samples[0].trained]
         assert sequence.columns[VALUES] == values, index
         # With lambda 0 a return is the reward and half of the next value.
         expected = [0.5 * value for value in values[1:]] + [member.reward + 0.5 * following]
@@ -218,7 +219,7 @@ def test_the_share_of_the_returns_that_values_explain_is_a_figure(make_group):
     )[0]
     config = TrainerConfig.model_validate({"model": {"path": "none"}, "steps": 1, "seed": 0})
     record = Intake(config, build()).record(state, make_group(0, version=5))
-    figures = step_figures(done, [record], rate=1e-3, seconds=1.0)
+    figures = step_figures(done, [record], rate=1e-3)
     expected = 1 - errors.var(correction=0) / returns.var(correction=0)
     assert figures["explained_variance"] == pytest.approx(float(expected), rel=1e-5)
     assert (figures["value_mean"], figures["return_mean"], figures["critic_grad_norm"]) == (2.625, 3.0, 2.0)

@@ -16,8 +16,8 @@ from headrace_trainer.backends.fsdp.attending.prefixes import (
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.learning import packing
 from headrace_trainer.learning.packing import Attends, pack
-from headrace_trainer.learning.samples import Sequence
-from headrace_trainer.wire.messages import read_sequence
+from headrace_trainer.learning.reading import read_sequence
+from headrace_trainer.learning.samples import Sample
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -86,13 +86,11 @@ def test_a_window_shorter_than_the_context_is_no_place_for_a_tree(make_config, c
     assert not found if fits else "last 8 tokens" in found
 
 
-def _answers(prompt: int, answer: int, count: int = 4) -> list[Sequence]:
+def _answers(prompt: int, answer: int, count: int = 4) -> list[Sample]:
     """Sequences that share `prompt` tokens and no other."""
     trained = list(range(prompt, prompt + answer))
     return [
-        Sequence(
-            [*range(3, 3 + prompt), *[3 + index] * answer], trained, [-1.0] * answer, [0.5] * answer, 1.0
-        )
+        Sample([*range(3, 3 + prompt), *[3 + index] * answer], trained, [-1.0] * answer, [0.5] * answer, 1.0)
         for index in range(count)
     ]
 

@@ -11,8 +11,8 @@ from headrace_servicekit.weights.store import WeightStore
 from headrace_trainer.backends.fsdp.loading import HostCopies
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.step import Version
-from headrace_trainer.session.parts import RankPart, owners_of, staged_parts
-from headrace_trainer.session.publishing import CAST_ELEMENTS, Publisher
+from headrace_trainer.versions.parts import RankPart, owners_of, staged_parts
+from headrace_trainer.versions.publishing import CAST_ELEMENTS, Publisher
 
 LAYOUT = [("embed", "bfloat16", (3, CAST_ELEMENTS)), ("head", "bfloat16", (7,)), ("seen", "int64", ())]
 

@@ -264,12 +264,12 @@ class BackendRounds:
         self.backend = backend
 
     def micro(self, work):
-        return [self.backend.micro(each[0]).finite for each in work]
+        return [self.backend.micro(each[0]) for each in work]
 
     def infer(self, groups, columns):
         return [self.backend.infer([group], columns) for group in groups]
 
-    def apply(self, denominator, rate):
+    def apply(self, denominator, rate, critic_rate):
         self.gradient = self.backend.reduced_gradient(denominator)
         return CommitReport(True, 1.0)
 

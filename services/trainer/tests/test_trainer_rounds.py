@@ -34,7 +34,7 @@ async def test_a_full_queue_slows_its_sender(item, monkeypatch):
         return [[] for _ in items]
 
     size = item(0).groups[0].token_count()
-    queue = LearnQueue(learn, lambda: 2 * size + size // 2)
+    queue = started(learn, lambda: 2 * size + size // 2)
     sender = asyncio.create_task(_put(queue, [item(0)] * 9))
     await asyncio.sleep(0.05)
     assert not sender.done() and batches == [2]
@@ -42,6 +42,13 @@ async def test_a_full_queue_slows_its_sender(item, monkeypatch):
     futures = await asyncio.wait_for(sender, 20)
     assert await asyncio.gather(*futures) == [[]] * 9
     assert max(batches) == 2 and sum(batches) == 9
+
+
+def started(learn, batch_tokens=lambda: 10**6):
+    """A queue whose worker runs."""
+    queue = LearnQueue(learn, batch_tokens)
+    queue.worker = asyncio.create_task(queue.work())
+    return queue
 
 
 async def _put(queue, items):
@@ -52,7 +59,7 @@ async def test_a_refusal_reaches_its_item_alone(item):
     async def learn(items):
         return [Refusal("CONFLICT", "no") if index == 1 else [] for index, _ in enumerate(items)]
 
-    queue = LearnQueue(learn, lambda: 10**6)
+    queue = started(learn)
     first, second, third = [await queue.put(item(prompt)) for prompt in range(3)]
     assert await first == [] and await third == []
     with pytest.raises(Refusal):
@@ -66,7 +73,7 @@ async def test_a_batch_with_room_waits_for_a_sender_that_may_still_send(item):
         batches.append(len(items))
         return [[] for _ in items]
 
-    queue = LearnQueue(learn, lambda: 10**6)
+    queue = started(learn)
     with queue.sender():
         futures = [await queue.put(item(0))]
         await asyncio.sleep(0)
@@ -83,7 +90,7 @@ async def test_the_end_of_a_senders_stream_starts_the_batch(item, monkeypatch):
     async def learn(items):
         return [[] for _ in items]
 
-    queue = LearnQueue(learn, lambda: 10**6)
+    queue = started(learn)
     with queue.sender():
         future = await queue.put(item(0))
     assert await asyncio.wait_for(future, 20) == []
@@ -97,7 +104,7 @@ async def test_a_batch_is_not_held_up_where_batches_take_long(item, monkeypatch)
         await asyncio.sleep(0.02)
         return [[] for _ in items]
 
-    queue = LearnQueue(learn, lambda: 10**6)
+    queue = started(learn)
     with queue.sender():
         first = await queue.put(item(0))
     await first
@@ -117,7 +124,7 @@ async def test_what_came_during_a_batch_waits_no_longer(item, monkeypatch):
         await gates[len(calls) - 1].wait()
         return [[] for _ in items]
 
-    queue = LearnQueue(learn, lambda: 10**6)
+    queue = started(learn)
     with queue.sender():
         futures = [await queue.put(item(0))]
         queue._first_at -= 60  # it has waited long enough
@@ -139,7 +146,7 @@ async def test_a_failed_batch_is_heard_and_the_queue_goes_on(item):
             raise RuntimeError("out of memory")
         return [[] for _ in items]
 
-    queue = LearnQueue(learn, lambda: 10**6)
+    queue = started(learn)
     with pytest.raises(RuntimeError, match="out of memory"):
         await (await queue.put(item(0)))
     assert await (await queue.put(item(1))) == []
@@ -148,7 +155,7 @@ async def test_a_failed_batch_is_heard_and_the_queue_goes_on(item):
 STUCK = """
 import time, torch
 from types import SimpleNamespace
-from headrace_trainer.group import messages, rounds
+from headrace_trainer.ranks import messages, rounds
 from headrace_trainer.group.forming import join_trainer_group
 rounds.DEADLINE_S = 0.3
 trainer_group = join_trainer_group(4, 0, 1, "", 5, torch.device("cpu"))

@@ -15,9 +15,9 @@ from headrace_modelkit.presets.tiny import write_tiny_moe
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 from headrace_trainer.errors import Refusal
-from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning.packing import Attends, pack
 from headrace_trainer.learning.segments import read_routes
+from headrace_trainer.workloads import run_kind
 
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2
 DENOMINATOR, COEFFICIENT = 7.0, 0.3
@@ -80,7 +80,7 @@ def test_the_gradient_of_the_load_balance_loss_is_of_the_whole_minibatch(
         backend.count_experts(rows)
     backend.balance_experts(DENOMINATOR)
     for rows in works:
-        assert backend.micro(rows).finite
+        assert backend.micro(rows)
     found = backend.reduced_gradient(DENOMINATOR)
 
     model, seen = plain(moe)
@@ -108,7 +108,7 @@ def test_the_gradient_of_the_load_balance_loss_is_of_the_whole_minibatch(
     sums = backend.commit(DENOMINATOR, 1e-3).token_sums
     assert sums["balance_loss"] == pytest.approx(float(sum(losses).detach()) / LAYERS, rel=1e-5)
     assert sums["balanced"] == 1.0 and 1.0 < sums["busiest_expert"] <= EXPERTS
-    assert backend.micro(works[0]).finite
+    assert backend.micro(works[0])
     assert not any(value.any() for value in backend.reduced_gradient(1.0).values()), (
         "the next step counts anew"
     )
@@ -149,7 +149,7 @@ def test_a_step_tells_the_mismatch_with_and_without_replay(moe_backend, sequence
         told = msgspec.structs.replace(sequence, routes=routes, weight=0.5)
         [found] = backend.infer([[told]], ["old_log_probs"])
         rows.append([msgspec.structs.replace(told, engine_log_probs=found["old_log_probs"])])
-    assert backend.micro(rows).finite
+    assert backend.micro(rows)
     sums = backend.commit(DENOMINATOR, 1e-3).token_sums
     assert sums["mismatch"] / sums["engine_tokens"] < 1e-5
     assert sums["unforced_mismatch"] / sums["unforced_tokens"] > 1e-2
@@ -230,7 +230,7 @@ def test_adapters_learn_beside_frozen_experts_and_routers(moe_backend, sequences
     before = {name: value.clone() for name, value in backend.weights()}
     rows = [[msgspec.structs.replace(s, weight=1.0)] for s in sequences(1)]
     for _ in range(2):  # B is 0 at first, so that A learns from the second step on
-        assert backend.micro(rows).finite
+        assert backend.micro(rows)
         backend.commit(DENOMINATOR, 1e-2)
     moved = {name for name, value in backend.weights() if not torch.equal(value, before[name])}
     assert moved == {name for name in before if "self_attn" in name and name.endswith("_proj.weight")}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from headrace_trainer.backends.shared import attention
 from headrace_trainer.backends.shared.attention import attend_segments, block_mask, by_flash, by_flex, by_mask
 from headrace_trainer.learning.packing import Attends, pack
-from headrace_trainer.learning.samples import Sequence
+from headrace_trainer.learning.samples import Sample
 from headrace_trainer.learning.segments import Segment, Segments
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +28,7 @@ def tree(seed: int, answers: int = 5, rows: int = 2, longest: int = 40) -> Segme
         for _ in range(answers - 1):
             kept = draw.choice(own)[: draw.randrange(1, longest)]
             own.append([*kept, *[draw.randrange(30) for _ in range(draw.randrange(1, longest))]])
-        made.append([Sequence(tokens, [len(tokens) - 1], [0.0]) for tokens in own if len(tokens) > 1])
+        made.append([Sample(tokens, [len(tokens) - 1], [0.0]) for tokens in own if len(tokens) > 1])
     found = pack(made, shared=True, attends=Attends.SEGMENTS).segments
     assert found is not None
     return found
@@ -125,7 +125,7 @@ def test_the_rule_of_one_query_and_one_key_is_the_tree_s(seed):
 
 
 def test_rows_without_a_tree_need_no_copy_of_their_keys():
-    rows = [[Sequence(list(range(3, 3 + size)), [size - 1], [0.0])] for size in (9, 4, 7)]
+    rows = [[Sample(list(range(3, 3 + size)), [size - 1], [0.0])] for size in (9, 4, 7)]
     segments = pack(rows, shared=True, attends=Attends.SEGMENTS).segments
     assert segments.keys_T is None
     assert segments.query_ends.tolist() == segments.key_ends.tolist() == [0, 8, 11, 17]
@@ -207,7 +207,7 @@ def test_a_tree_that_reads_its_keys_too_often_goes_to_flex_attention():
 
 def test_a_padded_row_is_no_packed_one():
     """A position that does not follow the one before it would begin another sequence, and cost a mask."""
-    rows = [[Sequence(list(range(3, 3 + size)), [size - 1], [0.0])] for size in (9, 4)]
+    rows = [[Sample(list(range(3, 3 + size)), [size - 1], [0.0])] for size in (9, 4)]
     for attends in (Attends.MASK, Attends.CHEAPEST):
         batch = pack(rows, shared=True, attends=attends)
         assert batch.positions_RL.tolist() == [list(range(8))] * 2

@@ -20,10 +20,10 @@ from headrace_trainer.algorithms._base import VALUES, Outcomes, Turns, turn_cred
 from headrace_trainer.algorithms._turns import by_role, by_turn
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 from headrace_trainer.errors import Refusal
-from headrace_trainer.learning.intake import Inferred, Intake
-from headrace_trainer.learning.samples import Branch, Group, Member, Turn
+from headrace_trainer.learning.intake import Intake
+from headrace_trainer.learning.reading import read_group
+from headrace_trainer.learning.samples import Group, Sample, Trajectory, Turn
 from headrace_trainer.learning.step import StepState, Version
-from headrace_trainer.wire.messages import read_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_calls import random_sequences, settled_trajectory
@@ -183,17 +183,16 @@ def test_the_trainer_learns_each_turns_tokens_with_its_own_advantage(make_config
     config = TrainerConfig.model_validate(make_config(algorithm={"group_size": 2, "options": options}))
     algorithm = build_algorithm(config.algorithm)
     members = tuple(
-        Member(index, 1, f"body {index}", 1.0, (
-            Branch([1, 2, 3, 4, 5], [1, 2, 4], [-1.0] * 3, [0] * 3, turns=(Turn(2, one), Turn(1, two, place=1))),
+        Trajectory(index, 1, f"body {index}", 1.0, (
+            Sample([1, 2, 3, 4, 5], [1, 2, 4], [-1.0] * 3, versions=[0] * 3,
+                   turns=(Turn(2, one), Turn(1, two, place=1))),
         ))
         for index, (one, two) in enumerate([(1.0, 0.0), (0.0, 1.0)])
     )  # fmt: skip
     group = Group(0, members, "digest")
     intake = Intake(config, algorithm)
-    (prepared,) = intake.prepare(
-        StepState(version=Version(0, 0, 0, ""), lineage={0: 0}), [Inferred(group, ({}, {}), (0.0, 0.0))]
-    )
-    assert [each.advantages for each in prepared.sequences] == [[0.0, 0.0, -0.5], [0.0, 0.0, 0.5]]
+    (prepared,) = intake.prepare(StepState(version=Version(0, 0, 0, ""), lineage={0: 0}), [group])
+    assert [each.advantages for each in prepared.samples] == [[0.0, 0.0, -0.5], [0.0, 0.0, 0.5]]
     assert not prepared.record.all_equal and prepared.record.rewards == (1.0, 1.0)
     assert prepared.record.advantages == pytest.approx((-1 / 6, 1 / 6))
 
@@ -307,7 +306,7 @@ def test_each_role_is_learned_as_a_sequence_of_its_own_with_its_own_advantage(ma
         each.trajectory.body_digest = trajectory_digest(each.trajectory)
         message.members.append(each)
     group = read_group(message, SamplingSection(), 32)
-    assert [[*branch.turns] for branch in group.members[0].branches] == [
+    assert [[*branch.turns] for branch in group.members[0].samples] == [
         [Turn(1, 0.5, "asker", 0), Turn(1, 0.0, "asker", 2)],
         [Turn(2, 1.0, "teller", 1)],
     ]
@@ -315,14 +314,12 @@ def test_each_role_is_learned_as_a_sequence_of_its_own_with_its_own_advantage(ma
         make_config(algorithm={"group_size": 2, "options": {"normalize_std": False}})
     )
     state = StepState(version=Version(0, 0, 0, ""), lineage={0: 0, 1: 0})
-    (prepared,) = Intake(config, build_algorithm(config.algorithm)).prepare(
-        state, [Inferred(group, ({}, {}), (0.0, 0.0))]
-    )
-    assert [(each.tokens, each.trained, each.engine_log_probs) for each in prepared.sequences[:2]] == [
+    (prepared,) = Intake(config, build_algorithm(config.algorithm)).prepare(state, [group])
+    assert [(each.tokens, each.trained, each.engine_log_probs) for each in prepared.samples[:2]] == [
         ([5, 6, 7, 8], [1, 3], [-6.0, -8.0]),
         ([9, 10, 11, 12], [2, 3], [-11.0, -12.0]),
     ]
-    advantages = [each.advantages for each in prepared.sequences]
+    advantages = [each.advantages for each in prepared.samples]
     assert advantages == [[-0.5, -0.5], [0.5, 0.5], [0.5, 0.5], [-0.5, -0.5]]
     record = prepared.record
     assert (record.sequences, record.trained_sequences, record.tokens) == (2, 4, 8) and not record.all_equal

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
-from headrace_trainer.learning.intake import Inferred, Intake
-from headrace_trainer.learning.samples import Branch, Group, Member, Turn
+from headrace_trainer.learning.intake import Intake
+from headrace_trainer.learning.samples import Group, Sample, Trajectory, Turn
 from headrace_trainer.learning.step import StepState, Version
 
 STATE = StepState(version=Version(1, 0, 0, ""), lineage={1: 0})
@@ -30,7 +31,7 @@ def chance(path: tuple[int, ...]) -> float:
     return math.prod(GO[turn] if go else 1 - GO[turn] for turn, go in enumerate(path))
 
 
-def talk(index: int, path: tuple[int, ...], roles: tuple[str, ...] = ()) -> Member:
+def talk(index: int, path: tuple[int, ...], roles: tuple[str, ...] = ()) -> Trajectory:
     """Each turn samples one token; with roles, those that take turn after turn, each on a line of its own."""
     who = [roles[turn % len(roles)] if roles else "" for turn in range(len(path))]
     lines = {role: [turn for turn, each in enumerate(who) if each == role] for role in dict.fromkeys(who)}
@@ -39,12 +40,14 @@ def talk(index: int, path: tuple[int, ...], roles: tuple[str, ...] = ()) -> Memb
         tokens = [1, *(token for turn in turns for token in (path[turn], 2))]
         taken = tuple(Turn(1, earned[turn], role, turn) for turn in turns)
         count = len(turns)
-        branches.append(Branch(tokens, [*range(1, 2 * count, 2)], [-1.0] * count, [1] * count, turns=taken))
-    return Member(index, 1, f"{index} {path}", math.fsum(earned), tuple(branches))
+        branches.append(
+            Sample(tokens, [*range(1, 2 * count, 2)], [-1.0] * count, versions=[1] * count, turns=taken)
+        )
+    return Trajectory(index, 1, f"{index} {path}", math.fsum(earned), tuple(branches))
 
 
 def advantages(
-    make_config, algorithm: dict[str, object], groups: list[list[Member]]
+    make_config, algorithm: dict[str, object], groups: list[list[Trajectory]]
 ) -> list[list[list[float]]]:
     """Of each sample's turns, in the order of its tokens."""
     config = TrainerConfig.model_validate(
@@ -54,17 +57,21 @@ def advantages(
     columns = {OLD_LOG_PROBS: -1.0, REFERENCE_LOG_PROBS: -1.0, VALUES: 0.75}
     batch = []
     for ordinal, members in enumerate(groups):
-        own = tuple({name: [columns[name]] * each.sampled for name in built.columns} for each in members)
-        group = Group(ordinal, tuple(members), f"group {ordinal}")
-        batch.append(Inferred(group, own, (0.0,) * len(members)))
+        batch.append(Group(ordinal, tuple(members), f"group {ordinal}"))
     found = []
     intake = Intake(config, built)
-    for prepared, members in zip(intake.prepare(STATE, batch), groups, strict=True):
-        lines = iter(prepared.sequences)
+    rounds = SimpleNamespace(
+        infer=lambda bare, names: [
+            [{name: [columns[name]] * len(each.trained) for name in names} for each in group]
+            for group in bare
+        ]
+    )
+    for prepared, members in zip(intake.prepare(STATE, intake.inferred(batch, rounds)), groups, strict=True):
+        lines = iter(prepared.samples)
         found.append(
             [
-                [v for _ in each.branches for v in next(lines).advantages]
-                if prepared.sequences
+                [v for _ in each.samples for v in next(lines).advantages]
+                if prepared.samples
                 else [0.0] * each.sampled
                 for each in members
             ]
@@ -153,12 +160,12 @@ def test_each_role_has_the_gradient_of_its_own_reward(make_config, name, credit)
 def test_a_long_conversations_lone_turns_are_compared_with_the_others_and_not_with_itself(make_config):
     """One right conversation of 20 turns and seven wrong ones of 2: as whole conversations, 1 and -1/7."""
 
-    def one(index: int, turns: int, reward: float) -> Member:
+    def one(index: int, turns: int, reward: float) -> Trajectory:
         earned = [*[0.0] * (turns - 1), reward]
         taken = tuple(Turn(1, each, place=place) for place, each in enumerate(earned))
         trained = list(range(1, 2 * turns, 2))
-        branch = Branch([1, *[3, 2] * turns], trained, [-1.0] * turns, [1] * turns, turns=taken)
-        return Member(index, 1, f"{index}", reward, (branch,))
+        branch = Sample([1, *[3, 2] * turns], trained, [-1.0] * turns, versions=[1] * turns, turns=taken)
+        return Trajectory(index, 1, f"{index}", reward, (branch,))
 
     members = [one(0, 20, 1.0), *(one(index, 2, 0.0) for index in range(1, 8))]
     for credit in ("trajectory", "turn"):

@@ -26,11 +26,11 @@ from headrace_servicekit.rpc.digests import digest_bytes, trajectory_digest
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS
 from headrace_trainer.backends.shared.warmup import SupervisedBatches
 from headrace_trainer.errors import Refusal
-from headrace_trainer.group.messages import Header, InferRound, MicroRound, packed, unpacked
-from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning.packing import Attends, pack
 from headrace_trainer.learning.pictures import place_images
-from headrace_trainer.learning.samples import Image, Sequence
+from headrace_trainer.learning.samples import Image, Sample
+from headrace_trainer.ranks.messages import Header, InferRound, MicroRound, packed, unpacked
+from headrace_trainer.workloads import run_kind
 from PIL import Image as Pillow
 from safetensors.torch import save_file
 from state_parts import whole_state
@@ -57,7 +57,7 @@ def codec(directory):
 
 
 @pytest.fixture(scope="module")
-def groups(codec) -> list[list[Sequence]]:
+def groups(codec) -> list[list[Sample]]:
     """Two prompts of the same text and different images, one of two images, one of none; answers begin alike."""
     texts = [
         ("<image>which?", (png(1),)),
@@ -68,7 +68,7 @@ def groups(codec) -> list[list[Sequence]]:
     return [group_of(codec, text, images, seed) for seed, (text, images) in enumerate(texts)]
 
 
-def group_of(codec: Any, text: str, files: tuple[bytes, ...], seed: int) -> list[Sequence]:
+def group_of(codec: Any, text: str, files: tuple[bytes, ...], seed: int) -> list[Sample]:
     drawn = random.Random(seed)
     ids = codec.encode_prompt(chat=[{"role": "user", "content": text}], images=files)
     images = tuple(Image(digest_bytes(data), data) for data in files)
@@ -79,12 +79,12 @@ def group_of(codec: Any, text: str, files: tuple[bytes, ...], seed: int) -> list
         trained = list(range(len(prompt), len(prompt) + len(answer)))
         advantages = [drawn.gauss(0, 1)] * len(answer)
         found.append(
-            Sequence([*prompt, *answer], trained, [-1.0] * len(answer), advantages, 1.0, images=images)
+            Sample([*prompt, *answer], trained, [-1.0] * len(answer), advantages, 1.0, images=images)
         )
     return found
 
 
-def expected(model: Any, codec: Any, sequence: Sequence) -> torch.Tensor:
+def expected(model: Any, codec: Any, sequence: Sample) -> torch.Tensor:
     """(K,) log-probs of the trained tokens by transformers alone."""
     ids = torch.tensor([[max(token, -1) for token in sequence.tokens]])
     kinds = (ids < 0).int()
@@ -103,7 +103,7 @@ def expected(model: Any, codec: Any, sequence: Sequence) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def with_images_behind(codec) -> list[list[Sequence]]:
+def with_images_behind(codec) -> list[list[Sample]]:
     """Conversations in which somebody shows an image behind the last token that is learned, or between two of them."""
     found = []
     for seed, text, files, later in (
@@ -129,7 +129,7 @@ def with_images_behind(codec) -> list[list[Sequence]]:
     return found
 
 
-def every(groups: Iterable[list[Sequence]]) -> list[Sequence]:
+def every(groups: Iterable[list[Sample]]) -> list[Sample]:
     return [sequence for group in groups for sequence in group]
 
 
@@ -157,7 +157,7 @@ def test_images_behind_the_last_learned_token_are_not_read(
     ]
     for own, sequence in zip(found, before, strict=True):
         torch.testing.assert_close(torch.tensor(own), expected(model, codec, sequence), rtol=1e-4, atol=1e-5)
-    assert backend.micro(asked).finite
+    assert backend.micro(asked)
     form = {each.name.lower(): each for each in Attends}[attends]
     packed_rows = pack(asked, shared=True, attends=form, images=codec.images)
     plain_rows = pack([_without_behind(row) for row in asked], shared=True, attends=form, images=codec.images)
@@ -165,12 +165,12 @@ def test_images_behind_the_last_learned_token_are_not_read(
         assert torch.equal(getattr(packed_rows.pictures, name), getattr(plain_rows.pictures, name)), name
 
 
-def _read_before(sequence: Sequence) -> tuple[Image, ...]:
+def _read_before(sequence: Sample) -> tuple[Image, ...]:
     numbers = set(sequence.tokens[: sequence.trained[-1]])
     return tuple(image for image in sequence.images if place_number(image.digest) in numbers)
 
 
-def _without_behind(row: list[Sequence]) -> list[Sequence]:
+def _without_behind(row: list[Sample]) -> list[Sample]:
     return [msgspec.structs.replace(each, tokens=each.tokens[: each.trained[-1] + 1]) for each in row]
 
 
@@ -204,7 +204,7 @@ def test_the_gradient_is_autograds(make_backend, directory, codec, groups, relat
     total.backward()
     tower = {name for name, _ in vision_tower(model).named_parameters(prefix="model.visual")}
     own = {name: p.grad for name, p in model.named_parameters() if not freeze or name not in tower}
-    assert backend.micro(groups).finite
+    assert backend.micro(groups)
     found = backend.reduced_gradient(1.0)
     assert found.keys() == own.keys()
     assert relative_l2(found, own) <= 1e-5
@@ -213,7 +213,7 @@ def test_the_gradient_is_autograds(make_backend, directory, codec, groups, relat
 def test_a_frozen_tower_is_published_and_saved_as_it_was_read(make_backend, directory, groups):
     backend = make_backend(model={"path": str(directory), "dtype": "bfloat16"})
     before = {name: value.clone() for name, value in backend.weights()}
-    assert backend.micro(groups).finite and backend.commit(10.0, 1e-2).finite
+    assert backend.micro(groups) and backend.commit(10.0, 1e-2).finite
     after = dict(backend.weights())
     moved = {name for name in before if not before[name].equal(after[name])}
     assert moved and not any("visual" in name for name in moved)
@@ -225,7 +225,7 @@ def test_a_state_goes_on_and_one_with_another_tower_is_refused(
 ):
     section = {"path": str(directory), "dtype": "bfloat16"}
     backend = make_backend(model=section)
-    assert backend.micro(groups).finite and backend.commit(10.0, 1e-2).finite
+    assert backend.micro(groups) and backend.commit(10.0, 1e-2).finite
     weights = {
         f"weights/{name}": value for name, value in whole_state(trainer_group, backend.weight_parts()).items()
     }
@@ -248,7 +248,7 @@ def test_adapters_learn_beside_images(make_backend, directory, groups):
         backend = make_backend(
             model={"path": str(directory)}, trainer={"lora": {"rank": 2}, "freeze": freeze}
         )
-        assert backend.micro(groups).finite
+        assert backend.micro(groups)
         found = backend.reduced_gradient(1.0)
         assert any("visual" in name and value.any() for name, value in found.items()) is (freeze == [])
 
@@ -291,7 +291,7 @@ def test_a_settled_group_comes_with_its_images_once(make_config, directory, code
     data = png(1)
     kind = run_kind(TrainerConfig.model_validate(make_config(model={"path": str(directory)})))
     group = kind.read_group(settled(codec, data, [digest_bytes(data)]))
-    branches = [branch for member in group.members for branch in member.branches]
+    branches = [branch for member in group.members for branch in member.samples]
     assert all(branch.images == (Image(digest_bytes(data), data),) for branch in branches)
     assert all(sum(token < 0 for token in branch.tokens) == 4 for branch in branches)
     with pytest.raises(Refusal, match="were made with other images"):

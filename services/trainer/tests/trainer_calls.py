@@ -17,7 +17,7 @@ from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace_servicekit.instance import Instance
 from headrace_servicekit.rpc.digests import set_digest, trajectory_digest
 from headrace_servicekit.rpc.errors import message_of, reason_of
-from headrace_trainer.learning.samples import Sequence
+from headrace_trainer.learning.samples import Sample
 
 VOCABULARY = 32
 TORCH_TYPES = {
@@ -27,7 +27,7 @@ TORCH_TYPES = {
 }
 
 
-def random_sequences(seed: int, *, count: int = 4, prompt: int = 9, version: int = 1) -> list[Sequence]:
+def random_sequences(seed: int, *, count: int = 4, prompt: int = 9, version: int = 1) -> list[Sample]:
     """Sequences of one group: a shared prompt, answers that partly begin alike."""
     rng = random.Random(seed)
     start = [rng.randrange(3, VOCABULARY) for _ in range(prompt)]
@@ -38,7 +38,7 @@ def random_sequences(seed: int, *, count: int = 4, prompt: int = 9, version: int
         answer = beginning + answer if index % 2 else answer
         trained = list(range(prompt, prompt + len(answer)))
         log_probs = [rng.uniform(-4, -0.1) for _ in answer]
-        found.append(Sequence(start + answer, trained, log_probs, [rng.gauss(0, 1)] * len(answer), 1.0))
+        found.append(Sample(start + answer, trained, log_probs, [rng.gauss(0, 1)] * len(answer), 1.0))
     return found
 
 
@@ -59,7 +59,7 @@ def settled_group(
 
 
 def settled_trajectory(
-    prompt: int, index: int, attempt: int, sequence: Sequence, number: int
+    prompt: int, index: int, attempt: int, sequence: Sample, number: int
 ) -> common_pb2.Trajectory:
     """A finished trajectory of given ids."""
     first = sequence.trained[0]

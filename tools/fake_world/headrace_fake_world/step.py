@@ -29,9 +29,9 @@ from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.checkpoints.parts import copy_state
-from headrace_trainer.kinds import run_kind
-from headrace_trainer.learning.samples import LentPictures, Rows, Sequence
+from headrace_trainer.learning.samples import LentPictures, Rows, Sample
 from headrace_trainer.memory import MemoryPlan, check_host, check_rooms
+from headrace_trainer.workloads import run_kind
 from torch.distributed.fsdp import FSDPModule
 
 from headrace_fake_world.device import NAME
@@ -113,7 +113,7 @@ class Case:
         )
         return [
             [
-                Sequence(
+                Sample(
                     list(range(length)),
                     list(range(length - trained, length)),
                     [-1.0] * trained,
@@ -172,7 +172,7 @@ def planned(case: Case) -> tuple[Layout, MemoryPlan]:
     """
     config = case.config(case.write(Path(_models().name), case.layers))
     chosen = choose_backend(config.trainer)
-    kind = run_kind(config)
+    kind = run_kind(config).policies[""]
     assert isinstance(chosen.options, FsdpOptions)
     ranks_here = min(case.ranks, GPUS_PER_HOST)
     asked = config, kind.algorithm(), chosen.options, case.ranks, ranks_here, rooms_of(), kind.sizes
@@ -204,7 +204,7 @@ def _linear(few: Any, more: Any, times: float) -> dict[str, int]:
 def _go(case: Case, directory: Path, device: torch.device | None, started: float) -> Measured:
     with fake_world(case.ranks, device) as (group, tracker), _nothing_reserved():
         config = case.config(directory)
-        kind = run_kind(config)
+        kind = run_kind(config).policies[""]
         algorithm = kind.algorithm()
         backend: Any = kind.backend(algorithm, group)
         if case.layout is not None:  # chosen for the whole model: what fits one of few layers says nothing
@@ -219,7 +219,13 @@ def _go(case: Case, directory: Path, device: torch.device | None, started: float
         _label(tracker, backend)
         with tracker.phase("checkpoint"):
             group.leads = True  # the leader also copies what every rank has whole
-            copy = copy_state(backend, in_place=backend.saves_in_place, leads=True)
+            copy = copy_state(
+                backend.weight_parts(),
+                backend.moment_parts(),
+                backend.optimizer_steps,
+                in_place=backend.saves_in_place,
+                leads=True,
+            )
         with tracker.phase("publish"):  # a copy may not be written yet when the next version is published
             _exhaust(backend.weights())
             group.leads = False

@@ -25,7 +25,7 @@ from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch, pack
-from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.samples import Rows, Sample
 from headrace_trainer.memory import LENT, MemoryPlan, Rooms, kept_bytes, lent_bytes, with_room_to_lend
 from torch import Tensor
 from typing_extensions import override
@@ -240,7 +240,7 @@ class MegatronModels(LanguageModel):
             for first in range(0, len(rows), size or 1)
         ]
         if self._layout.experts > 1:  # Ranks that exchange tokens compute equally many parts.
-            idle = [[Sequence([0, 0], [1], [math.nan])]]
+            idle = [[Sample([0, 0], [1], [math.nan])]]
             parts += [pack(idle, shared=False, experts=experts).uncounted()] * (wanted - len(parts))
         return [self._model.padded(part).to(self._ranks.device) for part in parts]
 

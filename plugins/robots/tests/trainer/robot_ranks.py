@@ -20,7 +20,6 @@ from headrace_robots.trainer.backend.whole import WholeRobot
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning.samples import (
     CreditData,
     EpisodeData,
@@ -29,6 +28,7 @@ from headrace_trainer.learning.samples import (
     Packed,
     packed,
 )
+from headrace_trainer.workloads import run_kind
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "services" / "trainer" / "tests"))
@@ -130,7 +130,7 @@ class Walk:
         seen = [(episodes[places[chunk][0]].observation, places[chunk][1]) for chunk in lent]
         cameras = [f"image/{camera}" for camera in self.policy.config.cameras] if lent else []
         pictures = {name: np.stack([one[name].array()[place] for one, place in seen]) for name in cameras}
-        assert backend.learn(shares[backend.replica], LentPictures(lent, packed(pictures))).finite
+        assert backend.learn(shares[backend.replica], LentPictures(lent, packed(pictures)))
 
     def commit(self) -> None:
         self.learn()

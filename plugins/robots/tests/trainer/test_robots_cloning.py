@@ -19,7 +19,7 @@ from headrace_robots.tiny import tiny_fields, write_tiny_robot
 from headrace_robots.trainer.backend.cloning import check_demonstrations, read_demonstrations
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.backends._base import CommitReport
-from headrace_trainer.kinds import run_kind
+from headrace_trainer.workloads import run_kind
 from PIL import Image
 
 EPISODES = 24

@@ -15,8 +15,8 @@ from headrace_robots.policies.directory import initial_policy
 from headrace_robots.policies.policy import Observation
 from headrace_robots.trainer.wire import Spaces, read_episodes
 from headrace_schema.openings import TrainerConfig
-from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning import step as steps
+from headrace_trainer.workloads import run_kind
 
 OPTIONS = {"gamma": 0.9, "lam": 0.8, "reward_scale": 0.5, "value_coefficient": 0.7, "entropy_coef": 0.03}
 
@@ -44,9 +44,9 @@ class OneRank:
     def chunks(self, work, lent):
         self.lent += [pictures.chunks for pictures in lent]
         parts = zip(self.backends, work, lent, strict=True)
-        return min(backend.learn(own, pictures).finite for backend, own, pictures in parts)
+        return min(backend.learn(own, pictures) for backend, own, pictures in parts)
 
-    def apply(self, denominator, rate):
+    def apply(self, denominator, rate, critic_rate):
         parts = [backend.reduced_gradient(denominator) for backend in self.backends]
         self.gradients.append({name: sum(part[name] for part in parts) for name in parts[0]})
         return self.backends[0].commit(1.0, 0.0)

@@ -16,7 +16,7 @@ from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import AlgorithmSection
 from headrace_servicekit.registry import Registry
 from headrace_servicekit.rpc.errors import reason_of
-from headrace_trainer import kinds
+from headrace_trainer import workloads
 from headrace_trainer.errors import Refusal
 from headrace_trainer.export import export_checkpoint
 
@@ -295,6 +295,6 @@ def test_the_algorithms_correct_for_older_samples():
 
 
 def test_without_the_plugin_a_robot_policy_is_refused_by_its_key(robot_config, monkeypatch):
-    monkeypatch.setattr(kinds, "WORKLOADS", Registry("headrace.none", "workload", "model", "model", {}))
+    monkeypatch.setattr(workloads, "WORKLOADS", Registry("headrace.none", "workload", "model", "model", {}))
     with pytest.raises(Refusal, match=r"model\.policy: no plug-in"):
-        kinds.run_kind(TrainerConfig.model_validate(robot_config()))
+        workloads.run_kind(TrainerConfig.model_validate(robot_config()))

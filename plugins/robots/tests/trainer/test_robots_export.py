@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace_modelkit.weights import state_tensors
 from headrace_robots.policies.directory import load_policy, policy_config, save_policy
 from headrace_schema.openings import TrainerConfig
-from headrace_trainer.kinds import run_kind
+from headrace_trainer.workloads import run_kind
 
 POLICY = {"kind": "mlp", "bounds": {"low": [-1.0], "high": [1.0]}, "state_size": 2, "hidden": [4]}
 

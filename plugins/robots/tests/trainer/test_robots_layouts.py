@@ -13,8 +13,8 @@ from headrace_schema.openings import TrainerConfig
 from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
-from headrace_trainer.kinds import run_kind
 from headrace_trainer.memory import Room, Rooms, check_rooms
+from headrace_trainer.workloads import run_kind
 from rank_processes import RankProcess, end
 from safetensors.torch import load_file
 from test_robots_bandit import ACT, DIFFUSION, OFT, OPENVLA, PI0, PI05, SMOLVLA, UNIT

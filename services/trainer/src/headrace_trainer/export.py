@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.weights import own_name
@@ -21,17 +20,10 @@ from torch import Tensor
 
 from headrace_trainer.backends.shared.fit import ALPHA
 from headrace_trainer.checkpoints.directory import MODEL, CheckpointDirectory
-from headrace_trainer.checkpoints.reader import TensorReader
+from headrace_trainer.checkpoints.reader import StateReader
 from headrace_trainer.checkpoints.tree import Saved
 from headrace_trainer.errors import Refusal, invalid
-from headrace_trainer.kinds import run_kind
-
-_KEPT: dict[str, Any] = {"model": True, "seed": True, "trainer": {"lora": True}, "policies": True}
-
-
-def exported_model(config: TrainerConfig) -> dict[str, object]:
-    """What the files of a run must keep of its configuration, so that its checkpoints can be exported."""
-    return config.model_dump(mode="json", include=_KEPT)
+from headrace_trainer.workloads import run_kind
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,7 @@ def export_checkpoint(run_directory: Path, name: Callable[[int], Path], step: in
     try:
         kind = run_kind(TrainerConfig.model_validate(checkpoints.model()))
         names = kind.weight_names()
-        reader = TensorReader.of_checkpoint(saved.path, saved.files, saved.optimizer_steps)
+        reader = StateReader.of_checkpoint(saved.path, saved.files, saved.optimizer_steps)
         kind.export(_tensors(reader, names), target)
     except ModelNotReadable as error:
         raise invalid(str(error), "MODEL_NOT_READABLE") from error
@@ -88,7 +80,7 @@ def _chosen(checkpoints: CheckpointDirectory, run_directory: Path, step: int | N
     raise invalid(f"there is no checkpoint of step {step}; there are those of steps {steps}")
 
 
-def _tensors(reader: TensorReader, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(reader: StateReader, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Of each policy the weights, and behind them its adapters."""
     adapters = [name for name in reader.adapter_shapes() if own_name(name)[1] != ALPHA]
     for policy in dict.fromkeys(own_name(name)[0] for name in names):

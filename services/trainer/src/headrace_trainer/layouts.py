@@ -18,8 +18,8 @@ from headrace_trainer.backends import choose_backend
 from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
-from headrace_trainer.kinds import run_kind
 from headrace_trainer.memory import Room, Rooms, check_host, check_rooms
+from headrace_trainer.workloads import run_kind
 
 
 def layout_on(config: TrainerConfig, gpu_bytes: int, host_bytes: int, ranks_per_host: int) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def layout_on(config: TrainerConfig, gpu_bytes: int, host_bytes: int, ranks_per_
     backend = choose_backend(config.trainer)
     if not isinstance(backend.options, FsdpOptions):
         raise Refusal("INVALID", f"trainer.backend: {config.trainer.backend} chooses no layout; fsdp does")
-    kind = run_kind(config)
+    kind = run_kind(config).policies[""]
     algorithm = kind.check()
     ranks = config.trainer.ranks
     ranks_here = max(1, min(ranks, ranks_per_host))

@@ -33,9 +33,8 @@ from headrace_servicekit.rpc.requests import (
 )
 
 from headrace_trainer.algorithms._base import Algorithm, Barrier, turn_credit_of
-from headrace_trainer.errors import Refusal
 from headrace_trainer.group.group import Member
-from headrace_trainer.learning.samples import GroupRecord, LearnItem
+from headrace_trainer.learning.samples import LearnItem
 from headrace_trainer.learning.step import Begin, Commit, StepState
 from headrace_trainer.trainer import Trainer
 from headrace_trainer.wire import messages as wire
@@ -45,8 +44,6 @@ from headrace_trainer.wire.outputs import HelpingCalls, OutputCalls
 
 JOIN_TIMEOUT_S = 60.0
 FOLLOW_TIMEOUT_S = 55.0
-
-_BARRIERS = {Barrier.GROUP: trainer_pb2.BARRIER_GROUP, Barrier.BATCH: trainer_pb2.BARRIER_BATCH}
 
 
 class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[misc]
@@ -91,18 +88,19 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
         config = parse_config(TrainerConfig, request.config_json, "config_json of the trainer")
         directory = check_path("run_directory", request.run_directory)
 
-        async def build() -> Algorithm:
-            algorithm = await self._compute(self._trainer.open_run, header.run, config, directory)
+        async def build() -> list[Algorithm]:
+            algorithms = await self._compute(self._trainer.open_run, header.run, config, directory)
             self._queue = self._new_queue(config.trainer.micro_batch_tokens)
-            return algorithm
+            return algorithms
 
-        algorithm = await self._instance.open_run(header, (config, directory), build, self._end_run)
+        algorithms = await self._instance.open_run(header, (config, directory), build, self._end_run)
+        waits = any(each.barrier is Barrier.BATCH for each in algorithms)
         return trainer_pb2.OpenRunResponse(
-            barrier=_BARRIERS[algorithm.barrier],
-            drop_equal=algorithm.refill.drop_equal,
-            max_refill=algorithm.refill.most,
-            greedy_first=algorithm.greedy_first,
-            by_turn=turn_credit_of(algorithm) is not None,
+            barrier=trainer_pb2.BARRIER_BATCH if waits else trainer_pb2.BARRIER_GROUP,
+            drop_equal=all(each.refill.drop_equal for each in algorithms),
+            max_refill=min(each.refill.most for each in algorithms),
+            greedy_first=algorithms[0].greedy_first,
+            by_turn=turn_credit_of(algorithms[0]) is not None,
         )
 
     async def CloseRun(
@@ -113,7 +111,8 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
 
     async def _end_run(self) -> None:
         """Closes the run after what is being computed, a commit too, and after the checkpoint being written."""
-        self._queue = self._new_queue(1)  # What the old one still holds is refused.
+        self._queue.close()
+        self._queue = self._new_queue(1)
         await self._compute(self._trainer.close_run)
 
     async def JoinTrainerGroup(
@@ -193,10 +192,13 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
     async def Learn(
         self, requests: AsyncIterator[trainer_pb2.LearnRequest], context: Context
     ) -> AsyncIterator[trainer_pb2.LearnResponse]:
-        stream = LearnStream(self._queue, self._admit_learn, self._instance.open_runs)
+        queue, stream = self._queue, LearnStream(self._queue, self._admit_learn, self._instance.open_runs)
+        if queue.worker is None:
+            queue.worker = asyncio.create_task(queue.work(), name="learn")
+        stream.reader = asyncio.create_task(stream.read(requests), name="learn stream")
         self._learning.add(stream)
         try:
-            async with aclosing(stream.outcomes(requests)) as outcomes:
+            async with aclosing(stream.outcomes()) as outcomes:
                 async for seconds, records in outcomes:
                     figures = wire.metrics("learn", seconds, records)
                     self._instance.report(figures)
@@ -204,6 +206,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
                         outcomes=[wire.outcome(record) for record in records], metrics=figures
                     )
         finally:
+            stream.reader.cancel()
             self._learning.discard(stream)
         if stream.revoked:
             yield trainer_pb2.LearnResponse(revoked=True)
@@ -320,6 +323,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
 
     async def close(self) -> None:
         """Leaves run and trainer group, after what is being computed."""
+        self._queue.close()
         await self._compute(self._trainer.close_run)
         await self._blobs.close()
         self._compute.close()
@@ -334,14 +338,11 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
         return self._trainer.state()
 
     def _new_queue(self, micro_batch_tokens: int) -> LearnQueue:
-        async def learn(items: list[LearnItem]) -> list[list[GroupRecord] | Refusal]:
-            with refusals():
-                if queue is not self._queue:
-                    raise Refusal("NOT_OPEN", "the run was closed before these groups were learned")
-            return await self._compute(lambda: self._trainer.awake_session().learn(items))
-
-        queue = LearnQueue(learn, lambda: 2 * micro_batch_tokens * self._trainer.world_size)
-        return queue
+        pool, session = self._compute.pool, self._trainer.awake_session
+        return LearnQueue(
+            lambda items: asyncio.get_running_loop().run_in_executor(pool, lambda: session().learn(items)),
+            lambda: 2 * micro_batch_tokens * self._trainer.world_size,
+        )
 
     async def _admit_learn(
         self, header: common_pb2.CommandHeader, request: trainer_pb2.LearnRequest

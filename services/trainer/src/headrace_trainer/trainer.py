@@ -23,17 +23,18 @@ from headrace_servicekit.weights.store import WeightStore
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, foreign_checkpoints
 from headrace_trainer.errors import Refusal, conflict, invalid
-from headrace_trainer.group.device import LeasedDevice, current
 from headrace_trainer.group.forming import join_trainer_group, own_facts, secret_of
 from headrace_trainer.group.group import Member, OnLost, TrainerGroup
 from headrace_trainer.group.liveness import SILENT_S
-from headrace_trainer.group.rank import Rank
-from headrace_trainer.group.rounds import RoundLost, Rounds
-from headrace_trainer.kinds import RunKind, run_kind
+from headrace_trainer.kinds._base import RunKind
 from headrace_trainer.learning.step import StepState
+from headrace_trainer.ranks.device import LeasedDevice, current
+from headrace_trainer.ranks.rank import Rank
+from headrace_trainer.ranks.rounds import RoundLost, Rounds
 from headrace_trainer.session.helping import check_helped
-from headrace_trainer.session.parts import RankPart
 from headrace_trainer.session.session import Session
+from headrace_trainer.versions.parts import RankPart
+from headrace_trainer.workloads import run_kind
 
 _log = get_logger(__name__)
 FOLLOWER_STOP_S = 60.0
@@ -109,16 +110,19 @@ class Trainer:
                 "NOT_OPEN", f"{run} is not open here ({self._run or 'no run is'}): call OpenRun first"
             )
 
-    def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Algorithm:
-        """Prepares for a run; its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
+    def open_run(self, run: str, config: TrainerConfig, directory: Path) -> list[Algorithm]:
+        """Prepares for a run; its policies' algorithms, the run's own first. Raises Refusal INVALID or
+        MODEL_NOT_READABLE.
+        """
         self.device.measure_anew()
         kind = run_kind(config)
-        algorithm = kind.check()
+        kind.check()
+        algorithms = [each.algorithm() for each in kind.policies.values()]
         if config.trainer.helpers:
-            check_helped(algorithm)
+            check_helped(algorithms[0])
         self._run, self._config, self._directory, self._kind = run, config, directory, kind
         self._assemble()
-        return algorithm
+        return algorithms
 
     def close_run(self) -> None:
         """Drops the run and what it held, and leaves its trainer group. Repeated calls do nothing."""
@@ -274,9 +278,9 @@ class Trainer:
         self.suspended = True  # First: a follower's vote says no from now on.
         self.copies.drop()
         if loaded and self._rank is not None and self._rounds is not None and self._rank.loaded:
-            with self._rounds.between, current(self._rank.ranks.device):
+            with self._rounds.between:
                 if not keep:
-                    released = self._rank.backend.suspend()
+                    released = self._rank.suspend()
                     self._rounds.memory_released = True
         return released, self.device.memory(self._ranks.device if self._ranks is not None else None)
 
@@ -288,8 +292,8 @@ class Trainer:
     def wake(self) -> None:
         """Takes the device again."""
         if self.suspended and self._rank is not None and self._rounds is not None and self._rank.loaded:
-            with self._rounds.between, current(self._rank.ranks.device):
-                self._rank.backend.wake()
+            with self._rounds.between:
+                self._rank.wake()
         self.suspended = self._kept = False
 
     def _assemble(self) -> None:

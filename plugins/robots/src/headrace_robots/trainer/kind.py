@@ -24,9 +24,9 @@ from headrace_trainer.backends.fsdp.layouts.sizes import Sizes
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.kinds._base import AnyLearner, RunKind
+from headrace_trainer.kinds._base import AnyLearner, PolicyKind
 from headrace_trainer.learning.passes import EpisodeRounds
-from headrace_trainer.learning.samples import Group, Sequence
+from headrace_trainer.learning.samples import Group, Sample
 from typing_extensions import override
 
 from headrace_robots.policies.directory import (
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from headrace_robots.policies.policy import PolicyConfig
 
 
-class EpisodesRun(RunKind):
+class EpisodesRun(PolicyKind):
     """A run that learns from episodes of a robot policy."""
 
     def __init__(self, config: TrainerConfig, policy: PolicyConfig) -> None:
-        self._config = config
+        self.config = config
         self._policy = policy
 
     @override
@@ -62,12 +62,12 @@ class EpisodesRun(RunKind):
             self._check_large(algorithm)
         else:
             self._check_small()
-        check_demonstrations(self._config)
+        check_demonstrations(self.config)
         return algorithm
 
     def _check_small(self) -> None:
         """Raises Refusal INVALID for what a policy that every rank has whole cannot be given."""
-        trainer = self._config.trainer
+        trainer = self.config.trainer
         idle = {
             "trainer.backend_options": bool(trainer.backend_options),
             "trainer.lora": trainer.lora is not None,
@@ -80,29 +80,27 @@ class EpisodesRun(RunKind):
 
     def _check_large(self, algorithm: Algorithm) -> None:
         """Raises Refusal INVALID, naming the key, for a layout, parts or adapters that the policy cannot have."""
-        trainer = self._config.trainer
+        trainer = self.config.trainer
         options = choose_backend(trainer).options
         assert isinstance(options, FsdpOptions)
-        check_layout(options, self._config, algorithm)
-        if problem := parts_problem(empty_policy(self._config.model), trainer.freeze or []):
+        check_layout(options, self.config, algorithm)
+        if problem := parts_problem(empty_policy(self.config.model), trainer.freeze or []):
             raise invalid(f"trainer.freeze: {problem}", key="trainer.freeze")
         try:
-            learning_policy(self._config.model, trainer.freeze or [], trainer.lora, self._config.seed)
+            learning_policy(self.config.model, trainer.freeze or [], trainer.lora, self.config.seed)
         except ValueError as error:
             raise invalid(f"trainer.lora.targets: {error}", key="trainer.lora.targets") from error
 
     @override
     def algorithm(self) -> Algorithm:
-        return build_episode_algorithm(self._config.algorithm)
+        return build_episode_algorithm(self.config.algorithm)
 
     @override
     def backend(self, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
         episodes = cast(EpisodeAlgorithm, algorithm)
         if not self._policy.large:
-            return WholeRobot(self._config, episodes, ranks)
-        return ShardedRobot(
-            self._config, episodes, ranks, options=choose_backend(self._config.trainer).options
-        )
+            return WholeRobot(self.config, episodes, ranks)
+        return ShardedRobot(self.config, episodes, ranks, options=choose_backend(self.config.trainer).options)
 
     @override
     def sizes(self, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
@@ -114,7 +112,7 @@ class EpisodesRun(RunKind):
 
     @override
     def learner(self, algorithm: Algorithm, rounds: EpisodeRounds) -> AnyLearner:
-        return EpisodeLearner(self._config, cast(EpisodeAlgorithm, algorithm), rounds)
+        return EpisodeLearner(self.config, cast(EpisodeAlgorithm, algorithm), rounds)
 
     @override
     def checkpoint_names(self) -> CheckpointNames:
@@ -125,19 +123,19 @@ class EpisodesRun(RunKind):
         return read_episodes(message, Spaces.of(self._policy), bodies)
 
     @override
-    def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
+    def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sample]:
         raise invalid("a robot policy scores no answers; the figures of a step compare its log-probs")
 
     @override
     def weight_names(self) -> list[str]:
-        return [name for name, _ in state_tensors(empty_policy(self._config.model))]
+        return [name for name, _ in state_tensors(empty_policy(self.config.model))]
 
     @override
     def export(self, tensors: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:
         """A policy directory in the run's type. Adapters, which are merged into the weights, go by themselves into
         `adapter/`, in peft's format.
         """
-        section, lora = self._config.model, self._config.trainer.lora
+        section, lora = self.config.model, self.config.trainer.lora
         own = {name: tensor.dtype for name, tensor in state_tensors(empty_policy(section))}
         found = {name: tensor.to(own.get(name, tensor.dtype), copy=True) for name, tensor in tensors}
         adapters = {name: found.pop(name) for name in [*found] if is_adapter(name)}

@@ -17,7 +17,7 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.episodes import IMAGE
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.intake import admitted, not_finite
+from headrace_trainer.learning.intake import admitted
 from headrace_trainer.learning.passes import EpisodeRounds, PassesLearner
 from headrace_trainer.learning.samples import (
     CreditData,
@@ -119,7 +119,7 @@ class EpisodeLearner(PassesLearner[Plan, int]):
         for kept in self._read(fresh):
             record = _record(state, kept.group)
             if problem := kept.problem():
-                record = not_finite(record, problem)
+                record = steps.not_finite(record, problem)
             self._kept[kept.group.digest] = kept
             state = steps.learned(state, record)
         return state

@@ -26,8 +26,8 @@ from headrace_servicekit.rpc.episodes import (
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.trajectories import segments_of
 from headrace_trainer.errors import invalid
+from headrace_trainer.learning.reading import check_settled
 from headrace_trainer.learning.samples import EpisodeMember, Group
-from headrace_trainer.wire.messages import check_settled
 
 _SETTLED = {
     common_pb2.FINISH_REASON_TERMINATED: "terminated",

@@ -13,7 +13,7 @@ from headrace_robots.trainer.algorithms import EPISODE_ALGORITHMS
 
 if TYPE_CHECKING:
     from headrace_schema.openings import TrainerConfig
-    from headrace_trainer.kinds import RunKind
+    from headrace_trainer.kinds._base import RunKind
 
 
 @plugin()

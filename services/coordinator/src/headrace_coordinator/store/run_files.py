@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sqlite3
+import sys
 import time
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
@@ -200,8 +201,16 @@ class RunFiles:
 
     def thinned(self, kind: str, points: int) -> tuple[list[ev.Event], int]:
         """(as `live`, at most `points` at even distances with the last one among them; how many there are)."""
-        query = f"SELECT number FROM events WHERE kind = ? AND version IS NOT NULL AND {LIVE} ORDER BY number"
-        numbers = [number for (number,) in self._run(query, kind)]
+        # In one pass, the newest first: to ask LIVE of each takes ten times as long.
+        end = "step" if kind == STEP else f"ordinal + (kind = '{RESTORE}')"
+        query = f"SELECT number, kind, {end} FROM events WHERE kind IN (?, ?) AND version IS NOT NULL"
+        numbers, limit = list[int](), sys.maxsize
+        for number, found, place in self._run(f"{query} ORDER BY number DESC", kind, RESTORE):
+            if found == RESTORE:
+                limit = min(limit, place)
+            elif place < limit:
+                numbers.append(number)
+        numbers.reverse()
         count = len(numbers)
         if count > points:
             numbers = [numbers[count - 1 - each * count // points] for each in reversed(range(points))]

@@ -43,6 +43,7 @@ from headrace_trainer.algorithms.plugins import (
 
 Chosen = TypeVar("Chosen", bound=PolicyOptions)
 Clipped = TypeVar("Clipped", bound=ClipOptions)
+Compared = TypeVar("Compared", bound=StdOptions)
 SHOWN = ("clip_fraction", "dual_clip_fraction")
 """Metrics of a loss that become figures of a step."""
 
@@ -290,8 +291,17 @@ def bounds(options: ClipOptions) -> Bounds:
     return Bounds(clip_low=options.clip_low, clip_high=options.clip_high, dual_clip=options.dual_clip)
 
 
-def group_relative(outcomes: Outcomes, options: StdOptions) -> Tensor:
-    """GRPO's advantages, (B, T): see `grpo_advantages`."""
-    compare = grpo_advantages if options.normalize_std else dr_grpo_advantages
-    found_BT: Tensor = compare(outcomes.rewards_B, outcomes.groups_B, outcomes.mask_BT)
-    return found_BT
+class GroupRelative(PolicyGradient[Compared]):
+    """GRPO's advantages: (r - mean) / (std + 1e-6), verl's convention; centred only when normalize_std is off."""
+
+    least_group = 2
+
+    def group_relative(self, outcomes: Outcomes) -> Tensor:
+        """(B, T)."""
+        compare = grpo_advantages if self.options.normalize_std else dr_grpo_advantages
+        found_BT: Tensor = compare(outcomes.rewards_B, outcomes.groups_B, outcomes.mask_BT)
+        return found_BT
+
+    def advantages(self, outcomes: Outcomes) -> Tensor | Advantages:
+        """GRPO's."""
+        return self.group_relative(outcomes)

@@ -8,9 +8,14 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
-from headrace_modelkit.tensor_files import Box
 from torch import Tensor
 
+from headrace_trainer.checkpoints.reader import ADAPTER_KIND as ADAPTER_KIND
+from headrace_trainer.checkpoints.reader import CRITIC_KIND as CRITIC_KIND
+from headrace_trainer.checkpoints.reader import ReferenceFacts as ReferenceFacts
+from headrace_trainer.checkpoints.reader import StatePart as StatePart
+from headrace_trainer.checkpoints.reader import StateReader as StateReader
+from headrace_trainer.learning.passes import CommitReport as CommitReport
 from headrace_trainer.learning.planning import Costs
 from headrace_trainer.learning.samples import (
     Columns,
@@ -24,34 +29,6 @@ from headrace_trainer.memory import MemoryPlan, Rooms
 
 Owners = Mapping[str, int]
 """Rank by weight."""
-CRITIC_KIND = "critic"
-"""Kind of the entries of `Backend.moments` that are weights of the critic: no rollout engine gets them."""
-ADAPTER_KIND = "adapter"
-"""Kind of the entries that are adapters: an engine gets them merged with the weights that they stand beside."""
-
-
-@dataclass(frozen=True)
-class MicroReport:
-    """One micro-batch. When `finite` is false on any rank, no rank has accumulated anything."""
-
-    finite: bool
-
-
-@dataclass(frozen=True)
-class CommitReport:
-    """One optimizer step. `grad_norm` is global, before clipping; `critic_grad_norm` is of the critic's own weights.
-
-    When one of them is not finite nothing changed.
-
-    `token_sums` and `token_maxima` are figures over all ranks since the last `zero`, with the number of
-    tokens they are over under "tokens".
-    """
-
-    finite: bool
-    grad_norm: float
-    token_sums: dict[str, float] = field(default_factory=dict)
-    token_maxima: dict[str, float] = field(default_factory=dict)
-    critic_grad_norm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,62 +60,6 @@ class PrivateGradient:
     def is_finite(self) -> bool:
         """Whether every element is."""
         return all(bool(torch.isfinite(tensor).all()) for tensor in self.tensors.values())
-
-
-@dataclass(frozen=True)
-class ReferenceFacts:
-    """Which frozen model it is, a reference or what adapters stand beside: by name for people, and its digest."""
-
-    name: str
-    digest: str
-
-
-@dataclass(frozen=True)
-class StatePart:
-    """What one rank saves of a tensor: a box of the whole, whose shape is given. All ranks' boxes make up the tensor.
-
-    `value` is on the device, and good until the next part is asked for.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    box: Box
-    value: Tensor
-
-
-class StateReader(Protocol):
-    """Named tensors of a checkpoint, or parts of them."""
-
-    def weight(self, name: str, box: Box | None = None) -> Tensor:
-        """fp32 weight, or a buffer in its own type; a box of it alone, as for all of these."""
-
-    def moment(self, kind: str, name: str, box: Box | None = None) -> Tensor:
-        """fp32 optimizer moment, kind exp_avg or exp_avg_sq."""
-
-    def critic_weight(self, name: str, box: Box | None = None) -> Tensor:
-        """fp32 weight of the critic, or a buffer in its own type."""
-
-    def critic_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every weight and buffer of the critic by name; empty without one."""
-
-    def adapter(self, name: str, box: Box | None = None) -> Tensor:
-        """fp32 part of an adapter, or "alpha"."""
-
-    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every part of an adapter by name, and "alpha"; empty without any."""
-
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every weight and buffer by name."""
-
-    def moment_kinds(self) -> set[str]:
-        """Kinds of optimizer moments that there are."""
-
-    def moment_names(self) -> set[str]:
-        """Names of the weights that have moments."""
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps behind the moments."""
 
 
 class Backend(Protocol):
@@ -209,8 +130,11 @@ class Backend(Protocol):
     def zero(self) -> None:
         """Drops accumulated gradients and figures."""
 
-    def micro(self, rows: Rows) -> MicroReport:
-        """Accumulates the loss gradient of a micro-batch; no rows: a zero-weight dummy."""
+    def micro(self, rows: Rows) -> bool:
+        """Accumulates the loss gradient of a micro-batch; no rows: a zero-weight dummy.
+
+        Whether it was finite on every rank: else no rank has accumulated anything.
+        """
 
     def gradient_is_finite(self) -> bool:
         """Whether what is accumulated so far has a finite norm over all ranks. Costs a reduction."""
@@ -331,8 +255,8 @@ class EpisodeBackend(Protocol):
     def credit(self, data: CreditData) -> None:
         """Lays out the named episodes for learning, with what their chunks are worth."""
 
-    def learn(self, chunks: list[int], lent: LentPictures) -> MicroReport:
-        """Accumulates the loss gradient of these chunks, with pictures of some; none: takes part alone."""
+    def learn(self, chunks: list[int], lent: LentPictures) -> bool:
+        """As `micro`, of these chunks, with pictures of some; none: takes part alone."""
 
     def end_episodes(self, *, learned: bool) -> None:
         """Drops the episodes; when `learned`, what the policy saw in them goes into its normaliser first."""

@@ -50,5 +50,5 @@ FSDP = Plugin(
     FsdpOptions,
     "PyTorch's fully_shard over Gloo (CPU) or NCCL (GPU)",
     features=("adapters", "changing_ranks", "critic", "helpers", "images", "policies", "shared_prefix"),
-    check="headrace_trainer.backends.fsdp.layouts.checks:check_run",
+    check="headrace_trainer.backends.fsdp.checks:check_run",
 )

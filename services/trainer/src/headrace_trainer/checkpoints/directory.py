@@ -26,7 +26,6 @@ from headrace_servicekit.failpoints import failpoint_sync
 from headrace_servicekit.folders import open_below
 from headrace_servicekit.logs import get_logger
 
-from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.checkpoints.asides import Asides
 from headrace_trainer.checkpoints.files import (
     digest_bytes,
@@ -35,6 +34,7 @@ from headrace_trainer.checkpoints.files import (
     write_bytes,
 )
 from headrace_trainer.checkpoints.parts import StateCopy, collect_reports, write_part
+from headrace_trainer.checkpoints.reader import ReferenceFacts
 from headrace_trainer.checkpoints.state import (
     FORMAT,
     LEDGER,
@@ -42,13 +42,13 @@ from headrace_trainer.checkpoints.state import (
     STATE,
     Damaged,
     FileFacts,
+    Version,
     read_bytes,
     seal,
     unreadable,
 )
 from headrace_trainer.checkpoints.tree import NAME, CheckpointTree, Origin, Saved
 from headrace_trainer.errors import Refusal, invalid
-from headrace_trainer.learning.step import Version
 
 _log = get_logger(__name__)
 MODEL = "model.json"
@@ -113,7 +113,7 @@ class CheckpointDirectory:
                 found = digests[file].result()
             except OSError as error:
                 raise self._refusal(saved.name, unreadable(saved.path / file, error)) from error
-            if facts.digest and found != facts.digest:
+            if found != facts.digest:
                 raise self._refusal(saved.name, _other_digest(file, facts, found))
 
     def ledger(self, name: str) -> bytes:
@@ -124,7 +124,7 @@ class CheckpointDirectory:
             data = read_bytes(saved.path / LEDGER)
         except (Damaged, Refusal) as error:
             raise self._refusal(name, error) from error
-        if facts.digest and (found := digest_bytes(data)) != facts.digest:
+        if (found := digest_bytes(data)) != facts.digest:
             raise self._refusal(name, _other_digest(LEDGER, facts, found))
         return data
 

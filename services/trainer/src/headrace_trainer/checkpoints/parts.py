@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,9 +23,8 @@ from headrace_servicekit.logs import get_logger
 from headrace_servicekit.rpc.errors import ServiceError
 from torch import Tensor
 
-from headrace_trainer.backends._base import Backend
 from headrace_trainer.checkpoints.files import Boxes, write_bytes, write_safetensors
-from headrace_trainer.checkpoints.reader import RANDOM_STATE
+from headrace_trainer.checkpoints.reader import RANDOM_STATE, StatePart
 
 _log = get_logger(__name__)
 LOOK_S = 0.02
@@ -50,12 +49,19 @@ class StateCopy:
     files: Mapping[str, dict[str, object]] = field(default_factory=dict)
 
 
-def copy_state(backend: Backend, *, in_place: bool, leads: bool) -> StateCopy:
+def copy_state(
+    weight_parts: Iterable[StatePart],
+    moment_parts: Iterable[StatePart],
+    optimizer_steps: int,
+    *,
+    in_place: bool,
+    leads: bool,
+) -> StateCopy:
     """What a rank saves: as it is now, or with `in_place` the state itself; the leader's with the random state."""
     weights: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
     boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for found, parts in ((weights, backend.weight_parts()), (optimizer, backend.moment_parts())):
+    for found, parts in ((weights, weight_parts), (optimizer, moment_parts)):
         for part in parts:
             key, number = part.name, 1
             while key in found:
@@ -66,7 +72,7 @@ def copy_state(backend: Backend, *, in_place: bool, leads: bool) -> StateCopy:
                 boxes[key] = part.shape, tuple(first for first, _ in part.box)
     if leads:
         optimizer[RANDOM_STATE] = torch.get_rng_state()
-    return StateCopy(weights, optimizer, backend.optimizer_steps, boxes)
+    return StateCopy(weights, optimizer, optimizer_steps, boxes)
 
 
 def part_files(part: int, parts: int) -> tuple[str, str]:

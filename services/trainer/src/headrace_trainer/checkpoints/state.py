@@ -8,23 +8,21 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.checkpoints.files import digest_bytes
 from headrace_trainer.checkpoints.parts import all_files
+from headrace_trainer.checkpoints.reader import ReferenceFacts
 from headrace_trainer.errors import Refusal
-from headrace_trainer.learning.step import Version
 
 STATE, LEDGER, MANIFEST = "state.json", "ledger.json", "step_manifest"
 FORMAT = 2
-"""Since 2 the state has a digest of its own and names its base; 1 is still read."""
 
 Facts = TypeVar("Facts", bound=BaseModel)
-_SINCE_2 = {"digest", "base", "base_run"}
 _LOST = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
 
 Count = Annotated[int, Field(ge=0)]
@@ -34,15 +32,25 @@ class Damaged(Exception):
     """A file of a checkpoint is not as it was written; the text names the file, what was expected and found."""
 
 
+@dataclass(frozen=True)
+class Version:
+    """A policy version; see PolicyVersion in the contracts."""
+
+    number: int
+    parent: int
+    ordinal: int
+    digest: str = ""
+
+
 class _Facts(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class FileFacts(_Facts):
-    """A file as it was written; `digest` is its xxh3-128, empty where an old release wrote none."""
+    """A file as it was written; `digest` is its xxh3-128."""
 
     size: Count
-    digest: str = ""
+    digest: str
 
 
 class State(_Facts):
@@ -53,19 +61,19 @@ class State(_Facts):
     one beside which its adapters stand; `algorithm_state` is `Algorithm.state`.
     """
 
-    format: Literal[1, 2]
+    format: Literal[2]
     version: Version
     lineage: dict[int, int]
     optimizer_steps: Count
     store_id: str
     torch: str
     files: dict[str, FileFacts]
-    base: str = ""
-    base_run: str = ""
+    base: str
+    base_run: str
     reference: ReferenceFacts | None = None
     base_model: ReferenceFacts | None = None
     algorithm_state: dict[str, float] = Field(default_factory=dict)
-    digest: str = ""
+    digest: str
 
 
 class Claim(_Facts):
@@ -77,8 +85,8 @@ class Claim(_Facts):
     base_checkpoint: str
     reserved_numbers: list[int]
     store_id: str
-    base_run: str = ""
-    digest: str = ""
+    base_run: str
+    digest: str
 
 
 def seal(body: Mapping[str, object]) -> bytes:
@@ -90,10 +98,7 @@ def read_state(path: Path) -> State:
     """A checkpoint's `state.json`. Raises Damaged, and Refusal CHECKPOINT_UNREADABLE."""
     body = _object(path)
     state = _parse(State, body, path.name)
-    if state.format == FORMAT:
-        if missing := sorted(_SINCE_2 - body.keys()):
-            raise Damaged(f"{path.name} is not as it was written: {missing[0]} is missing")
-        _check_seal(body, path.name)
+    _check_seal(body, path.name)
     parts = (len(state.files) - 2) // 2
     expected = [*all_files(parts), LEDGER, MANIFEST]
     if set(state.files) != set(expected):
@@ -105,8 +110,7 @@ def read_claim(path: Path) -> Claim:
     """A lineage's claim. Raises Damaged, and Refusal CHECKPOINT_UNREADABLE."""
     body = _object(path)
     claim = _parse(Claim, body, path.name)
-    if claim.digest:
-        _check_seal(body, path.name)
+    _check_seal(body, path.name)
     return claim
 
 

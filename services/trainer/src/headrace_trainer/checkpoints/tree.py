@@ -12,17 +12,17 @@ from pathlib import Path
 
 from headrace_servicekit.logs import get_logger
 
-from headrace_trainer.backends._base import ReferenceFacts
+from headrace_trainer.checkpoints.reader import ReferenceFacts
 from headrace_trainer.checkpoints.state import (
     STATE,
     Claim,
     Damaged,
     FileFacts,
+    Version,
     file_size,
     read_claim,
     read_state,
 )
-from headrace_trainer.learning.step import Version
 
 _log = get_logger(__name__)
 NAME = re.compile(r"lineage-([1-9]\d*)/step-(0|[1-9]\d*)")

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from headrace.common.v1 import common_pb2
@@ -41,25 +41,22 @@ from headrace_trainer.backends import build_backend, choose_backend
 from headrace_trainer.backends._base import Backend
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.kinds._base import AnyLearner, RunKind
+from headrace_trainer.kinds._base import AnyLearner, PolicyKind
 from headrace_trainer.learning.learner import BatchLearner, Learner
 from headrace_trainer.learning.passes import StepRounds
-from headrace_trainer.learning.samples import Group, Sequence
-from headrace_trainer.wire.messages import read_group, read_sequence
-
-if TYPE_CHECKING:
-    pass
+from headrace_trainer.learning.reading import read_group, read_sequence
+from headrace_trainer.learning.samples import Group, Sample
 
 
-class AnswersRun(RunKind):
+class AnswersRun(PolicyKind):
     """A run that learns from answers of a language model."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        self._config = config
+        self.config = config
 
     @override
     def check(self) -> Algorithm:
-        config = self._config
+        config = self.config
         backend = choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
         try:
@@ -79,32 +76,32 @@ class AnswersRun(RunKind):
     @cached_property
     def vocabulary(self) -> int:
         """How many tokens the model knows. Raises ModelNotReadable."""
-        return _vocabulary(self._config.model)
+        return _vocabulary(self.config.model)
 
     @override
     def algorithm(self) -> Algorithm:
-        return build_algorithm(self._config.algorithm)
+        return build_algorithm(self.config.algorithm)
 
     @override
     def backend(self, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
-        return build_backend(self._config, algorithm, ranks)
+        return build_backend(self.config, algorithm, ranks)
 
     @override
     def learner(self, algorithm: Algorithm, rounds: StepRounds) -> AnyLearner:
         learner = BatchLearner if algorithm.barrier is Barrier.BATCH else Learner
-        return learner(self._config, algorithm, rounds)
+        return learner(self.config, algorithm, rounds)
 
     @override
     def checkpoint_names(self) -> CheckpointNames:
         with torch.device("meta"):
-            empty = load_model(self._config.model, weights=False)
+            empty = load_model(self.config.model, weights=False)
         return CheckpointNames.of(empty)
 
     @override
     def read_group(self, message: trainer_pb2.SettledGroup, bodies: Bodies = NO_BODIES) -> Group:
         return read_group(
             message,
-            self._config.sampling,
+            self.config.sampling,
             self.vocabulary,
             self._route_width,
             by_turn=self._by_turn,
@@ -114,7 +111,7 @@ class AnswersRun(RunKind):
     @cached_property
     def _images(self) -> ImageReader | None:
         """What reads the images of prompts. Raises ModelNotReadable."""
-        return load_images(self._config.model)
+        return load_images(self.config.model)
 
     @cached_property
     def _by_turn(self) -> bool:
@@ -126,24 +123,24 @@ class AnswersRun(RunKind):
         """Bytes of a token's routes; 0 where they are not replayed."""
         if not replays_routing(self.algorithm()):
             return 0
-        shape = expert_shape(load_architecture(self._config.model))
+        shape = expert_shape(load_architecture(self.config.model))
         assert shape is not None, "checked as the run opened"
         return shape.layers * shape.chosen * (1 if shape.experts <= 256 else 2)
 
     @override
-    def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sequence]:
-        return [read_sequence(message, self._config.sampling, self.vocabulary) for message in messages]
+    def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sample]:
+        return [read_sequence(message, self.config.sampling, self.vocabulary) for message in messages]
 
     @override
     def weight_names(self) -> list[str]:
-        return [name for name, _ in state_tensors(empty_model(self._config.model))]
+        return [name for name, _ in state_tensors(empty_model(self.config.model))]
 
     @override
     def export(self, tensors: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:
         """A Hugging Face directory in model.dtype. Adapters, which are merged into the weights, go by themselves into
         `adapter/`, in peft's format.
         """
-        config, lora = self._config, self._config.trainer.lora
+        config, lora = self.config, self.config.trainer.lora
         adapters: dict[str, torch.Tensor] = {}
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -165,24 +162,24 @@ class AnswersRun(RunKind):
 
     def _check_parts(self) -> None:
         """Raises Refusal INVALID for a part to be frozen that the model has not; and ModelNotReadable."""
-        frozen = self._config.trainer.freeze or []
+        frozen = self.config.trainer.freeze or []
         if not frozen:
             return
-        parts = ["vision"] if reads_images(load_architecture(self._config.model)) else []
+        parts = ["vision"] if reads_images(load_architecture(self.config.model)) else []
         if strange := [part for part in frozen if part not in parts]:
             known = f"its parts are {', '.join(parts)}" if parts else "it has none that freeze; leave it out"
             raise invalid(
-                f"trainer.freeze: {self._config.model.path!r} has no part {strange[0]!r}, {known}",
+                f"trainer.freeze: {self.config.model.path!r} has no part {strange[0]!r}, {known}",
                 key="trainer.freeze",
             )
 
     def _check_lora(self) -> None:
         """Raises Refusal INVALID for layers that the model has not or that get no adapter; and ModelNotReadable."""
-        trainer = self._config.trainer
+        trainer = self.config.trainer
         if trainer.lora is None:
             return
         with torch.device("meta"):
-            model = load_model(self._config.model, weights=False)
+            model = load_model(self.config.model, weights=False)
         if problem := targets_problem(model, trainer.lora, vision=not trainer.freezes_vision):
             raise invalid(f"trainer.lora.targets: {problem}", key="trainer.lora.targets")
 
@@ -196,18 +193,18 @@ class AnswersRun(RunKind):
         if not chosen:
             return
         key = f"algorithm.options.{chosen[0]}"
-        architecture = load_architecture(self._config.model)
+        architecture = load_architecture(self.config.model)
         if expert_shape(architecture) is None:
             families = ", ".join(FAMILIES)
             raise invalid(
-                f"{key}: {self._config.model.path!r} is a {architecture.model_type} model without experts that the "
+                f"{key}: {self.config.model.path!r} is a {architecture.model_type} model without experts that the "
                 f"trainer routes (families: {families}); leave it out",
                 key=key,
             )
 
     def _check_reference(self, algorithm: Algorithm, vocabulary: int) -> None:
         """Raises Refusal INVALID or MODEL_NOT_READABLE for a reference that is not used, or that does not fit."""
-        section, key, name = self._config.trainer.reference, "trainer.reference", self._config.algorithm.name
+        section, key, name = self.config.trainer.reference, "trainer.reference", self.config.algorithm.name
         if section is None:
             if algorithm.needs_teacher:
                 raise invalid(f"{key}: {name} learns from a teacher; give its path", key=key)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 
 import msgspec
 
 from headrace_trainer.learning.passes import OptimizerStep
-from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Sequence
+from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Sample
 from headrace_trainer.learning.step import StepState, held_version
 
 LARGEST_LOG_RATIO = 20.0
@@ -19,9 +20,7 @@ WITNESSES = 4
 """Most answers that are kept for the comparison."""
 
 
-def step_figures(
-    steps: Many[OptimizerStep], records: Many[GroupRecord], *, rate: float, seconds: float
-) -> dict[str, float]:
+def step_figures(steps: Many[OptimizerStep], records: Many[GroupRecord], *, rate: float) -> dict[str, float]:
     """All figures of a step that was committed with these optimizer steps, of which there is at least one.
 
     Loss and norm are means over the optimizer steps. Token figures (entropy, clip_fraction, approx_kl and others of
@@ -52,7 +51,6 @@ def step_figures(
         ),
         "groups_all_equal": float(sum(record.all_equal for record in records)),
         **({"answer_length_mean": statistics.fmean(lengths)} if any(lengths) else {}),
-        "learn_seconds": seconds,
         **_token_means(steps),
         **_mismatch([step for step in steps if step.epoch == 0]),
         **_experts(steps),
@@ -148,7 +146,7 @@ def _sums(steps: Many[OptimizerStep]) -> dict[str, float]:
     return total
 
 
-def witnesses(state: StepState, groups: Many[Group]) -> list[Sequence]:
+def witnesses(state: StepState, groups: Iterable[Group]) -> list[Sample]:
     """A few answers of the first group that was accumulated; empty where none was.
 
     They are those which the held version sampled alone and whose log-probs the engine has told.
@@ -158,17 +156,17 @@ def witnesses(state: StepState, groups: Many[Group]) -> list[Sequence]:
         if state.groups[group.prompt_ordinal].disposition is not Disposition.ACCUMULATED:
             continue
         fit = [
-            msgspec.structs.replace(branch.sequence(), routes=b"")
+            msgspec.structs.replace(sample, routes=b"")
             for member in group.members
-            for branch in member.branches
-            if set(branch.versions) == {version} and all(map(math.isfinite, branch.log_probs))
+            for sample in member.samples
+            if set(sample.versions) == {version} and all(map(math.isfinite, sample.engine_log_probs))
         ]
         if fit:
             return fit[:WITNESSES]
     return []
 
 
-def agreement(sequences: list[Sequence], log_probs: list[list[float]]) -> dict[str, float]:
+def agreement(sequences: list[Sample], log_probs: list[list[float]]) -> dict[str, float]:
     """The figures of the comparison; a value that is not finite stays one, so that it is seen."""
     log_ratios = [
         own - engine

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from headrace_trainer.algorithms._base import Algorithm, balance_loss_of
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.intake import Inferred, Intake, Prepared, admitted, not_finite
+from headrace_trainer.learning.intake import Intake, Prepared, admitted, columns_problem
 from headrace_trainer.learning.passes import (
     Finished,
     OptimizerStep,
@@ -23,7 +23,7 @@ from headrace_trainer.learning.passes import (
     denominator,
 )
 from headrace_trainer.learning.planning import plan_rounds
-from headrace_trainer.learning.samples import Group, GroupRecord, Rows, Sequence
+from headrace_trainer.learning.samples import Group, GroupRecord, Rows, Sample
 
 
 class Learner:
@@ -40,9 +40,19 @@ class Learner:
         state, fresh = admitted(state, groups, self._config.algorithm.max_staleness)
         # Packed alone, groups make runs that can be repeated, and a group that is not finite is found.
         apart = self._config.deterministic or state.careful
-        for groups in [[group] for group in fresh] if apart else [fresh]:
-            state, batch = self._prepare(state, groups)
-            state = self._accumulate(state, batch)
+        for some in [[group] for group in fresh] if apart else [fresh]:
+            state, batch = self._prepare(state, some)
+            pending = [batch]
+            while pending:  # Those in a micro-batch that is not finite are tried again, each alone.
+                part = pending.pop(0)
+                plan = planned([prepared.samples for prepared in part], self._config, self._rounds)
+                found = self._rounds.micro([work for work, _ in plan])
+                inside: set[int] = set()
+                outside: set[int] = set()
+                for finite, (_, owners) in zip(found, plan, strict=True):
+                    (inside if finite else outside).update(owners)
+                state, again = _learned(state, part, inside, outside)
+                pending += [[prepared] for prepared in again]
             if state.careful and batch and not self._rounds.holds():
                 state = _quarantined(state, batch[0].record)
         return state
@@ -50,41 +60,22 @@ class Learner:
     def _prepare(self, state: steps.StepState, groups: Many[Group]) -> tuple[steps.StepState, list[Prepared]]:
         """What is to be accumulated, and the state after those groups whose columns are not finite."""
         batch: list[Prepared] = []
-        for inferred in self._intake.inferred(groups, self._rounds):
-            if problem := inferred.problem():
-                record = not_finite(self._intake.record(state, inferred.group), problem)
+        for group in self._intake.inferred(groups, self._rounds):
+            if problem := columns_problem(group):
+                record = steps.not_finite(self._intake.record(state, group), problem)
                 state = steps.learned(state, record)
             else:
-                batch += self._intake.prepare(state, [inferred])
+                batch += self._intake.prepare(state, [group])
         return state, batch
 
-    def finish(self, state: steps.StepState, rate: float) -> Finished:
+    def finish(self, state: steps.StepState, rate: float, critic_rate: float = 0.0) -> Finished:
         """Applies what is accumulated."""
         divisor = denominator(self._algorithm, state.accumulated)
-        report = self._rounds.apply(divisor, rate)
+        report = self._rounds.apply(divisor, rate, critic_rate)
         return Finished([OptimizerStep(report, divisor)], report.finite)
 
     def reset(self) -> None:
         """Nothing is kept here: what is accumulated lies on the ranks."""
-
-    def _accumulate(self, state: steps.StepState, batch: list[Prepared]) -> steps.StepState:
-        """Learns a batch of groups; those in a non-finite round are tried again, each alone."""
-        inside: set[int] = set()  # which groups have rows inside the accumulators
-        outside: set[int] = set()
-        plan = planned([prepared.sequences for prepared in batch], self._config, self._rounds)
-        found = self._rounds.micro([work for work, _ in plan])
-        for finite, (_, owners) in zip(found, plan, strict=True):
-            (inside if finite else outside).update(owners)
-        for index, prepared in enumerate(batch):
-            if index not in outside:
-                state = steps.learned(state, prepared.record)
-            elif len(batch) == 1 or index in inside:
-                state = steps.learned(
-                    state, not_finite(prepared.record), taint=_taint(index in inside, prepared)
-                )
-            else:
-                state = self._accumulate(state, [prepared])
-        return state
 
 
 class BatchLearner(PassesLearner[list[Prepared], Prepared]):
@@ -94,17 +85,17 @@ class BatchLearner(PassesLearner[list[Prepared], Prepared]):
         super().__init__(config, algorithm, rounds)
         self._algorithm = algorithm
         self._intake = Intake(config, algorithm)
-        self._kept: dict[str, Inferred] = {}
+        self._kept: dict[str, Group] = {}
 
     def learn(self, state: steps.StepState, groups: Many[Group]) -> steps.StepState:
         """The state after these groups; each one's record is in `state.groups`. Raises Refusal CONFLICT."""
         state, fresh = admitted(state, groups, self._config.algorithm.max_staleness)
         for batch in [[group] for group in fresh] if self._config.deterministic else [fresh]:
-            for inferred in self._intake.inferred(batch, self._rounds):
-                record = self._intake.record(state, inferred.group)
-                if problem := inferred.problem():
-                    record = not_finite(record, problem)
-                self._kept[inferred.group.digest] = inferred
+            for group in self._intake.inferred(batch, self._rounds):
+                record = self._intake.record(state, group)
+                if problem := columns_problem(group):
+                    record = steps.not_finite(record, problem)
+                self._kept[group.digest] = group
                 state = steps.learned(state, record)
         return state
 
@@ -133,7 +124,7 @@ class BatchLearner(PassesLearner[list[Prepared], Prepared]):
 
     @override
     def _accumulate(self, minibatch: list[Prepared]) -> bool:
-        groups = [prepared.sequences for prepared in minibatch]
+        groups = [prepared.samples for prepared in minibatch]
         works = [work for work, _ in planned(groups, self._config, self._rounds)]
         if balance_loss_of(self._algorithm):
             self._rounds.balance(works, self._divisor([], minibatch))
@@ -151,7 +142,7 @@ class BatchLearner(PassesLearner[list[Prepared], Prepared]):
 
 
 def planned(
-    groups: Many[list[Sequence]], config: TrainerConfig, rounds: StepRounds
+    groups: Many[list[Sample]], config: TrainerConfig, rounds: StepRounds
 ) -> list[tuple[list[Rows], set[int]]]:
     """Work of the rounds that go through these groups, with the groups in each."""
     plan = plan_rounds(
@@ -164,15 +155,29 @@ def planned(
     return list(plan)
 
 
+def _learned(
+    state: steps.StepState, batch: list[Prepared], inside: set[int], outside: set[int]
+) -> tuple[steps.StepState, list[Prepared]]:
+    """The state after a batch, and the groups that are to be tried again alone.
+
+    `inside` are those with rows in the accumulators, `outside` those with rows that were not finite, by place.
+    """
+    again = []
+    for index, prepared in enumerate(batch):
+        if index not in outside:
+            state = steps.learned(state, prepared.record)
+        elif len(batch) > 1 and index not in inside:
+            again.append(prepared)
+        else:
+            ordinal = prepared.record.prompt_ordinal
+            why = f"prompt {ordinal} was found not finite after a part of it was accumulated"
+            state = steps.learned(
+                state, steps.not_finite(prepared.record), taint=why if index in inside else ""
+            )
+    return state, again
+
+
 def _quarantined(state: steps.StepState, record: GroupRecord) -> steps.StepState:
     """Refuses the group, and the attempt's commit: the other groups' gradient was dropped with this one's."""
     taint = f"prompt {record.prompt_ordinal} has a gradient that is not finite"
-    return steps.learned(state, not_finite(record, "gradient"), taint=taint)
-
-
-def _taint(partly_inside: bool, prepared: Prepared) -> str:
-    """Why the attempt cannot be committed when a part of a refused group is already accumulated."""
-    ordinal = prepared.record.prompt_ordinal
-    return (
-        f"prompt {ordinal} was found not finite after a part of it was accumulated" if partly_inside else ""
-    )
+    return steps.learned(state, steps.not_finite(record, "gradient"), taint=taint)

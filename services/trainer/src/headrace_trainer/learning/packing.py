@@ -30,7 +30,7 @@ from torch import Tensor
 
 from headrace_trainer.learning.pictures import lay_out
 from headrace_trainer.learning.planning import PrefixTree
-from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.samples import Rows, Sample
 from headrace_trainer.learning.segments import Nodes, Segment, Segments
 
 SHORT_NODES = 512
@@ -219,7 +219,7 @@ def pack(
     )
 
 
-def _temperatures(sequences: list[Sequence]) -> tuple[np.ndarray | None, np.ndarray]:
+def _temperatures(sequences: list[Sample]) -> tuple[np.ndarray | None, np.ndarray]:
     """Of each trained token, NaN for the run's (None: all are), and a small number for each that is another's."""
     if not any(sequence.temperatures for sequence in sequences):
         return None, np.zeros(sum(len(sequence.trained) for sequence in sequences), np.int64)
@@ -314,7 +314,7 @@ def _pairs_along(paths: list[tuple[int, np.ndarray]]) -> int:
     return len(paths) * max(len(path) for _, path in paths) ** 2
 
 
-def _columns(sequences: list[Sequence]) -> dict[str, Tensor]:
+def _columns(sequences: list[Sample]) -> dict[str, Tensor]:
     names = sorted({name for sequence in sequences for name in sequence.columns})
     return {
         name: _of_tokens([s.columns.get(name) or np.full(len(s.trained), math.nan) for s in sequences])

@@ -16,9 +16,7 @@ from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import OptimizerSection
 
 from headrace_trainer.algorithms._base import Algorithm, CriticPlan, Passes
-from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.errors import Quiesced
-from headrace_trainer.learning.intake import not_finite
 from headrace_trainer.learning.planning import Costs
 from headrace_trainer.learning.samples import (
     Columns,
@@ -28,21 +26,33 @@ from headrace_trainer.learning.samples import (
     GroupRecord,
     LentPictures,
     Rows,
-    Sequence,
+    Sample,
 )
-from headrace_trainer.learning.step import StepState
+from headrace_trainer.learning.step import StepState, not_finite
 
 Batch = TypeVar("Batch")
 Part = TypeVar("Part")
 
 
-class StepRounds(Protocol):
-    """The rounds of a step, as a learner asks for them. Each may raise Quiesced: then no rank began it."""
+@dataclass(frozen=True)
+class CommitReport:
+    """One optimizer step. `grad_norm` is global, before clipping; `critic_grad_norm` is of the critic's own weights.
 
-    policy: int
-    """Which of the run's policies the rounds are of that compute."""
-    critic_rate: float
-    """Learning rate of the critic's own weights in `apply`."""
+    When one of them is not finite nothing changed.
+
+    `token_sums` and `token_maxima` are figures over all ranks since the last `zero`, with the number of
+    tokens they are over under "tokens".
+    """
+
+    finite: bool
+    grad_norm: float
+    token_sums: dict[str, float] = field(default_factory=dict)
+    token_maxima: dict[str, float] = field(default_factory=dict)
+    critic_grad_norm: float = 0.0
+
+
+class StepRounds(Protocol):
+    """The rounds in which a policy computes, as its learner asks for them. Each may raise Quiesced: none began it."""
 
     @property
     def replicas(self) -> int:
@@ -70,20 +80,14 @@ class StepRounds(Protocol):
     def holds(self) -> bool:
         """Whether the accumulated gradient is finite; when it is not, the accumulators have been emptied."""
 
-    def infer(self, groups: Many[list[Sequence]], columns: Many[str]) -> list[list[Columns]]:
+    def infer(self, groups: Many[list[Sample]], columns: Many[str]) -> list[list[Columns]]:
         """The named columns of each sequence of each group, under the weights of the moment."""
 
-    def apply(self, denominator: float, rate: float) -> CommitReport:
-        """One optimizer step with what is accumulated, which is then empty."""
-
-    def hold(self) -> None:
-        """Keeps weights and optimizer state as they are, to go back to."""
-
-    def end_hold(self, *, back: bool) -> None:
-        """Drops what was held; `back` returns to it first and empties the accumulators."""
+    def apply(self, denominator: float, rate: float, critic_rate: float) -> CommitReport:
+        """One optimizer step with what is accumulated, which is then empty; the critic's own weights at their rate."""
 
     def drop(self) -> None:
-        """Empties the accumulators."""
+        """Empties the accumulators, of all policies."""
 
 
 class EpisodeRounds(StepRounds, Protocol):
@@ -125,8 +129,6 @@ class Finished:
     steps: list[OptimizerStep]
     finite: bool
     suspects: Mapping[str, str] = field(default_factory=dict)
-    figures: Mapping[str, float] = field(default_factory=dict)
-    """Of each policy, where they are several, as "NAME/FIGURE"."""
 
 
 def moved_far(passes: Passes, report: CommitReport) -> bool:
@@ -143,46 +145,35 @@ def denominator(algorithm: Algorithm, records: Iterable[GroupRecord]) -> float:
 
 
 class PassesLearner(ABC, Generic[Batch, Part]):
-    """Learns from a step's whole batch when the step is committed: an optimizer step follows each minibatch.
-
-    What is not finite, in whichever pass, leaves the base as it was.
-    """
+    """Learns from a step's whole batch when the step is committed: an optimizer step follows each minibatch."""
 
     def __init__(self, config: TrainerConfig, algorithm: Algorithm, rounds: StepRounds) -> None:
         self._config = config
         self._rounds = rounds
         self._passes = algorithm.passes
 
-    def finish(self, state: StepState, rate: float) -> Finished:
-        """All passes, or none of them. Raises Quiesced, the base restored, when a lease has lapsed in between."""
-        batch = self._lay_out(state)
-        several = self._passes.several
-        if several:
-            self._rounds.hold()
-        try:
-            finished = self._all_passes(batch, state, rate)
-        except Quiesced:
-            self._back(several)
-            raise
-        if not finished.finite:
-            self._back(several)
-            return finished
-        self._learned()
-        if several:
-            self._rounds.end_hold(back=False)
-        return finished
+    def finish(self, state: StepState, rate: float, critic_rate: float = 0.0) -> Finished:
+        """All passes; after some of them alone its caller returns to the base, which it holds where they are several.
 
-    def _all_passes(self, batch: Batch, state: StepState, rate: float) -> Finished:
+        Raises Quiesced when a lease has lapsed in between.
+        """
+        batch = self._lay_out(state)
         assert state.begun is not None
         done: list[OptimizerStep] = []
-        for epoch, minibatch in self._minibatches(batch, state.begun.step):
-            if epoch and done and moved_far(self._passes, done[-1].report):
-                break
-            divisor = self._divisor(batch, minibatch)
-            report = self._rounds.apply(divisor, rate) if self._accumulate(minibatch) else None
-            if report is None or not report.finite:
-                return Finished(done, False, self._suspects(batch, state, minibatch))
-            done.append(OptimizerStep(report, divisor, epoch))
+        try:
+            for epoch, minibatch in self._minibatches(batch, state.begun.step):
+                if epoch and done and moved_far(self._passes, done[-1].report):
+                    break
+                divisor = self._divisor(batch, minibatch)
+                fit = self._accumulate(minibatch)
+                report = self._rounds.apply(divisor, rate, critic_rate) if fit else None
+                if report is None or not report.finite:
+                    return Finished(done, False, self._suspects(batch, state, minibatch))
+                done.append(OptimizerStep(report, divisor, epoch))
+        except Quiesced:
+            self._rounds.drop()
+            raise
+        self._learned()
         return Finished(done, True)
 
     def _suspects(self, batch: Batch, state: StepState, minibatch: list[Part]) -> dict[str, str]:
@@ -196,12 +187,6 @@ class PassesLearner(ABC, Generic[Batch, Part]):
                 found[record.digest] = not_finite(record, "gradient").detail
         self._rounds.drop()
         return found
-
-    def _back(self, held: bool) -> None:
-        if held:
-            self._rounds.end_hold(back=True)
-        else:
-            self._rounds.drop()
 
     @abstractmethod
     def _lay_out(self, state: StepState) -> Batch:

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 from headrace_modelkit.vision import ImageReader, Pictures, Pixels, Span, place_number, rope_positions
 
-from headrace_trainer.learning.samples import Image, Sequence
+from headrace_trainer.learning.samples import Image, Sample
 
 
 def place_images(
@@ -31,7 +31,7 @@ def place_images(
 
 
 def lay_out(
-    sequences: Many[Sequence],
+    sequences: Many[Sample],
     paths: Many[tuple[int, np.ndarray]],
     starts: Many[int],
     shape: tuple[int, int],
@@ -55,7 +55,7 @@ def lay_out(
     return Pictures.of(found.values(), positions_3N.reshape(3, *shape), reader.blank())
 
 
-def _spans(sequence: Sequence, length: int, reader: ImageReader) -> list[Span]:
+def _spans(sequence: Sample, length: int, reader: ImageReader) -> list[Span]:
     """The images among the first tokens; those behind the last token that is learned from are not read."""
     tokens_L = np.asarray(sequence.tokens[:length], np.int64)
     files = {place_number(image.digest): image.data for image in sequence.images}

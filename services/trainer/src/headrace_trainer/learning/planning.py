@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.samples import Rows, Sample
 
 Run = tuple[int, int]
 """Numbers from the first one up to the second one, which is not among them."""
@@ -92,7 +92,7 @@ def _first(runs: tuple[Run, ...], count: int) -> tuple[Run, ...]:
     return tuple(found)
 
 
-def context(sequence: Sequence) -> list[int]:
+def context(sequence: Sample) -> list[int]:
     """The tokens that must be read to predict the trained ones: the last trained one has no successor."""
     return sequence.tokens[: sequence.trained[-1]] if sequence.trained else []
 
@@ -119,7 +119,7 @@ class Costs:
         return float(self.of(np.asarray(lengths)).sum())
 
 
-def plan_rows(sequences: list[Sequence], budget: int, *, shared: bool) -> list[tuple[int, list[int]]]:
+def plan_rows(sequences: list[Sample], budget: int, *, shared: bool) -> list[tuple[int, list[int]]]:
     """Splits one group's sequences into rows of at most `budget` nodes: (nodes, indices of sequences).
 
     A sequence longer than the budget gets a row of its own. Sequences without trained tokens are left out.
@@ -206,7 +206,7 @@ def _in_rounds(
 
 
 def plan_rounds(
-    groups: Many[list[Sequence]], budget: int, *, replicas: int, shared: bool, costs: Costs | None = None
+    groups: Many[list[Sample]], budget: int, *, replicas: int, shared: bool, costs: Costs | None = None
 ) -> Iterator[tuple[list[Rows], set[int]]]:
     """(work of each replica, indices of the groups in it) of each round; no row has sequences of two groups."""
     rows = [

@@ -31,34 +31,6 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
-class Sequence(msgspec.Struct, frozen=True, array_like=True):
-    """One token sequence as a rank works on it.
-
-    `trained` are positions in `tokens`, each ≥ 1; `engine_log_probs` has one value for each of them, NaN
-    where the engine gave none. `advantages` has one for each of them too, or none at all where no loss needs them.
-    `weight` applies to each trained token. `columns` are what the infer pass found, and has a value for each of them.
-    `routes` are the experts that the engine sent each token to but the last, (tokens - 1, layers, chosen) in C order,
-    one byte each where a layer has at most 256 experts, else two, little-endian; empty where it told none. `images`:
-    each that it has, once; their tokens are numbers below 0, by which two of them are told apart
-    (`vision.place_number`).
-    `temperatures` are those that the trained tokens were drawn at; empty: at the run's.
-    """
-
-    tokens: list[int]
-    trained: list[int]
-    engine_log_probs: list[float]
-    advantages: list[float] = []
-    weight: float = 0.0
-    columns: Columns = {}
-    routes: bytes = b""
-    images: tuple[Image, ...] = ()
-    temperatures: list[float] = []
-
-
-Rows = list[list[Sequence]]
-"""The rows of one micro-batch; the sequences of a row may share what they have in common."""
-
-
 class Turn(NamedTuple):
     """A turn of the policy: what was sampled and earned in it, whose it is, and when it was, from 0."""
 
@@ -68,25 +40,34 @@ class Turn(NamedTuple):
     place: int = 0
 
 
-@dataclass(frozen=True)
-class Branch:
-    """A line of tokens that was read as one context, and is trained apart from the others of its trajectory.
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """A branch as it is learned from: a line of tokens that was read as one context.
 
-    `trained` are positions in `tokens`; `log_probs` (the engine's, NaN where it told none) and `versions` have a value
-    for each of them, and so have `temperatures`, where some were drawn at another one than the run's.
+    `trained` are positions in `tokens`, each ≥ 1. `engine_log_probs` (NaN where the engine told none) and, where they
+    are there, `advantages`, `columns`, `versions` and `temperatures` have a value for each of them, and `weight`
+    applies to each. Ranks get samples without `versions` and `turns`.
     """
 
     tokens: list[int]
     trained: list[int]
-    log_probs: list[float]
-    versions: list[int]
-    temperatures: tuple[float, ...] = ()
+    engine_log_probs: list[float]
+    advantages: list[float] = []
+    """None at all where no loss needs them."""
+    weight: float = 0.0
+    columns: Columns = {}
+    """What the infer pass found, and returns."""
+    routes: bytes = b""
+    """The experts that the engine sent each token to but the last, (tokens - 1, layers, chosen) in C order, one byte
+    each where a layer has at most 256 experts, else two, little-endian; empty where it told none."""
+    images: tuple[Image, ...] = ()
+    """Each that it has, once; their tokens are numbers below 0, by which two of them are told apart
+    (`vision.place_number`)."""
+    temperatures: list[float] = []
+    """At which the trained tokens were drawn; empty: at the run's."""
+    versions: list[int] = []
+    """Which sampled them."""
     turns: tuple[Turn, ...] = ()
     """Where credit goes by turn or by role: they have the trained tokens, in order."""
-    images: tuple[Image, ...] = ()
-    """As `Sequence.images`."""
-    routes: bytes = b""
-    """As `Sequence.routes`."""
     cut: bool = False
     """A limit has cut it."""
 
@@ -95,49 +76,44 @@ class Branch:
         """Where each role learns by its own rewards: whose it is."""
         return self.turns[0].role if self.turns else ""
 
-    def sequence(self) -> Sequence:
-        """As it is read without a loss."""
-        return Sequence(
-            self.tokens,
-            self.trained,
-            self.log_probs,
-            routes=self.routes,
-            images=self.images,
-            temperatures=[*self.temperatures],
-        )
+
+Rows = list[list[Sample]]
+"""The rows of one micro-batch; the samples of a row may share what they have in common."""
 
 
 @dataclass(frozen=True)
-class Member:
-    """One finished trajectory with its reward, which its branches share."""
+class Trajectory:
+    """A finished one, with its reward, which its samples share."""
 
     sample_index: int
     attempt: int
     body_digest: str
     reward: float
-    branches: tuple[Branch, ...] = ()
+    samples: tuple[Sample, ...] = ()
     truncated: bool = False
     masked: bool = False
+    following: float = 0.0
+    """The value of the end of what was cut, where a critic bootstraps."""
 
     @property
     def size(self) -> int:
         """Tokens, those of the prompt included: an upper bound of the work."""
-        return sum(len(branch.tokens) for branch in self.branches)
+        return sum(len(sample.tokens) for sample in self.samples)
 
     @property
     def sampled(self) -> int:
         """Tokens that the policy sampled."""
-        return sum(len(branch.trained) for branch in self.branches)
+        return sum(len(sample.trained) for sample in self.samples)
 
     @property
     def versions(self) -> list[int]:
         """Which version sampled each of them."""
-        return [version for branch in self.branches for version in branch.versions]
+        return [version for sample in self.samples for version in sample.versions]
 
     @property
     def turns(self) -> list[Turn]:
-        """Those of all branches, in the order of their tokens."""
-        return [turn for branch in self.branches for turn in branch.turns]
+        """Those of all samples, in the order of their tokens."""
+        return [turn for sample in self.samples for turn in sample.turns]
 
     def problem(self) -> str:
         """What is not finite; empty where all is."""
@@ -146,12 +122,12 @@ class Member:
         rewards = [turn.reward for turn in self.turns]
         if not all(map(math.isfinite, rewards)):
             return f"the rewards by turn are {rewards}"
-        told = (value for branch in self.branches for value in branch.log_probs)
+        told = (value for sample in self.samples for value in sample.engine_log_probs)
         return "an engine log-prob is infinite" if any(map(math.isinf, told)) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpisodeMember(Member):
+class EpisodeMember(Trajectory):
     """A finished episode of a robot policy, all of one version. `instruction` are the ids of what it was told."""
 
     instruction: list[int]
@@ -188,7 +164,7 @@ class Group:
     """All members of one prompt. `digest` is the set digest over the members."""
 
     prompt_ordinal: int
-    members: tuple[Member, ...]
+    members: tuple[Trajectory, ...]
     digest: str
 
     def keys(self) -> list[MemberKey]:

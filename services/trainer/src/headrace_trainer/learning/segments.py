@@ -19,7 +19,7 @@ from headrace_modelkit.experts import OWN, ExpertShape
 from torch import Tensor
 
 from headrace_trainer.learning.planning import Run
-from headrace_trainer.learning.samples import Sequence
+from headrace_trainer.learning.samples import Sample
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Nodes:
     def of(
         cls,
         paths: list[tuple[int, np.ndarray]],
-        sequences: list[Sequence],
+        sequences: list[Sample],
         starts: list[int],
         shape: tuple[int, int],
         experts: ExpertShape,

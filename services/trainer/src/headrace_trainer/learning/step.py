@@ -13,6 +13,7 @@ from enum import Enum
 
 from headrace_servicekit.rpc.digests import set_digest
 
+from headrace_trainer.checkpoints.state import Version as Version
 from headrace_trainer.errors import Quiesced, Refusal, conflict
 from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, LearnItem
 
@@ -32,16 +33,6 @@ class Result(Enum):
     COMMITTED = "committed"
     SET_MISMATCH = "set_mismatch"
     NONFINITE = "nonfinite"
-
-
-@dataclass(frozen=True)
-class Version:
-    """A policy version; see PolicyVersion in the contracts."""
-
-    number: int
-    parent: int
-    ordinal: int
-    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,6 +88,8 @@ class StepState:
     tainted: str = ""
     suspect_step: int = -1
     suspects: Mapping[str, str] = field(default_factory=dict)
+    torn: Mapping[str, str] = field(default_factory=dict)
+    """Groups that one of several policies refused after another may have learned from them: digest → why."""
     closed: tuple[int, int] = (-1, 0)
     last_commit: Commit | None = None
     last_reply: CommitReply | None = None
@@ -360,3 +353,14 @@ def check_recorded(state: StepState, number: int) -> Version:
     if state.phase is Phase.COMMITTED:
         raise Refusal("NOT_RECORDED", f"version {number} is not recorded yet: call RecordStep first")
     return version
+
+
+def refused_group(group: Group, disposition: Disposition, detail: str) -> GroupRecord:
+    """The record of a group that is not learned from, and why."""
+    return GroupRecord(group.prompt_ordinal, group.digest, tuple(group.keys()), disposition, detail)
+
+
+def not_finite(record: GroupRecord, what: str = "loss") -> GroupRecord:
+    """The record of a group whose loss or gradient is not finite."""
+    detail = f"the {what} is not finite under the current weights"
+    return GroupRecord(record.prompt_ordinal, record.digest, record.keys, Disposition.NONFINITE, detail)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from headrace_trainer.checkpoints.directory import write_state
 from headrace_trainer.checkpoints.files import digest_file
-from headrace_trainer.checkpoints.reader import TensorReader
+from headrace_trainer.checkpoints.reader import StateReader
 from headrace_trainer.checkpoints.state import STATE, Damaged, State, read_state
 from headrace_trainer.errors import Refusal, invalid
-from headrace_trainer.group.rounds import Rounds
-from headrace_trainer.kinds import RunKind
+from headrace_trainer.kinds._base import RunKind
 from headrace_trainer.learning.step import Phase, StepState, Version, held_version
+from headrace_trainer.ranks.rounds import Rounds
 from headrace_trainer.session.saving import RunCheckpoints
 
 CARRIED = "carried"
@@ -55,13 +55,13 @@ class Carried:
         """The version that it is."""
         return held_version(self.state)
 
-    def open(self) -> TensorReader:
+    def open(self) -> StateReader:
         """Its tensors, for a restore round. Raises Refusal CARRIED_MISMATCH where a file is not as it was written."""
         try:
             for name, facts in self.saved.files.items():
                 if (found := digest_file(self.directory / name)) != facts.digest:
                     raise Damaged(f"{name}: expected digest {facts.digest}, found {found}")
-            return TensorReader.of_checkpoint(self.directory, self.saved.files, self.saved.optimizer_steps)
+            return StateReader.of_checkpoint(self.directory, self.saved.files, self.saved.optimizer_steps)
         except (Damaged, OSError, ValueError) as error:
             raise Refusal("CARRIED_MISMATCH", f"{self.directory}: {error}; restore a checkpoint") from error
 

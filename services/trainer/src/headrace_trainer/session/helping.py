@@ -14,10 +14,10 @@ from headrace_servicekit.weights.versions import StoredWeights
 from headrace_trainer.algorithms._base import Algorithm, Barrier
 from headrace_trainer.backends._base import PrivateGradient
 from headrace_trainer.errors import Refusal, conflict, invalid
-from headrace_trainer.group.rank import Rank
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.samples import GroupRecord
-from headrace_trainer.session.publishing import Publisher
+from headrace_trainer.ranks.rank import Rank
+from headrace_trainer.versions.publishing import Publisher
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def check_helped(algorithm: Algorithm) -> None:
 
 def check_may_help(rank: Rank, held: steps.Version | None, base: steps.Version, *, leads: bool) -> None:
     """Raises Refusal CONFLICT for the leader of a run's steps, and INVALID for a base older than what is held."""
-    check_helped(rank.algorithm)
+    check_helped(rank.algorithms[""])
     if leads or rank.ranks.world_size > 1:
         raise conflict(
             "this trainer leads the run's steps; a helper is a group of its own and restores nothing"

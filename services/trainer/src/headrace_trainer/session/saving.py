@@ -5,23 +5,37 @@ Knows no rounds: `Session` says what is saved and when.
 
 from __future__ import annotations
 
+import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.logs import get_logger
+from headrace_servicekit.rpc.errors import ServiceError
 
-from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
 from headrace_trainer.checkpoints.parts import StateCopy
-from headrace_trainer.checkpoints.saver import Saver, Write
+from headrace_trainer.checkpoints.reader import ReferenceFacts
 from headrace_trainer.checkpoints.tree import Origin, Saved
 from headrace_trainer.errors import Refusal
-from headrace_trainer.export import exported_model
-from headrace_trainer.group.rank import Rank
 from headrace_trainer.learning.step import Phase, StepState, Version
+from headrace_trainer.ranks.rank import Rank
+
+_log = get_logger(__name__)
+FINISH_S = 60.0
+_KEPT: dict[str, Any] = {"model": True, "seed": True, "trainer": {"lora": True}, "policies": True}
+
+
+def exported_model(config: TrainerConfig) -> dict[str, object]:
+    """What the files of a run must keep of its configuration, so that its checkpoints can be exported."""
+    return config.model_dump(mode="json", include=_KEPT)
 
 
 @dataclass(frozen=True)
@@ -37,8 +51,26 @@ class Restored:
     """What was found of the models, for the run's user."""
 
 
+@dataclass(frozen=True)
+class Write:
+    """A checkpoint being written, or written: `done` gives it, or raises Refusal. `abandoned`: nobody waits for it."""
+
+    name: str
+    version: Version
+    done: Future[Saved] = field(default_factory=Future)
+    abandoned: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def durable(self) -> bool:
+        """It is on disk."""
+        return self.done.done() and self.done.exception() is None
+
+
 class RunCheckpoints:
-    """`begin` follows each restore: what is saved after it makes a lineage of its own."""
+    """`begin` follows each restore: what is saved after it makes a lineage of its own.
+
+    One is written at a time, in the background, while the next step runs.
+    """
 
     def __init__(self, run_directory: Path, config: TrainerConfig) -> None:
         self.directory = CheckpointDirectory(run_directory)
@@ -46,8 +78,11 @@ class RunCheckpoints:
         self.store_id = ""
         self.manifest = b""
         """Of the recorded step, as the coordinator gave it."""
+        self.last_failure = ""
+        """Name of the last checkpoint whose write failed, with the reason."""
         self._config, self._model = config.checkpoint, exported_model(config)
-        self._saver: Saver | None = None
+        self._lineage: int | None = None
+        self._write: Write | None = None
         self._restored: Restored | None = None
 
     def check_place(self) -> None:
@@ -72,11 +107,12 @@ class RunCheckpoints:
 
     def begin(self, origin: Origin, store_id: str, restored: Restored) -> None:
         """A run goes on from `origin`. A lineage that cannot be claimed now is claimed by the first save."""
-        self.origin, self.store_id, self._saver, self._restored = origin, store_id, None, restored
+        self.origin, self.store_id, self._restored = origin, store_id, restored
+        self._lineage, self._write, self.last_failure = None, None, ""
         self.directory.sweep()
         if self._config.enabled:
             with suppress(OSError):
-                self._saver = self._claim_lineage(restored.version)
+                self._claim_lineage(restored.version)
 
     def save(
         self,
@@ -89,37 +125,49 @@ class RunCheckpoints:
     ) -> tuple[Write, float]:
         """Begins to write a version, of which `copied` makes the leader's copy; with the seconds that this took.
 
-        The others write their parts into the directory that `copied` is given. Raises Refusal BUSY, or
-        CHECKPOINT_FAILED without a lineage.
+        The others write their parts into the directory that `copied` is given. When it is written, older checkpoints
+        than the newest are deleted, not the `retained` ones. Raises Refusal BUSY, or CHECKPOINT_FAILED without a
+        lineage.
         """
-        saver, started = self._ready_saver(version), time.monotonic()
-        write, aside = saver.begin(version)
-        if aside is None:
-            return write, 0.0
+        own, started = self._ready_lineage(version), time.monotonic()
+        self.last_failure = ""
+        self._write = write = Write(f"lineage-{own}/step-{version.ordinal}", version)
+        write.done.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
+        aside: Path | None = None
         try:
+            aside = self.directory.new_aside(own, version.ordinal)
             copy = copied(aside)
         except BaseException as error:
-            saver.cancel(write, aside, str(error))
+            if aside is not None:
+                shutil.rmtree(aside, ignore_errors=True)
+            self._failed(write, str(error))
             if not isinstance(error, OSError):
                 raise
             return write, time.monotonic() - started
-        saver.start(write, aside, self.snapshot(rank, copy, version, lineage, ledger), retained)
+        # Not a daemon: a process that ends in peace finishes its checkpoint first.
+        arguments = write, own, aside, self.snapshot(rank, copy, version, lineage, ledger), retained
+        threading.Thread(target=self._run, args=arguments, name="checkpoint").start()
         return write, time.monotonic() - started
 
-    def _ready_saver(self, version: Version) -> Saver:
-        if self._saver is None:
+    def _ready_lineage(self, version: Version) -> int:
+        if self._lineage is None:
             try:
-                self._saver = self._claim_lineage(version)
+                self._claim_lineage(version)
             except OSError as error:
                 message = f"{self.directory.root}: {error}; free the disk"
                 raise Refusal("CHECKPOINT_FAILED", message, "exhausted") from error
-        self._saver.check_idle()
-        return self._saver
+        if (flight := self.flight()) is not None:
+            raise Refusal(
+                "BUSY",
+                f"the checkpoint of version {flight.version.number} is still being written; ask again later",
+            )
+        assert self._lineage is not None
+        return self._lineage
 
-    def _claim_lineage(self, version: Version) -> Saver:
+    def _claim_lineage(self, version: Version) -> None:
         lineage = self.directory.new_lineage(self.origin, version.number, self.store_id)
         self.directory.keep_model(self._model)
-        return Saver(self.directory, lineage, self._config.keep)
+        self._lineage = lineage
 
     def snapshot(
         self, rank: Rank, copy: StateCopy, version: Version, lineage: Mapping[int, int], ledger: bytes
@@ -133,29 +181,63 @@ class RunCheckpoints:
             ledger=ledger,
             step_manifest=self.manifest,
             origin=self.origin,
-            reference=rank.backend.reference,
-            base_model=rank.base_model,
-            algorithm_state=rank.algorithm.state(),
+            reference=rank.backends.reference,
+            base_model=rank.backends.base_model,
+            algorithm_state=rank.algorithm_state(),
             parts=rank.ranks.world_size,
         )
 
-    def written(self, number: int) -> Write | None:
-        """The write of a version, when it is the last one begun and has not failed."""
-        return self._saver.written(number) if self._saver else None
+    def _run(
+        self, write: Write, lineage: int, aside: Path, snapshot: Snapshot, retained: Collection[str]
+    ) -> None:
+        try:
+            saved = self.directory.write(lineage, snapshot, write.abandoned.is_set, aside)
+            # Read back before older ones go: one that cannot be read replaces nothing.
+            self.directory.verify(saved)
+            self.directory.prune(lineage, self._config.keep, retained)
+        except (OSError, ServiceError, Refusal) as error:
+            self._failed(write, str(error))
+        else:
+            write.done.set_result(saved)
+        finally:
+            if not write.done.done():
+                self._failed(write, "an error in the trainer; see its log")
+
+    def _failed(self, write: Write, reason: str) -> None:
+        if write is self._write:
+            self.last_failure = f"{write.name}: {reason}"
+        _log.error("checkpoint failed", extra={"checkpoint": write.name, "reason": reason})
+        write.done.set_exception(
+            Refusal(
+                "CHECKPOINT_FAILED",
+                f"{write.name} could not be written: {reason}; the checkpoint before it stays; "
+                "free the disk or make the run's directory writable",
+                "exhausted",
+            )
+        )
 
     def flight(self) -> Write | None:
         """What is being written."""
-        return self._saver.flight() if self._saver else None
+        return self._write if self._write and not self._write.done.done() else None
 
-    def finish(self) -> None:
-        """Waits for what is being written."""
-        if self._saver is not None:
-            self._saver.finish()
+    def written(self, number: int) -> Write | None:
+        """The write of a version, running, or done and still intact on disk, when it is the last one begun."""
+        write = self._write
+        if write is None or write.version.number != number:
+            return None
+        if write.done.done() and not (write.durable and self.directory.holds(write.done.result())):
+            return None
+        return write
 
-    @property
-    def last_failure(self) -> str:
-        """Name of the last checkpoint whose write failed, with the reason."""
-        return self._saver.last_failure if self._saver else ""
+    def finish(self, deadline_s: float = FINISH_S) -> None:
+        """Waits for what is in flight; what is not done by then never becomes visible."""
+        flight = self.flight()
+        if flight is None:
+            return
+        futures.wait([flight.done], deadline_s)
+        if not flight.done.done():
+            flight.abandoned.set()
+            _log.error("checkpoint abandoned", extra={"checkpoint": flight.name, "waited_s": deadline_s})
 
 
 def check_same_models(saved: Saved, reference: ReferenceFacts | None, base: ReferenceFacts | None) -> None:

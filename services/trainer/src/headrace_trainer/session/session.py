@@ -17,19 +17,17 @@ from headrace_servicekit.failpoints import failpoint_sync
 from headrace_servicekit.weights.store import WeightStore
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS
-from headrace_trainer.backends._base import PrivateGradient, StateReader
+from headrace_trainer.backends._base import PrivateGradient
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
-from headrace_trainer.checkpoints.reader import TensorReader
-from headrace_trainer.checkpoints.saver import Write
+from headrace_trainer.checkpoints.reader import StateReader
 from headrace_trainer.checkpoints.tree import Origin
 from headrace_trainer.errors import Quiesced, Refusal, invalid
-from headrace_trainer.group.rounds import Rounds
-from headrace_trainer.kinds import AnyLearner
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.figures import agreement, staleness_figures, step_figures, witnesses
-from headrace_trainer.learning.learner import Learner
-from headrace_trainer.learning.passes import step_rates
-from headrace_trainer.learning.samples import GroupRecord, LearnItem, Sequence
+from headrace_trainer.learning.figures import agreement, staleness_figures, witnesses
+from headrace_trainer.learning.policies import OWN, Learning, finish, learn_parts, part_of
+from headrace_trainer.learning.samples import GroupRecord, LearnItem, Sample
+from headrace_trainer.ranks.policy_rounds import PolicyRounds
+from headrace_trainer.ranks.rounds import Rounds
 from headrace_trainer.session.copies import CARRIED, Carried, export_run, write_carried
 from headrace_trainer.session.helping import (
     Contribution,
@@ -40,9 +38,9 @@ from headrace_trainer.session.helping import (
     check_may_help,
     contribution_of,
 )
-from headrace_trainer.session.publishing import own_weights
-from headrace_trainer.session.saving import Restored, RunCheckpoints, check_same_models
-from headrace_trainer.session.versions import Published, RunVersions
+from headrace_trainer.session.saving import Restored, RunCheckpoints, Write, check_same_models
+from headrace_trainer.versions.publishing import own_weights
+from headrace_trainer.versions.versions import Published, RunVersions
 
 
 class Session:
@@ -54,12 +52,12 @@ class Session:
         self._state = steps.StepState()
         self._run, self._directory, self._store = run, run_directory, store
         self._versions: RunVersions | None = None
-        self._learner: AnyLearner | None = None
+        self._policies: list[Learning] = []
         self._carried: Carried | None = None
         self._offers = Offers(store, run)
         self._helps = False
         self._learn_seconds = 0.0
-        self._witnesses: list[Sequence] = []
+        self._witnesses: list[Sample] = []
 
     @property
     def state(self) -> steps.StepState:
@@ -93,9 +91,8 @@ class Session:
         started = time.monotonic()
         reader = None
         if saved is not None:
-            reader = TensorReader.of_checkpoint(saved.path, saved.files, saved.optimizer_steps)
-            rank.check_state(reader)
-        rank.check_files(initial=not checkpoint)
+            reader = StateReader.of_checkpoint(saved.path, saved.files, saved.optimizer_steps)
+        rank.check_files(reader)
         planned = rank.check_memory()
         before = self.state, self.checkpoints.manifest
         self._state, self.checkpoints.manifest = steps.lost(self.state), b""
@@ -107,8 +104,8 @@ class Session:
             self._state, self.checkpoints.manifest = before
             raise
         if saved is not None:
-            check_same_models(saved, rank.backend.reference, rank.base_model)
-        rank.algorithm.load_state(saved.algorithm_state if saved else {})
+            check_same_models(saved, rank.backends.reference, rank.backends.base_model)
+        rank.load_algorithm_state(saved.algorithm_state if saved else {})
         if reader is not None:
             torch.set_rng_state(reader.random_state())
         self._assemble()
@@ -116,10 +113,11 @@ class Session:
         ordinal = saved.version.ordinal if saved else 0
         version = steps.Version(number, parent, ordinal, self._stage(number))
         self._state = steps.restored(self.state, version, saved.lineage if saved and not source else {})
-        seconds = {"restore_seconds": time.monotonic() - started}
-        figures = seconds | planned.figures() | rank.restore_figures()
-        backend = rank.backend
-        reply = Restored(version, rank.warmup.steps, figures, backend.layout_chosen, tuple(backend.notes))
+        figures = {"restore_seconds": time.monotonic() - started, **planned.figures()}
+        figures |= rank.restore_figures()
+        reply = Restored(
+            version, rank.warmup.steps, figures, rank.backends.layout_chosen, rank.backends.notes
+        )
         self.checkpoints.begin(origin, store_id, reply)
         return reply
 
@@ -129,16 +127,14 @@ class Session:
         return self._carried.version.number if self._carried else 0
 
     def carry(self) -> None:
-        """Writes the recorded version and its optimizer state into the run's directory, each rank its part; only
-        `take_up` or `restore` goes on.
+        """Writes the recorded version and its optimizer state into the run's directory; only a restore goes on.
 
         Raises Refusal NOT_OPEN, NOT_RECORDED, CONFLICT inside a step, NOT_LEADER for a helper, or CARRY_FAILED.
         """
-        if self._carried is not None:
-            return
-        self._check_leads("keeps nothing")
-        self._carried = write_carried(self.state, self.rounds, self.checkpoints, self._below_runs)
-        self._state = steps.lost(self.state)
+        if self._carried is None:
+            self._check_leads("keeps nothing")
+            self._carried = write_carried(self.state, self.rounds, self.checkpoints, self._below_runs)
+            self._state = steps.lost(self.state)
 
     def take_up(self, number: int) -> Restored:
         """Shards what was carried over this group's ranks, as the version that it is. A retry gets the same.
@@ -146,9 +142,9 @@ class Session:
         Raises Refusal NOT_CARRIED, and CARRIED_MISMATCH when the weights come out with another digest.
         """
         carried, held = self._carried, self.state.version
+        if carried is None and held is not None and held.number == number:
+            return Restored(held, 0, {}, self.rounds.rank.backends.layout_chosen)
         if carried is None or carried.version.number != number:
-            if carried is None and held is not None and held.number == number:
-                return Restored(held, 0, {}, self.rounds.rank.backend.layout_chosen)
             raise Refusal("NOT_CARRIED", f"version {number} is not carried; restore a checkpoint")
         started = time.monotonic()
         planned = self.rounds.rank.check_memory()
@@ -156,7 +152,7 @@ class Session:
         self.rounds.restore(
             CARRIED, number, reader, self._below_runs(carried.directory), carried.saved.digest
         )
-        self.rounds.rank.algorithm.load_state(carried.saved.algorithm_state)
+        self.rounds.rank.load_algorithm_state(carried.saved.algorithm_state)
         torch.set_rng_state(reader.random_state())
         self._assemble()
         if (found := self._stage(number)) != carried.version.digest:
@@ -165,7 +161,7 @@ class Session:
         self._state = carried.state
         self._drop_carried()
         figures = {"restore_seconds": time.monotonic() - started, **planned.figures()}
-        return Restored(carried.version, 0, figures, self.rounds.rank.backend.layout_chosen)
+        return Restored(carried.version, 0, figures, self.rounds.rank.backends.layout_chosen)
 
     def _drop_carried(self) -> None:
         if self._carried is not None:
@@ -180,7 +176,16 @@ class Session:
         rank = self.rounds.rank
         if self._versions is None:
             self._versions = RunVersions(self._store, self._run, rank)
-        self._learner = rank.kind.learner(rank.algorithm, self.rounds)
+        self._policies = self._learning()
+
+    def _learning(self) -> list[Learning]:
+        """The run's policies as they learn; the run's own comes first."""
+        found = []
+        for name, kind in self.rounds.rank.kind.policies.items():
+            algorithm, rounds = self.rounds.rank.algorithms[name], PolicyRounds(self.rounds, name)
+            learner = kind.learner(algorithm, rounds)
+            found.append(Learning(name, kind.config, algorithm, learner, rounds))
+        return found
 
     def _check_leads(self, what: str) -> None:
         if self._helps:
@@ -203,10 +208,13 @@ class Session:
         started = time.monotonic()
         groups, refusals = steps.admit_each(self.state, items)
         if groups:
-            assert self._learner is not None
-            rounds = self.rounds.micro_rounds
+            learned, rounds, config = [*groups.values()], self.rounds.micro_rounds, self.rounds.rank.config
+            alone = len(self._policies) == 1
             try:
-                self._state = self._learner.learn(self.state, list(groups.values()))
+                if alone:
+                    self._state = self._policies[0].learner.learn(self.state, learned)
+                else:
+                    self._state = learn_parts(self._policies, config, self.state, learned)
             except Quiesced as quiesced:
                 if self.rounds.micro_rounds == rounds:
                     raise
@@ -214,7 +222,7 @@ class Session:
                 lost = steps.attempt_lost(self.state, quiesced)
                 self.abort(*self.rounds.attempt)
                 raise lost from quiesced
-            own = [self.rounds.rank.kind.own(group) for group in groups.values()]
+            own = (group if alone else part_of(group, OWN, config.played) for group in learned)
             self._witnesses = self._witnesses or witnesses(self.state, own)
         self._learn_seconds += time.monotonic() - started
         return [
@@ -222,10 +230,10 @@ class Session:
             for item, refusal in zip(items, refusals, strict=True)
         ]
 
-    def infer(self, sequences: list[Sequence], column: str = OLD_LOG_PROBS) -> list[list[float]]:
+    def infer(self, sequences: list[Sample], column: str = OLD_LOG_PROBS) -> list[list[float]]:
         """A column of the trained tokens, by default log-probs under the current weights, for each sequence."""
         steps.held_version(self.state)
-        [found] = self.rounds.infer([sequences], [column])
+        [found] = self._policies[0].rounds.infer([sequences], [column])
         return [own[column] for own in found]
 
     def abort(self, step: int, attempt: int) -> None:
@@ -259,32 +267,24 @@ class Session:
         return reply
 
     def _apply(self, command: steps.Commit) -> steps.CommitReply:
-        config, algorithm, started = self.rounds.rank.config, self.rounds.rank.algorithm, time.monotonic()
+        config, started = self.rounds.rank.config, time.monotonic()
         records, counts = self.state.accumulated, steps.totals(self.state)
-        rate, self.rounds.critic_rate = step_rates(
-            config.optimizer, algorithm.critic, command.step, config.steps
-        )
         compared = self._compared(records)
         failpoint_sync("trainer.commit.before_optimizer")
-        assert self._learner is not None
-        finished = self._learner.finish(self.state, rate)
+        finished, figures = finish(self._policies, self.rounds, self.state)
         if not finished.finite:
             return self._refuse(command, steps.Result.NONFINITE, finished.suspects)
         failpoint_sync("trainer.commit.after_optimizer")
         ordinal, digest = steps.held_version(self.state).ordinal + 1, self._stage(command.next_number)
         version = steps.Version(command.next_number, command.base_number, ordinal, digest)
-        seconds = self._learn_seconds + time.monotonic() - started
-        figures = step_figures(finished.steps, records, rate=rate, seconds=seconds)
+        figures |= {"learn_seconds": self._learn_seconds + time.monotonic() - started}
         figures |= staleness_figures(self.state) if config.algorithm.max_staleness else {}
-        figures |= {"infer_seconds": self.rounds.infer_seconds} if algorithm.columns else {}
-        figures |= {name: value for name, value in algorithm.state().items() if name == "kl_coefficient"}
-        algorithm.observe(figures, counts.sequences)
-        figures |= finished.figures
+        figures |= {"infer_seconds": self.rounds.infer_seconds} if self._policies[0].algorithm.columns else {}
         return replace(counts, version=version, figures={**figures, **compared})
 
     def _compared(self, records: Many[GroupRecord]) -> dict[str, float]:
         """Figures of a comparison with the engine for a step whose micro-batches made none: none had a gradient."""
-        every = self.rounds.rank.algorithm.every_token
+        every = any(policy.algorithm.every_token for policy in self._policies)
         if not self._witnesses or any(r.tokens and (every or not r.all_equal) for r in records):
             return {}
         return agreement(self._witnesses, self.infer(self._witnesses))
@@ -299,8 +299,8 @@ class Session:
 
     def _drop_accumulators(self) -> None:
         self.rounds.drop()
-        if self._learner is not None:
-            self._learner.reset()
+        for policy in self._policies:
+            policy.reset()
 
     # A version
 
@@ -361,7 +361,7 @@ class Session:
         reader = own_weights(reader, rank.config.model)
         self._state, self._helps = steps.lost(self.state), True
         self.rounds.help(reader)
-        self._learner = Learner(rank.config, rank.algorithm, self.rounds)
+        self._policies = self._learning()
         self._state = steps.restored(self.state, base, {})
 
     def contribute(self, step: int, attempt: int) -> Offer:

@@ -48,16 +48,16 @@ class ComputeThread:
     """Runs one function at a time, in order: torch's threads are the lease's, and rounds must not overlap."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     async def __call__(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """The function's result, after what was asked for before. Raises ServiceError for a Refusal."""
         with refusals():
-            return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(self.pool, function, *arguments)
 
     def close(self) -> None:
         """Ends the thread after what was asked for."""
-        self._pool.shutdown()
+        self.pool.shutdown()
 
 
 async def elsewhere(function: Callable[..., Result], *arguments: Any) -> Result:

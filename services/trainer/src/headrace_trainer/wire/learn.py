@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Sequence as Many
 from contextlib import ExitStack, contextmanager
 
 import grpc
@@ -52,6 +53,7 @@ class LearnQueue:
     """Items of all streams, in order. `put` waits while BATCHES are queued: that slows the sender.
 
     A batch takes whole items up to `batch_tokens()`, so that a long queue is still acknowledged piece by piece.
+    `worker` is the task of `work`, which the first stream starts.
     """
 
     def __init__(self, learn: Learn, batch_tokens: Callable[[], int]) -> None:
@@ -60,7 +62,8 @@ class LearnQueue:
         self._waiting: deque[Waiting] = deque()
         self._queued = 0
         self._room = asyncio.Condition()
-        self._worker: asyncio.Task[None] | None = None
+        self.worker: asyncio.Task[None] | None = None
+        self._closed = False
         self._first_at = self._last_s = 0.0
         self._senders = 0
         self._arrived = asyncio.Event()
@@ -86,22 +89,33 @@ class LearnQueue:
             self._first_at = asyncio.get_running_loop().time()
         self._waiting.append((item, size, future))
         self._arrived.set()
-        if self._worker is None or self._worker.done():
-            self._worker = asyncio.create_task(self._work(), name="learn")
         return future
+
+    def close(self) -> None:
+        """The run is closed: what is not being learned is refused."""
+        self._closed = True
+        self._arrived.set()
 
     def _limit(self) -> int:
         return max(BATCHES * self._batch_tokens(), LEAST_QUEUED)
 
-    async def _work(self) -> None:
-        while self._waiting:
+    async def work(self) -> None:
+        """Learns what is queued, batch by batch, until the queue is closed."""
+        while not self._closed or self._waiting:
+            if not self._waiting:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
             await self._linger()
             batch = self._take()
             began = asyncio.get_running_loop().time()
+            results: Many[list[GroupRecord] | Exception]
             try:
+                if self._closed:
+                    raise Refusal("NOT_OPEN", "the run was closed before these groups were learned")
                 results = await self._learn([item for item, _, _ in batch])
             except Exception as error:  # noqa: BLE001 - the streams that wait for this batch get it
-                results = [error] * len(batch)  # type: ignore[list-item]
+                results = [error] * len(batch)
             self._last_s = asyncio.get_running_loop().time() - began
             for (_, _, future), result in zip(batch, results, strict=True):
                 if future.done():
@@ -119,11 +133,18 @@ class LearnQueue:
             return
         try:
             async with asyncio.timeout_at(self._first_at + LINGER_S):
-                while self._senders and sum(size for _, size, _ in self._waiting) < self._batch_tokens():
+                while (
+                    self._senders
+                    and not self._closed
+                    and sum(size for _, size, _ in self._waiting) < self._batch_tokens()
+                ):
                     self._arrived.clear()
                     await self._arrived.wait()
         except TimeoutError:
             return
+
+    def _has_room(self) -> bool:
+        return sum(size for _, size, _ in self._waiting) < self._batch_tokens()
 
     def _take(self) -> list[Waiting]:
         batch, most = [self._waiting.popleft()], self._batch_tokens()
@@ -150,44 +171,39 @@ class LearnStream:
         self.lease_epoch = 0
         self.revoked = False
         self._closed = False
-        self._reader: asyncio.Task[None] | None = None
+        self.reader: asyncio.Task[None] | None = None
+        """The task of `read`."""
         self._ahead: asyncio.Queue[tuple[float, asyncio.Future[list[GroupRecord]]] | None] = asyncio.Queue(
             AHEAD
         )
 
-    async def outcomes(
-        self, requests: AsyncIterator[trainer_pb2.LearnRequest]
-    ) -> AsyncGenerator[tuple[float, list[GroupRecord]], None]:
+    async def outcomes(self) -> AsyncGenerator[tuple[float, list[GroupRecord]], None]:
         """(seconds since it was read, its groups' records) of each request, until one that the revoke came before."""
-        reader = self._reader = asyncio.create_task(self._read(requests), name="learn stream")
-        try:
-            while (entry := await self._ahead.get()) is not None:
-                read_at, future = entry
-                await asyncio.wait([future])
-                if self.revoked and future.exception() is not None:
-                    return
-                with refusals():
-                    records = future.result()
-                yield time.monotonic() - read_at, records
-            if self.revoked:
+        while (entry := await self._ahead.get()) is not None:
+            read_at, future = entry
+            await asyncio.wait([future])
+            if self.revoked and future.exception() is not None:
                 return
-            if self._closed:
-                raise ServiceError(
-                    grpc.StatusCode.ABORTED,
-                    "RUN_CLOSED",
-                    "the run was closed; what was learned of it is told",
-                )
-            await reader
-        finally:
-            reader.cancel()
+            with refusals():
+                records = future.result()
+            yield time.monotonic() - read_at, records
+        if self.revoked:
+            return
+        if self._closed:
+            raise ServiceError(
+                grpc.StatusCode.ABORTED, "RUN_CLOSED", "the run was closed; what was learned of it is told"
+            )
+        assert self.reader is not None
+        await self.reader
 
     def revoke(self) -> None:
         """The lease ends: nothing more is read; outcomes of what was learned are still sent."""
         self.revoked = True
-        if self._reader is not None:
-            self._reader.cancel()
+        if self.reader is not None:
+            self.reader.cancel()
 
-    async def _read(self, requests: AsyncIterator[trainer_pb2.LearnRequest]) -> None:
+    async def read(self, requests: AsyncIterator[trainer_pb2.LearnRequest]) -> None:
+        """Queues what comes, ahead of the outcomes."""
         header: common_pb2.CommandHeader | None = None
         try:
             with self._queue.sender(), ExitStack() as stack:
@@ -210,5 +226,5 @@ class LearnStream:
 
     def _close(self) -> None:
         self._closed = True
-        if self._reader is not None:
-            self._reader.cancel()
+        if self.reader is not None:
+            self.reader.cancel()

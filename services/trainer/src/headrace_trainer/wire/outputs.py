@@ -21,14 +21,14 @@ from headrace_servicekit.weights.receiving import receive_weights
 
 from headrace_trainer.backends._base import PrivateGradient
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
-from headrace_trainer.checkpoints.reader import TensorReader
-from headrace_trainer.checkpoints.saver import Write
+from headrace_trainer.checkpoints.reader import StateReader
 from headrace_trainer.learning.samples import Disposition, GroupRecord
 from headrace_trainer.learning.step import Version
 from headrace_trainer.session.helping import Contribution, Offer
-from headrace_trainer.session.publishing import published_tensors
+from headrace_trainer.session.saving import Write
 from headrace_trainer.session.session import Session
-from headrace_trainer.session.versions import Published
+from headrace_trainer.versions.publishing import published_tensors
+from headrace_trainer.versions.versions import Published
 from headrace_trainer.wire import messages as wire
 from headrace_trainer.wire.calls import Calls, Context, check_path, elsewhere, refusals
 
@@ -154,7 +154,7 @@ class HelpingCalls(Calls):
         )
         try:
             with refusals():
-                reader = TensorReader.of_version(published_tensors(request.manifest, received.body))
+                reader = StateReader.of_version(published_tensors(request.manifest, received.body))
             await self._obey(request.header, lambda session: session.help(base, reader))
         except ServiceError:
             store.keep(run, {NO_VERSION})

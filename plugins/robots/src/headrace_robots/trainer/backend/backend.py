@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from headrace_schema.openings import TrainerConfig
-from headrace_trainer.backends._base import EpisodeBackend, MicroReport, ReferenceFacts, WarmUp
+from headrace_trainer.backends._base import EpisodeBackend, ReferenceFacts, WarmUp
 from headrace_trainer.backends.shared.model import LearnedModel
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
@@ -119,7 +119,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
         self._chunks = StepChunks.of([self._read[key] for key in data.keys])
         self._credits = read_credits(data)
 
-    def learn(self, chunks: list[int], lent: LentPictures) -> MicroReport:
+    def learn(self, chunks: list[int], lent: LentPictures) -> bool:
         """Accumulates the loss gradient of these chunks, with pictures of some; none: takes part alone."""
         assert self._chunks is not None and self._credits is not None
         finite, own = True, self._chunks.lend(lent)
@@ -135,7 +135,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
             assert batch.entropy_K is not None
             self._figures.add_entropy(batch.entropy_K.detach())
         self._take_part(missing, self._chunks, self._summed)
-        return MicroReport(self._ranks.all_true(finite))
+        return self._ranks.all_true(finite)
 
     def end_episodes(self, *, learned: bool) -> None:
         """Drops the episodes; when `learned`, what the policy saw in them goes into its normaliser first."""
@@ -237,7 +237,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
 
     # Answers of a language model
 
-    def micro(self, rows: Rows) -> MicroReport:
+    def micro(self, rows: Rows) -> bool:
         """Refused: there are no tokens to learn from."""
         raise invalid("this run learns from episodes, not from answers")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from headrace_modelkit.products import use_fp32_products
 from headrace_modelkit.tensor_files import Tensors
-from headrace_trainer.backends._base import MicroReport, ReferenceFacts, StateReader
+from headrace_trainer.backends._base import ReferenceFacts, StateReader
 from headrace_trainer.backends.fsdp.sharded import ShardedBackend, float_what_learns
 from headrace_trainer.backends.fsdp.sharding import Root, ShardedModel
 from headrace_trainer.backends.shared.distributing import open_alike, types_of, weights_digest
@@ -80,7 +80,7 @@ class ShardedRobot(RobotBackend, ShardedBackend):
     # Passes
 
     @override
-    def learn(self, chunks: list[int], lent: LentPictures) -> MicroReport:
+    def learn(self, chunks: list[int], lent: LentPictures) -> bool:
         self._dirty = True
         return super().learn(chunks, lent)
 

@@ -40,10 +40,11 @@ RunStateName = Annotated[str, Field(json_schema_extra={"enum": [*STATES]})]
 States = Annotated[list[RunStateName] | None, STATE_FILTER]
 # `?now` and `?now=true` mean the same.
 Flag = Annotated[bool, BeforeValidator(lambda value: True if value == "" else value)]
-GivenKey = Annotated[
-    str | None,
+Key = Annotated[
+    str,
     Header(
         alias="Idempotency-Key",
+        default_factory=lambda: uuid.uuid4().hex,
         pattern=KEY_PATTERN,
         description="repeating a request with its key repeats its answer; generated, and returned, if absent",
     ),
@@ -66,11 +67,6 @@ def keyed_response(view: BaseModel, key: str, status: int = 200) -> Response:
     response = view_response(view, status)
     response.headers["Idempotency-Key"] = key
     return response
-
-
-def key_or_new(key: str | None) -> str:
-    """The client's idempotency key, or one of our own."""
-    return key or uuid.uuid4().hex
 
 
 def known_states(given: list[str] | None, known: Collection[str] = STATES) -> frozenset[str]:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from typing_extensions import override
 
-from headrace_trainer.algorithms._base import Outcomes, TokenBatch
-from headrace_trainer.algorithms._policy_gradient import PolicyGradient, group_relative
+from headrace_trainer.algorithms._base import TokenBatch
+from headrace_trainer.algorithms._policy_gradient import GroupRelative
 from headrace_trainer.algorithms.functional.aggregation import Terms
 from headrace_trainer.algorithms.functional.losses.policy import cispo_terms
 from headrace_trainer.algorithms.plugins import CispoOptions
 
 
-class Cispo(PolicyGradient[CispoOptions]):
+class Cispo(GroupRelative[CispoOptions]):
     """GRPO's advantages under CISPO's weights."""
-
-    least_group = 2
-
-    def advantages(self, outcomes: Outcomes) -> Tensor:
-        """GRPO's."""
-        return group_relative(outcomes, self.options)
 
     @override
     def terms(self, batch: TokenBatch) -> Terms:

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, RETURNS, Barrier, Outcomes, TokenBatch
-from headrace_trainer.algorithms._policy_gradient import (
-    ClippedPolicyGradient,
-    PolicyGradient,
-    group_relative,
-)
+from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient, GroupRelative
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 from headrace_trainer.algorithms.functional.aggregation import Terms
 from headrace_trainer.algorithms.functional.losses.covariance import token_covariances
@@ -22,10 +18,9 @@ from headrace_trainer.algorithms.functional.losses.policy import log_ratio
 from headrace_trainer.algorithms.plugins import ClipCovOptions, KlCovOptions
 
 
-class ClipCov(ClippedPolicyGradient[ClipCovOptions]):
+class ClipCov(GroupRelative[ClipCovOptions], ClippedPolicyGradient[ClipCovOptions]):
     """A random few of the tokens whose covariance lies within bounds have no advantage."""
 
-    least_group = 2
     compares = Barrier.BATCH
 
     @property
@@ -36,7 +31,7 @@ class ClipCov(ClippedPolicyGradient[ClipCovOptions]):
     def advantages(self, outcomes: Outcomes) -> Tensor:
         """GRPO's, 0 at the tokens that are drawn: max(1, floor(cov_fraction * trained tokens)) of them at most."""
         chosen, mask_BT = self.options, outcomes.mask_BT
-        advantages_BT = group_relative(outcomes, chosen)
+        advantages_BT = self.group_relative(outcomes)
         cov_BT = token_covariances(outcomes.columns_BT[OLD_LOG_PROBS], advantages_BT, mask_BT)
         open_BT = mask_BT & (cov_BT > chosen.cov_low) & (cov_BT < chosen.cov_high)
         candidates_N = open_BT.flatten().nonzero()[:, 0]
@@ -46,10 +41,9 @@ class ClipCov(ClippedPolicyGradient[ClipCovOptions]):
         return advantages_BT.flatten().index_fill(0, drawn_N, 0.0).view_as(advantages_BT)
 
 
-class KlCov(PolicyGradient[KlCovOptions]):
+class KlCov(GroupRelative[KlCovOptions]):
     """The tokens of the highest covariance pay for their distance from the old policy; nothing is clipped."""
 
-    least_group = 2
     compares = Barrier.BATCH
 
     @property
@@ -60,7 +54,7 @@ class KlCov(PolicyGradient[KlCovOptions]):
     def advantages(self, outcomes: Outcomes) -> Advantages:
         """GRPO's; 1 among the returns where a token pays."""
         mask_BT = outcomes.mask_BT
-        advantages_BT = group_relative(outcomes, self.options)
+        advantages_BT = self.group_relative(outcomes)
         cov_BT = token_covariances(outcomes.columns_BT[OLD_LOG_PROBS], advantages_BT, mask_BT)
         ranked_N = cov_BT.masked_fill(~mask_BT, float("-inf")).flatten()
         count = min(int(mask_BT.sum()), _count(self.options.cov_fraction, mask_BT))

@@ -11,15 +11,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from headrace_trainer.algorithms._base import Outcomes
-from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient, group_relative
+from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient, GroupRelative
 from headrace_trainer.algorithms.functional.shaping import overlong_penalty
 from headrace_trainer.algorithms.plugins import DapoOptions
 
 
-class Dapo(ClippedPolicyGradient[DapoOptions]):
+class Dapo(GroupRelative[DapoOptions], ClippedPolicyGradient[DapoOptions]):
     """GRPO's advantages of shaped rewards."""
-
-    least_group = 2
 
     def advantages(self, outcomes: Outcomes) -> Tensor:
         """GRPO's, of rewards that sink over the last `overlong_buffer` tokens before the limit."""
@@ -30,4 +28,4 @@ class Dapo(ClippedPolicyGradient[DapoOptions]):
                 outcomes.lengths_B, outcomes.longest, buffer, factor=self.options.overlong_factor
             )
             outcomes = replace(outcomes, rewards_B=outcomes.rewards_B + penalty_B)
-        return group_relative(outcomes, self.options)
+        return self.group_relative(outcomes)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from headrace_trainer.algorithms._base import Outcomes, TokenBatch
-from headrace_trainer.algorithms._policy_gradient import PolicyGradient, group_relative
+from headrace_trainer.algorithms._base import TokenBatch
+from headrace_trainer.algorithms._policy_gradient import GroupRelative
 from headrace_trainer.algorithms.functional.aggregation import Terms
 from headrace_trainer.algorithms.functional.losses.sequence import gmpo_terms
 from headrace_trainer.algorithms.plugins import Aggregation, GmpoOptions
 
 
-class Gmpo(PolicyGradient[GmpoOptions]):
+class Gmpo(GroupRelative[GmpoOptions]):
     """GRPO's advantages; a mean over answers, whose tokens share their answer's loss equally."""
 
-    least_group = 2
     whole_answers = "it has one ratio for all turns of a conversation"
     weighs_terms = True
 
@@ -22,10 +19,6 @@ class Gmpo(PolicyGradient[GmpoOptions]):
     def aggregation(self) -> Aggregation:
         """Of terms that add up to an answer's loss."""
         return "seq-mean-token-sum"
-
-    def advantages(self, outcomes: Outcomes) -> Tensor:
-        """GRPO's."""
-        return group_relative(outcomes, self.options)
 
     def terms(self, batch: TokenBatch) -> Terms:
         """The answer's loss, in equal parts; the correction is a part of its ratio."""

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from headrace_trainer.algorithms._base import Outcomes, TokenBatch
-from headrace_trainer.algorithms._policy_gradient import PolicyGradient, bounds, group_relative
+from headrace_trainer.algorithms._base import TokenBatch
+from headrace_trainer.algorithms._policy_gradient import GroupRelative, bounds
 from headrace_trainer.algorithms.functional.aggregation import Terms
 from headrace_trainer.algorithms.functional.losses.sequence import gspo_terms
 from headrace_trainer.algorithms.plugins import GspoOptions
 
 
-class Gspo(PolicyGradient[GspoOptions]):
+class Gspo(GroupRelative[GspoOptions]):
     """GRPO's advantages under a sequence's ratio."""
 
-    least_group = 2
     whole_answers = "it has one ratio for all turns of a conversation"
-
-    def advantages(self, outcomes: Outcomes) -> Tensor:
-        """GRPO's."""
-        return group_relative(outcomes, self.options)
 
     def terms(self, batch: TokenBatch) -> Terms:
         """The sequence's, for each of its tokens."""

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from typing_extensions import override
 
-from headrace_trainer.algorithms._base import Outcomes, TokenBatch
-from headrace_trainer.algorithms._policy_gradient import PolicyGradient, group_relative
+from headrace_trainer.algorithms._base import TokenBatch
+from headrace_trainer.algorithms._policy_gradient import GroupRelative
 from headrace_trainer.algorithms.functional.aggregation import Terms
 from headrace_trainer.algorithms.functional.losses.policy import sapo_terms
 from headrace_trainer.algorithms.plugins import SapoOptions
 
 
-class Sapo(PolicyGradient[SapoOptions]):
+class Sapo(GroupRelative[SapoOptions]):
     """GRPO's advantages under SAPO's gate."""
-
-    least_group = 2
-
-    def advantages(self, outcomes: Outcomes) -> Tensor:
-        """GRPO's."""
-        return group_relative(outcomes, self.options)
 
     @override
     def terms(self, batch: TokenBatch) -> Terms:

@@ -40,10 +40,11 @@ from headrace_trainer.backends._base import (
 from headrace_trainer.backends.fsdp.attending.checking import Attention, FormCheck
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.loading import layers_of
 from headrace_trainer.backends.fsdp.policy import Policy
 from headrace_trainer.backends.fsdp.reference import Reference
 from headrace_trainer.backends.fsdp.sharded import float_what_learns
-from headrace_trainer.backends.fsdp.sharding import ShardedModel, layers_of
+from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.fsdp.state import FsdpState
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.shared.figures import TokenFigures
@@ -54,7 +55,7 @@ from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import Attends, MicroBatch, pack
 from headrace_trainer.learning.planning import Costs
-from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.samples import Rows, Sample
 
 
 class FsdpBackend(FsdpState, HelpingBackend):
@@ -70,7 +71,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
         super().__init__(config, algorithm, ranks, options)
         # A rank without work still takes part in every collective of the round.
         nothing = {name: [0.0] for name in (*algorithm.columns, RETURNS)}
-        self._dummy: Rows = [[Sequence([0, 0], [1], [math.nan], columns=nothing)]]
+        self._dummy: Rows = [[Sample([0, 0], [1], [math.nan], columns=nothing)]]
         self._attention = Attention(shares=False, along=False)
         """What the policy takes, and its critic's body."""
         self._check_seconds = 0.0

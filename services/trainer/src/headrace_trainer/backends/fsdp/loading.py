@@ -13,6 +13,15 @@ from headrace_modelkit.tensor_files import Box, volume, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+
+def layers_of(model: PreTrainedModel | None) -> list[nn.Module]:
+    """The layers that are gathered one after another."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    return (
+        [module for module in model.modules() if type(module).__name__ in kinds] if model is not None else []
+    )
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

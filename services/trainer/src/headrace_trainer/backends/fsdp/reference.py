@@ -22,8 +22,9 @@ from headrace_trainer.backends.fsdp.attending.checking import FormCheck
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layouts.layout import Layout
+from headrace_trainer.backends.fsdp.loading import layers_of
 from headrace_trainer.backends.fsdp.policy import Policy
-from headrace_trainer.backends.fsdp.sharding import ShardedModel, layers_of
+from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.shared.distributing import distribute, open_source, types_of, weights_digest
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch

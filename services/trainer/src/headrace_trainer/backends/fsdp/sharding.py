@@ -25,7 +25,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import PreTrainedModel
 
 from headrace_trainer.backends._base import Owners
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
@@ -368,13 +367,6 @@ class ShardedModel:
         self._root.set_requires_gradient_sync(reduce)
         self._root.set_reshard_after_backward(last or self.layout.shard == "weights")
         self._root.set_is_last_backward(reduce)
-
-
-def layers_of(model: PreTrainedModel | None) -> list[nn.Module]:
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    return (
-        [module for module in model.modules() if type(module).__name__ in kinds] if model is not None else []
-    )
 
 
 def _with_local(like: DTensor, local: Tensor) -> DTensor:

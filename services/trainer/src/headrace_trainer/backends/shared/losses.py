@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -23,10 +21,10 @@ def token_batch(found_K: Forward, batch: MicroBatch) -> TokenBatch:
     """The trained tokens of a micro-batch as an algorithm's loss takes them."""
     log_probs_K, entropy_K, values_K = found_K
     own_K = log_probs_K.detach()
-    old_K = batch.columns_K.get(OLD_LOG_PROBS, torch.full_like(own_K, math.nan))
+    old_K = batch.columns_K.get(OLD_LOG_PROBS)
     return TokenBatch(
         log_probs_K=log_probs_K,
-        old_log_probs_K=torch.where(old_K.isnan(), own_K, old_K),
+        old_log_probs_K=own_K if old_K is None else torch.where(old_K.isnan(), own_K, old_K),
         engine_log_probs_K=batch.engine_log_probs_K,
         advantages_K=batch.advantages_K,
         weights_K=batch.weights_K,

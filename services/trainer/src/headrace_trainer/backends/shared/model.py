@@ -30,7 +30,6 @@ from headrace_trainer.backends._base import (
     Backend,
     BalancingBackend,
     CommitReport,
-    MicroReport,
     StateReader,
     WarmUp,
 )
@@ -266,7 +265,7 @@ class LanguageModel(LearnedModel, BalancingBackend):
         return WarmUp(warmup.steps)
 
     @override
-    def micro(self, rows: Rows) -> MicroReport:
+    def micro(self, rows: Rows) -> bool:
         found = TokenFigures()
 
         def loss_of(forward: Forward, batch: MicroBatch) -> Tensor:
@@ -283,7 +282,7 @@ class LanguageModel(LearnedModel, BalancingBackend):
         if finite and rows and self.speaks:
             self._figures.merge(found)
         self._count_changed()
-        return MicroReport(finite)
+        return finite
 
     def _compare_routing(self, rows: Rows, figures: TokenFigures) -> None:
         """With routing replay, once a step and rank: how far the engine is off where routers choose themselves."""

@@ -14,7 +14,7 @@ from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_trainer.errors import invalid
 from headrace_trainer.learning.pictures import place_images
 from headrace_trainer.learning.planning import plan_batches, plan_rows
-from headrace_trainer.learning.samples import Image, Rows, Sequence
+from headrace_trainer.learning.samples import Image, Rows, Sample
 
 
 class SupervisedBatches:
@@ -57,7 +57,7 @@ class SupervisedBatches:
         work = [[rows[row][1] for row in batch] for batch in batches]
         return work, sum(len(sequence.trained) for sequence in own)
 
-    def _batch(self, step: int) -> list[Sequence]:
+    def _batch(self, step: int) -> list[Sample]:
         size = min(self._config.trainer.warmup.batch, len(self._sequences))
         first = step * size
         return [self._sequences[self._pick(first + offset)] for offset in range(size)]
@@ -70,7 +70,7 @@ class SupervisedBatches:
         return order[index]
 
 
-def _sequence(codec: TextCodec, example: WarmupExample) -> Sequence:
+def _sequence(codec: TextCodec, example: WarmupExample) -> Sample:
     files = [base64.b64decode(image) for image in example.images]
     prompt = codec.encode_prompt(example.chat, example.text, example.prefill, example.arguments, images=files)
     answer = codec.encode_answer(example.answer)
@@ -78,4 +78,4 @@ def _sequence(codec: TextCodec, example: WarmupExample) -> Sequence:
     images = tuple(Image(digest_bytes(data), data) for data in files)
     if images and codec.images is not None:
         prompt = place_images(prompt, images, codec.images)
-    return Sequence([*prompt, *answer], trained, [math.nan] * len(answer), weight=1.0, images=images)
+    return Sample([*prompt, *answer], trained, [math.nan] * len(answer), weight=1.0, images=images)

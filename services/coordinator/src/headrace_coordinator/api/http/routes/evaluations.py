@@ -16,12 +16,11 @@ from headrace_schema.resources.evaluations import (
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.requests import (
     Flag,
-    GivenKey,
+    Key,
     PageSize,
     PageToken,
     body_of,
     foreign_token,
-    key_or_new,
     keyed_response,
     known_parameters,
     read_model,
@@ -53,10 +52,10 @@ def evaluation_routes(coordinator: Coordinator) -> APIRouter:
     )
     async def submit_evaluation(
         request: Request,
+        key: Key,
         dry_run: Annotated[
             Flag, Query(description="check only; answers 200 with every default filled in")
         ] = False,
-        idempotency_key: GivenKey = None,
     ) -> Response:
         """Queues an evaluation of a model or a checkpoint on a suite."""
         asked = await read_model(request, EvaluationSpec, "the evaluation spec")
@@ -66,7 +65,6 @@ def evaluation_routes(coordinator: Coordinator) -> APIRouter:
             except Impossible as error:
                 raise invalid(error.problems, "the evaluation spec") from error
             return view_response(asked)
-        key = key_or_new(idempotency_key)
         run_id = await coordinator.submissions.submit(asked, key)
         return keyed_response(coordinator.suites.suite_evaluation(run_id), key, 201)
 

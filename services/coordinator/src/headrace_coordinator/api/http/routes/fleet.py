@@ -34,11 +34,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.requests import (
     STATE_FILTER,
-    GivenKey,
+    Key,
     PageSize,
     PageToken,
     body_of,
-    key_or_new,
     keyed_response,
     known_parameters,
     known_states,
@@ -125,12 +124,11 @@ def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
         return view_response(LogView(instance=name, lines=found))
 
     @routes.post("/instances/{name}:drain", response_model=DrainView)
-    async def drain_instance(name: str, idempotency_key: GivenKey = None) -> Response:
+    async def drain_instance(name: str, key: Key) -> Response:
         """Takes an instance out of use: no new work, what it holds is handed over or saved, then its process ends.
 
         Its supervisor starts a new process in its place; to have fewer, scale the service.
         """
-        key = key_or_new(idempotency_key)
         incarnation = await coordinator.instance_changes.drain(name, key)
         return keyed_response(DrainView(instance=name, incarnation=incarnation), key)
 
@@ -157,13 +155,12 @@ def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
         return view_response(view)
 
     @routes.post("/devices:release", response_model=DeviceReleaseView, openapi_extra=body_of("DeviceRelease"))
-    async def release_device(request: Request, idempotency_key: GivenKey = None) -> Response:
+    async def release_device(request: Request, key: Key) -> Response:
         """Ends a device's quarantine by a person's word that its last holder is gone.
 
         Nothing checks it: a holder that lives on would share the device with the next one.
         """
         asked = await read_model(request, DeviceRelease, "the request to release a device")
-        key = key_or_new(idempotency_key)
         device = await coordinator.instance_changes.release_device(asked.device, key)
         return keyed_response(DeviceReleaseView(device=device), key)
 
@@ -175,12 +172,11 @@ def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
         return view_response(ServiceListView(services=services_of(coordinator)))
 
     @routes.post("/services/{kind}:scale", response_model=ScaleView, openapi_extra=body_of("ScaleRequest"))
-    async def scale_service(request: Request, kind: Kind, idempotency_key: GivenKey = None) -> Response:
+    async def scale_service(request: Request, kind: Kind, key: Key) -> Response:
         """Sets the number of processes of a kind, where a supervisor can."""
         wanted = await read_model(request, ScaleRequest, "the request to scale")
         if kind not in KINDS:
             raise invalid([problem("kind", f"there is no service {kind[:40]!r}", choose(kind, KINDS))])
-        key = key_or_new(idempotency_key)
         count = await coordinator.instance_changes.scale(kind, wanted.count, key, wanted.host)
         return keyed_response(ScaleView(kind=kind, count=count), key)
 

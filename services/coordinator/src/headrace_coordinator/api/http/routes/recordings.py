@@ -12,8 +12,7 @@ from headrace_schema.resources.views import RecordingListView
 
 from headrace_coordinator.api.http.downloads import TAR_ANSWER, FileAnswer, folder_answer
 from headrace_coordinator.api.http.requests import (
-    GivenKey,
-    key_or_new,
+    Key,
     keyed_response,
     known_parameters,
     view_response,
@@ -37,10 +36,10 @@ def recording_routes(coordinator: Coordinator) -> APIRouter:
     async def record_step(
         run_id: str,
         step: Annotated[int, Query(ge=1, description="a step that is not made yet")],
-        idempotency_key: GivenKey = None,
+        key: Key,
     ) -> Response:
         """Keeps what is said to the services in a step, as a file to download."""
-        return keyed_response(coordinator.recordings.ask(run_id, step), key_or_new(idempotency_key))
+        return keyed_response(coordinator.recordings.ask(run_id, step), key)
 
     @routes.get("/{run_id}/recordings", response_model=RecordingListView)
     async def list_recordings(run_id: str) -> Response:

@@ -30,13 +30,12 @@ from headrace_coordinator.api.http.relay import PATH
 from headrace_coordinator.api.http.requests import (
     JSON,
     Flag,
-    GivenKey,
+    Key,
     PageSize,
     PageToken,
     States,
     body_of,
     foreign_token,
-    key_or_new,
     keyed_response,
     known_parameters,
     known_states,
@@ -95,6 +94,7 @@ def _writes(routes: APIRouter, coordinator: Coordinator) -> None:
     )
     async def submit_run(
         request: Request,
+        key: Key,
         dry_run: Annotated[
             Flag,
             Query(
@@ -102,7 +102,6 @@ def _writes(routes: APIRouter, coordinator: Coordinator) -> None:
                 "the spec's own are tried for that, so their code runs"
             ),
         ] = False,
-        idempotency_key: GivenKey = None,
     ) -> Response:
         """Queues a run. The body is a run spec as JSON; GET /v1/spec-schema describes it."""
         spec = await read_model(request, RunSpec, "the run spec")
@@ -115,50 +114,43 @@ def _writes(routes: APIRouter, coordinator: Coordinator) -> None:
             if submission.note:
                 response.headers[NOTE] = submission.note.encode("ascii", "replace").decode()
             return response
-        key = key_or_new(idempotency_key)
         run_id = await coordinator.submissions.submit(spec, key)
         return keyed_response(coordinator.reads.run(run_id), key, 201)
 
     @routes.post("/{run_id}:pause", response_model=RunView)
     async def pause_run(
         run_id: str,
+        key: Key,
         now: Annotated[Flag, Query(description="abort the step in hand instead of finishing it")] = False,
-        idempotency_key: GivenKey = None,
     ) -> Response:
         """Pauses a run, which then releases its devices."""
-        key = key_or_new(idempotency_key)
         return keyed_response(await coordinator.run_changes.pause(run_id, now, key), key)
 
     @routes.post("/{run_id}:resume", response_model=RunView)
-    async def resume_run(run_id: str, idempotency_key: GivenKey = None) -> Response:
+    async def resume_run(run_id: str, key: Key) -> Response:
         """Goes on with a paused run."""
-        key = key_or_new(idempotency_key)
         return keyed_response(await coordinator.run_changes.resume(run_id, key), key)
 
     @routes.post("/{run_id}:set", response_model=RunView, openapi_extra=body_of("RunChange", JSON))
-    async def set_run(request: Request, run_id: str, idempotency_key: GivenKey = None) -> Response:
+    async def set_run(request: Request, run_id: str, key: Key) -> Response:
         """Changes a run from its next step on: the number of its trainer's ranks."""
         change = await read_model(request, RunChange, "the change")
-        key = key_or_new(idempotency_key)
         return keyed_response(await coordinator.run_changes.change(run_id, change, key), key)
 
     @routes.post("/{run_id}:label", response_model=RunView, openapi_extra=body_of("RunLabels", JSON))
-    async def label_run(request: Request, run_id: str, idempotency_key: GivenKey = None) -> Response:
+    async def label_run(request: Request, run_id: str, key: Key) -> Response:
         """Gives a run tags or a note for people; works on ended runs too."""
         change = await read_model(request, RunLabels, "the request to label")
-        key = key_or_new(idempotency_key)
         return keyed_response(await coordinator.run_changes.label(run_id, change, key), key)
 
     @routes.post("/{run_id}:cancel", response_model=RunView)
-    async def cancel_run(run_id: str, idempotency_key: GivenKey = None) -> Response:
+    async def cancel_run(run_id: str, key: Key) -> Response:
         """Ends a run; the checkpoints that it has stay."""
-        key = key_or_new(idempotency_key)
         return keyed_response(await coordinator.run_changes.cancel(run_id, key), key)
 
     @routes.post("/{run_id}:delete", response_model=DeletedView)
-    async def delete_run(run_id: str, idempotency_key: GivenKey = None) -> Response:
+    async def delete_run(run_id: str, key: Key) -> Response:
         """Deletes an ended run with its checkpoints, export and files, for ever."""
-        key = key_or_new(idempotency_key)
         await coordinator.run_changes.delete(run_id, key)
         return keyed_response(DeletedView(id=run_id), key)
 

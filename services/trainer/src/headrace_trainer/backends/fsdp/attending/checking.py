@@ -32,13 +32,13 @@ from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from headrace_trainer.backends.fsdp.attending.context import CONTEXT
 from headrace_trainer.backends.fsdp.attending.prefixes import Attending, attend_to_trees, obstacle_to_trees
-from headrace_trainer.backends.fsdp.layouts.checks import CONTEXT
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import Attends, pack
-from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.samples import Rows, Sample
 
 MOVED = 1e-3
 """How far an answer's log-probs may move as others are replaced: 1e-6 in models that keep answers apart, 0.3 in others.
@@ -189,11 +189,11 @@ class FormCheck:
         return self._ranks.maximum({"distance": own})["distance"]
 
 
-def _rows(answers: Many[Sequence], *, trees: bool) -> Rows:
+def _rows(answers: Many[Sample], *, trees: bool) -> Rows:
     return [[answers[0]], list(answers[1:])] if trees else [[each] for each in answers]
 
 
-def _answers(architecture: PreTrainedConfig, limit: int) -> tuple[list[Sequence], list[Sequence]]:
+def _answers(architecture: PreTrainedConfig, limit: int) -> tuple[list[Sample], list[Sample]]:
     answer = max(1, min(ANSWER, (limit - 1) // 2))
     prompt = max(1, min(PROMPT, limit - answer))
     # Answers begin with different tokens, so that all have nodes of their own in a tree.
@@ -203,8 +203,8 @@ def _answers(architecture: PreTrainedConfig, limit: int) -> tuple[list[Sequence]
     given = [[begin, *ends[at * (answer - 1) : (at + 1) * (answer - 1)]] for at, begin in enumerate(begins)]
     trained = list(range(prompt, prompt + answer))
 
-    def sequence(which: int, number: int) -> Sequence:
-        return Sequence(asked[which] + given[number], trained, [float("nan")] * answer)
+    def sequence(which: int, number: int) -> Sample:
+        return Sample(asked[which] + given[number], trained, [float("nan")] * answer)
 
     first = [sequence(0, 1), sequence(1, 2), sequence(1, 0), sequence(1, 3)]
     second = [sequence(0, 4), sequence(1, 5), sequence(1, 0), sequence(1, 6)]

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
 
+CONTEXT = "trainer.backend_options.context_parallel"
 _groups: WeakKeyDictionary[TrainerGroup, dict[int, ProcessGroup]] = WeakKeyDictionary()
 """Process groups are made once in a generation of ranks."""
 

@@ -32,7 +32,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from typing_extensions import override
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.backends.fsdp.sharding import layers_of
+from headrace_trainer.backends.fsdp.loading import layers_of
 from headrace_trainer.backends.shared.attention import of_one_width
 
 

@@ -14,13 +14,13 @@ from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
+from headrace_trainer.backends.fsdp.attending.context import CONTEXT
 from headrace_trainer.backends.fsdp.attending.prefixes import obstacle_to_trees
 from headrace_trainer.backends.fsdp.layouts.layout import check_run as check_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import invalid
 
 COMPILE = "trainer.backend_options.compile"
-CONTEXT = "trainer.backend_options.context_parallel"
 
 
 def check_run(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm) -> None:

@@ -19,8 +19,7 @@ from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.versions import PendingWeights, StoredWeights
 from torch import Tensor
 
-from headrace_trainer.backends._base import StateReader
-from headrace_trainer.checkpoints.reader import TensorReader
+from headrace_trainer.checkpoints.reader import StateReader
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.learning.step import Version
 
@@ -221,4 +220,4 @@ def own_weights(reader: StateReader, section: ModelSection) -> StateReader:
     if shapes == given:
         return reader
     tensors = {name: reader.weight(name) for name in given}
-    return TensorReader.of_version(CheckpointNames.of(model).join(tensors, shapes))
+    return StateReader.of_version(CheckpointNames.of(model).join(tensors, shapes))

@@ -5,46 +5,58 @@ The same on leader and followers; a leader also hands in where gathered tensors 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
+from headrace.common.v1 import common_pb2
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.weights import below
+from headrace_modelkit.weights import CheckpointNames, below, own_name
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.errors import ServiceError
 from torch import Tensor
 
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.backends._base import (
-    AdaptingBackend,
     Backend,
     BalancingBackend,
     EpisodeBackend,
     HelpingBackend,
     PrivateGradient,
-    ReferenceFacts,
     StateReader,
     WarmUp,
 )
-from headrace_trainer.backends.policies import PoliciesBackend
-from headrace_trainer.checkpoints.parts import PartWriter, StateCopy, copy_state, write_and_report, write_part
-from headrace_trainer.checkpoints.reader import TensorReader
+from headrace_trainer.backends.policies import Backends
+from headrace_trainer.checkpoints.parts import PartWriter
 from headrace_trainer.checkpoints.state import STATE, Damaged, read_state
 from headrace_trainer.errors import Refusal, invalid
-from headrace_trainer.group import messages
-from headrace_trainer.group.device import LeasedDevice, current
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.group.messages import AnyRound
-from headrace_trainer.group.relaying import relay_part, send_part
-from headrace_trainer.kinds import run_kind
 from headrace_trainer.learning.samples import Columns, EpisodeScores
 from headrace_trainer.learning.step import Version
 from headrace_trainer.memory import MemoryPlan, check_rooms, rooms_on
-from headrace_trainer.session.parts import RankPart
+from headrace_trainer.ranks import messages
+from headrace_trainer.ranks.device import LeasedDevice, current
+from headrace_trainer.ranks.messages import AnyRound
+from headrace_trainer.ranks.relaying import save_part
+from headrace_trainer.workloads import run_kind
+
+
+class OwnPart(Protocol):
+    """What a rank publishes of the run's versions, where they lie in parts."""
+
+    def stage(
+        self, backends: Backends, names: Callable[[], CheckpointNames], number: int
+    ) -> common_pb2.WeightManifest:
+        """Gathers and casts this rank's tensors of a version; all ranks call it. Raises Refusal and ServiceError."""
+
+    def publish(self, version: Version) -> common_pb2.WeightSource | None:
+        """Makes what is staged visible; None for a rank that has none."""
+
+    def close(self) -> None:
+        """Drops everything of the run."""
 
 
 class Rank:
@@ -67,75 +79,94 @@ class Rank:
         self._device = device
         self.ranks = ranks
         self.kind = run_kind(config)
-        self.algorithm = self.kind.algorithm()
+        self.algorithms = {name: kind.algorithm() for name, kind in self.kind.policies.items()}
+        """Of the run's policies by name; "" is the run's own, and in most runs the only one."""
         self.reader: StateReader | None = None
         self.collect: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
         self.contributed: PrivateGradient | None = None
-        self.own_part: RankPart | None = None
+        self.own_part: OwnPart | None = None
         """What this rank publishes, where versions lie in parts."""
         self.warmup = WarmUp(0)
         self.restored = 0
         self.lends_versions = True
         """Whether the leader's GPU has room for copies of versions."""
-        self.replica_of: list[int] = [0] * ranks.world_size
-        """Which replica each rank is part of, once weights are loaded."""
-        self._backend: Backend | None = None
+        self.replicas: dict[str, list[int]] = {}
+        """Of each policy, which replica of it each rank is part of, once weights are loaded."""
+        self._backends: Backends | None = None
+
+    @property
+    def backends(self) -> Backends:
+        """The policies' backends with weights. Raises Refusal NOT_OPEN before a restore round."""
+        if self._backends is None:
+            raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
+        return self._backends
 
     @property
     def backend(self) -> Backend:
-        """The backend with weights. Raises Refusal NOT_OPEN before a restore round."""
-        if self._backend is None:
-            raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
-        return self._backend
-
-    def part(self, policy: int) -> Backend:
-        """That of one of the run's policies, where they are several."""
-        backend = self.backend
-        return backend.parts[policy] if isinstance(backend, PoliciesBackend) else backend
+        """That of the run's own policy. Raises Refusal NOT_OPEN before a restore round."""
+        return self.backends[""]
 
     @property
     def loaded(self) -> bool:
         """Whether a restore round has loaded weights."""
-        return self._backend is not None
+        return self._backends is not None
 
-    def _new_backend(self) -> Backend:
-        return self.kind.backend(self.algorithm, self.ranks)
+    def algorithm_state(self) -> dict[str, float]:
+        """What the algorithms have changed of themselves; another policy's than the run's own stands below its name."""
+        return {
+            below(name, key): value
+            for name, algorithm in self.algorithms.items()
+            for key, value in algorithm.state().items()
+        }
 
-    def check_state(self, reader: StateReader) -> None:
-        """Raises Refusal CHECKPOINT_MISMATCH when a checkpoint is of another model or optimizer."""
-        try:
-            self._new_backend().check_state(reader)
-        except ModelNotReadable as error:
-            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+    def load_algorithm_state(self, state: Mapping[str, float]) -> None:
+        """Goes on from an `algorithm_state`."""
+        for name, algorithm in self.algorithms.items():
+            named = {own_name(key): value for key, value in state.items()}
+            algorithm.load_state({key: value for (policy, key), value in named.items() if policy == name})
 
-    def check_files(self, *, initial: bool) -> None:
-        """Opens the models' files that a restore reads. Raises Refusal MODEL_NOT_READABLE, naming what is wrong."""
-        try:
-            self._new_backend().check_files(initial=initial)
-        except ModelNotReadable as error:
-            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+    def _new_backends(self) -> Backends:
+        return Backends(
+            {
+                name: kind.backend(self.algorithms[name], self.ranks)
+                for name, kind in self.kind.policies.items()
+            }
+        )
+
+    def check_files(self, reader: StateReader | None) -> None:
+        """Opens the models' files that a restore reads, of a checkpoint with `reader`; loads nothing.
+
+        Raises Refusal MODEL_NOT_READABLE, naming what is wrong, and CHECKPOINT_MISMATCH for a checkpoint of another
+        model or optimizer.
+        """
+        with _readable():
+            backends = self._new_backends()
+            for name, backend in backends.items():
+                if reader is not None:
+                    backend.check_state(backends.reader(name, reader))
+            for backend in backends.values():
+                backend.check_files(initial=reader is None)
 
     def check_memory(self) -> MemoryPlan:
         """What the run needs here, as the leader. Raises Refusal INVALID or MEMORY_SHORT when it does not fit."""
-        try:
+        with _readable():
             rooms = rooms_on(self.ranks.device)
-            plan = self._new_backend().memory_plan(rooms)
-        except ModelNotReadable as error:
-            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+            plan = self._new_backends().memory_plan(rooms)
         check_rooms(plan, rooms)
         self.lends_versions = plan.lends
         return plan
 
     def restore_figures(self) -> dict[str, float]:
         """What a restore has loaded here, for people."""
+        backends = [*self.backends.values()]
         figures = {
             "resident_bytes": float(resident_bytes()),
             "shared_prefix": float(self.backend.shares_prefixes),
-            "check_seconds": self.backend.check_seconds,
+            "check_seconds": sum(backend.check_seconds for backend in backends),
             **self.warmup.figures,
         }
-        if self.backend.reference is not None:
-            figures["reference_bytes"] = float(self.backend.reference_bytes)
+        if referred := [backend for backend in backends if backend.reference is not None]:
+            figures["reference_bytes"] = float(sum(backend.reference_bytes for backend in referred))
         return figures
 
     def execute(self, round: AnyRound) -> object:
@@ -144,14 +175,14 @@ class Rank:
             match round:
                 case messages.MicroRound():
                     if not self.ranks.leads:
-                        self.algorithm.load_state(round.algorithm_state)
-                    return [self.part(round.policy).micro(rows).finite for rows in round.work]
+                        self.algorithms[round.policy].load_state(round.algorithm_state)
+                    return [self.backends[round.policy].micro(rows) for rows in round.work]
                 case messages.CountRound():
                     self._balancing(round.policy).count_experts(round.work)
                 case messages.BalanceRound():
                     self._balancing(round.policy).balance_experts(round.denominator)
                 case messages.CheckRound():
-                    return self.part(round.policy).gradient_is_finite()
+                    return self.backends[round.policy].gradient_is_finite()
                 case messages.InferRound():
                     return self._infer(round)
                 case messages.ReadRound():
@@ -159,18 +190,20 @@ class Rank:
                 case messages.CreditRound():
                     self._episodes.credit(round.credit)
                 case messages.ChunksRound():
-                    return self._episodes.learn(round.chunks, round.lent).finite
+                    return self._episodes.learn(round.chunks, round.lent)
                 case messages.EndEpisodesRound():
                     self._episodes.end_episodes(learned=round.learned)
                 case messages.CommitRound():
                     rates = round.learning_rate, round.critic_rate
-                    return self.part(round.policy).commit(round.denominator, *rates)
+                    return self.backends[round.policy].commit(round.denominator, *rates)
                 case messages.SnapshotRound():
-                    return self._snapshot(round)
+                    return save_part(self.backends, self.ranks, self._writer, self._runs, round)
                 case messages.HoldRound():
-                    self.backend.hold()
+                    for backend in self.backends.values():
+                        backend.hold()
                 case messages.EndHoldRound():
-                    self.backend.end_hold(back=round.back)
+                    for backend in self.backends.values():
+                        backend.end_hold(back=round.back)
                 case messages.RestoreRound():
                     self._restore(round)
                 case messages.HelpRound():
@@ -178,14 +211,21 @@ class Rank:
                 case messages.AddRound():
                     self.helping.add_gradient(self.contributed)
                 case messages.PublishRound():
-                    self._collect(round.what, published=round.published)
+                    weights = self.backends.gathered(round.what, published=round.published)
+                    try:
+                        if self.collect is not None:
+                            self.collect(weights)
+                    finally:
+                        for _ in weights:  # The others wait for this rank, whatever it thinks of a tensor.
+                            pass
                 case messages.StagePartsRound():
                     return self._stage_part(round.number)
                 case messages.PublishPartsRound():
                     source = self._own_part.publish(Version(round.number, round.parent, round.ordinal))
                     return self.ranks.gather_on_leader(source.SerializeToString() if source else b"")
                 case messages.AbortRound():
-                    self.backend.zero()
+                    for backend in self.backends.values():
+                        backend.zero()
                 case messages.LeaveRound():
                     pass
         return None
@@ -204,51 +244,70 @@ class Rank:
 
     def release(self) -> None:
         """Frees what the next forward gathers from the ranks; all ranks do or none."""
-        if self._backend is not None:
-            with current(self.ranks.device):
-                self._backend.release()
+        with current(self.ranks.device):
+            for backend in (self._backends or {}).values():
+                backend.release()
+
+    def suspend(self) -> int:
+        """Releases device memory; the bytes released."""
+        with current(self.ranks.device):
+            return sum(backend.suspend() for backend in self.backends.values())
+
+    def wake(self) -> None:
+        """Undoes `suspend`."""
+        with current(self.ranks.device):
+            for backend in self.backends.values():
+                backend.wake()
 
     def _restore(self, round: messages.RestoreRound) -> None:
-        self._backend = None
-        backend = self._new_backend()
+        self._backends = None
         self.warmup = WarmUp(0)
         try:
-            if round.checkpoint:
-                backend.load_reference()
-                backend.load_state(self._opened(round))
-            else:
-                torch.manual_seed(self.config.seed)
-                backend.load_initial()
-                if self.config.trainer.warmup.steps:
-                    self.warmup = backend.warm_up()
-                backend.load_reference()
-        except ModelNotReadable as error:
-            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+            with _readable():
+                backends = self._new_backends()
+                if round.checkpoint:
+                    for backend in backends.values():
+                        backend.load_reference()
+                    reader = self._opened(round)
+                    for name, backend in backends.items():
+                        backend.load_state(reader and backends.reader(name, reader))
+                else:
+                    torch.manual_seed(self.config.seed)
+                    for backend in backends.values():
+                        backend.load_initial()
+                    if self.config.trainer.warmup.steps:
+                        self.warmup = backends[""].warm_up()
+                    for backend in backends.values():
+                        backend.load_reference()
         finally:
             self.reader = None
-        self._loaded_with(backend)
+        self._loaded_with(backends)
         self.restored = round.number
 
-    def _loaded_with(self, backend: Backend) -> None:
+    def _loaded_with(self, backends: Backends) -> None:
         """Weights are loaded, and the process groups that they need are made."""
-        found = self.ranks.gather(backend.replica.to_bytes(4, "big"))
-        self.replica_of = [int.from_bytes(each, "big") for each in found]
+        own = msgspec.msgpack.encode({name: backend.replica for name, backend in backends.items()})
+        found = [msgspec.msgpack.decode(each, type=dict[str, int]) for each in self.ranks.gather(own)]
+        self.replicas = {name: [each[name] for each in found] for name in backends}
         self.ranks.note_connections()
-        self._backend = backend
+        self._backends = backends
 
     @property
     def helping(self) -> HelpingBackend:
         """The backend as one that helps, or is helped. Raises Refusal UNIMPLEMENTED for one that cannot."""
-        if not isinstance(self.backend, HelpingBackend):
+        return self._helping(self.backend)
+
+    def _helping(self, backend: Backend) -> HelpingBackend:
+        if not isinstance(backend, HelpingBackend):
             raise Refusal(
                 "UNIMPLEMENTED",
                 f"trainer.helpers: the backend {self.config.trainer.backend} takes no help; set trainer.helpers: 0",
             )
-        return self.backend
+        return backend
 
-    def _balancing(self, policy: int) -> BalancingBackend:
+    def _balancing(self, policy: str) -> BalancingBackend:
         """The backend as one that balances experts. Raises Refusal UNIMPLEMENTED for one that cannot."""
-        backend = self.part(policy)
+        backend = self.backends[policy]
         if not isinstance(backend, BalancingBackend):
             raise Refusal(
                 "UNIMPLEMENTED",
@@ -257,33 +316,22 @@ class Rank:
             )
         return backend
 
-    @property
-    def base_model(self) -> ReferenceFacts | None:
-        """The frozen weights beside which adapters learn, as the leader; None where all weights do."""
-        backend = self.backend
-        return backend.base_model if isinstance(backend, AdaptingBackend | PoliciesBackend) else None
-
     def _help(self) -> None:
         assert self.reader is not None
-        before, self._backend = self._backend, None  # Half-loaded weights are not used.
-        backend = before or self._new_backend()
+        before, self._backends = self._backends, None  # Half-loaded weights are not used.
         try:
-            if not isinstance(backend, HelpingBackend):
-                raise Refusal(
-                    "UNIMPLEMENTED",
-                    f"the backend {self.config.trainer.backend} cannot help; set trainer.helpers: 0",
-                )
-            backend.load_base(self.reader)
-        except ModelNotReadable as error:
-            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+            with _readable():
+                backends = before or self._new_backends()
+                self._helping(backends[""]).load_base(self.reader)
         finally:
             self.reader = None
-        self._loaded_with(backend)
+        self._loaded_with(backends)
 
     def _infer(self, round: messages.InferRound) -> list[list[Columns]]:
         """The columns of each replica's rows, by replica, on the leader."""
-        found = self.part(round.policy).infer(round.work, round.columns)
-        parts = self.ranks.gather_on_leader(msgspec.msgpack.encode((self.backend.replica, found)))
+        found = self.backends[round.policy].infer(round.work, round.columns)
+        replica = self.backends[round.policy].replica
+        parts = self.ranks.gather_on_leader(msgspec.msgpack.encode((replica, found)))
         by_replica = dict(msgspec.msgpack.decode(part, type=tuple[int, list[Columns]]) for part in parts)
         return [by_replica[replica] for replica in sorted(by_replica)]
 
@@ -297,42 +345,11 @@ class Rank:
         assert isinstance(self.backend, EpisodeBackend)
         return self.backend
 
-    def adapter_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Of a version of adapters alone; empty where the run's versions are whole."""
-        parts = [(name, part) for name, part in self._parts if isinstance(part, AdaptingBackend)]
-        return [
-            (below(name, tensor), kind, shape)
-            for name, part in parts
-            for tensor, kind, shape in part.adapter_layout()
-        ]
-
-    @property
-    def _parts(self) -> list[tuple[str, Backend]]:
-        """Of each policy, by its name; "" is the run's own, which comes first."""
-        backend = self.backend
-        return [*backend.by_name.items()] if isinstance(backend, PoliciesBackend) else [("", backend)]
-
-    def _collect(self, what: messages.Gathered, *, published: bool) -> None:
-        """Gathers tensors; the leader's `collect` takes them, the others only take part. Of bases the first: they are
-        one.
-        """
-        parts = self._parts[:1] if what == "base" else self._parts
-        weights = chain.from_iterable(
-            ((below(name, tensor), value) for tensor, value in _whole(part, what, published=published))
-            for name, part in parts
-        )
-        try:
-            if self.collect is not None:
-                self.collect(weights)
-        finally:
-            for _ in weights:  # The others wait for this rank, whatever it thinks of a tensor.
-                pass
-
     def _stage_part(self, number: int) -> list[tuple[str, str, bytes]]:
         """(reason, message, manifest) of each rank's part, on the leader: one that cannot does not end the group."""
         answer = "", "", b""
         try:
-            manifest = self._own_part.stage(self.backend, self.kind.checkpoint_names, number)
+            manifest = self._own_part.stage(self.backends, self.kind.checkpoint_names, number)
             answer = "", "", manifest.SerializeToString()
         except (Refusal, ServiceError) as error:
             answer = error.reason, error.message, b""
@@ -340,7 +357,7 @@ class Rank:
         return [msgspec.msgpack.decode(each, type=tuple[str, str, bytes]) for each in answers]
 
     @property
-    def _own_part(self) -> RankPart:
+    def _own_part(self) -> OwnPart:
         assert self.own_part is not None
         return self.own_part
 
@@ -353,39 +370,15 @@ class Rank:
             state = read_state(path / STATE)
             if state.digest != round.digest:
                 return None
-            return TensorReader.of_checkpoint(path, state.files, state.optimizer_steps)
+            return StateReader.of_checkpoint(path, state.files, state.optimizer_steps)
         except (Damaged, Refusal, OSError, ValueError):
             return None
 
-    def _snapshot(self, round: messages.SnapshotRound) -> StateCopy | None:
-        """Copies this rank's part; the leader gets its own. A rank that does not see the directory sends its part."""
-        directory, own, ranks = self._runs / round.directory, self.ranks.rank, self.ranks.world_size
-        self._writer.wait()
-        seen = [found for [found] in self.ranks.votes(directory.is_dir())]
-        copy = copy_state(self.backend, in_place=round.in_place, leads=self.ranks.leads)
-        if self.ranks.leads:
-            for rank in (rank for rank in range(1, ranks) if not seen[rank]):
-                relay_part(self.ranks, rank, directory, durable=round.durable)
-            if round.in_place:
-                files = write_part(directory, copy, own, ranks, durable=round.durable)
-                return StateCopy({}, {}, copy.optimizer_steps, files=files)
-            return copy
-        if not seen[own]:
-            send_part(self.ranks, copy)
-        elif round.in_place:
-            write_and_report(directory, copy, own, ranks, round.durable)
-        else:
-            self._writer.start(directory, copy, own, ranks, durable=round.durable)
-        return None
 
-
-def _whole(part: Backend, what: messages.Gathered, *, published: bool) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors of one policy."""
-    adapting = part if isinstance(part, AdaptingBackend) else None
-    if what == "base":
-        assert adapting is not None
-        yield from adapting.base_weights(published=published)
-    elif what != "adapters":
-        yield from part.weights(published=published)
-    if what in ("all", "adapters") and adapting is not None:
-        yield from adapting.adapters()
+@contextmanager
+def _readable() -> Iterator[None]:
+    """A model that cannot be read is the user's mistake."""
+    try:
+        yield
+    except ModelNotReadable as error:
+        raise invalid(str(error), "MODEL_NOT_READABLE") from error

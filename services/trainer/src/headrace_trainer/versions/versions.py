@@ -16,13 +16,13 @@ from headrace_servicekit.weights.versions import BASE_NUMBER, base_name, joined
 from torch import Tensor
 
 from headrace_trainer.errors import invalid
-from headrace_trainer.group import messages
-from headrace_trainer.group.messages import Gathered
-from headrace_trainer.group.rank import Rank
-from headrace_trainer.group.rounds import Rounds
 from headrace_trainer.learning.step import Version
-from headrace_trainer.session.parts import staged_parts
-from headrace_trainer.session.publishing import Publisher
+from headrace_trainer.ranks import messages
+from headrace_trainer.ranks.messages import Gathered
+from headrace_trainer.ranks.rank import Rank
+from headrace_trainer.ranks.rounds import Rounds
+from headrace_trainer.versions.parts import staged_parts
+from headrace_trainer.versions.publishing import Publisher
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,11 @@ class RunVersions:
     """
 
     def __init__(self, store: WeightStore, run: str, rank: Rank) -> None:
-        names, layout = rank.kind.checkpoint_names(), rank.backend.weight_layout()
+        names, layout = rank.kind.checkpoint_names(), rank.backends.weight_layout()
         self._scales = rank.config.adapter_scales()
-        adapters = rank.adapter_layout() if self._scales and rank.config.weights.lora != "merged" else []
+        adapters = (
+            rank.backends.adapter_layout() if self._scales and rank.config.weights.lora != "merged" else []
+        )
         shapes = {name: shape for name, _, shape in layout}
         alone = names_alone(names, shapes, {name: shape for name, _, shape in adapters}) if adapters else None
         if alone is None and rank.config.weights.lora == "adapter":

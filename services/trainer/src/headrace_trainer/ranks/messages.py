@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 
-from headrace_trainer.learning.samples import CreditData, EpisodeData, Image, LentPictures, Rows, Sequence
+from headrace_trainer.backends.policies import Gathered as Gathered
+from headrace_trainer.learning.samples import CreditData, EpisodeData, Image, LentPictures, Rows, Sample
 
 
 def _kind(name: str) -> str:
@@ -17,11 +18,11 @@ def _kind(name: str) -> str:
 class Round(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=_kind):
     """What all ranks do next. A `governed` one needs every rank's lease; the others end or hand out what it made.
 
-    Of a run whose policies are several, what computes is of the `policy`-th; the rest is of all.
+    What computes is of one `policy`, by name, "" being the run's own; the rest is of all that there are.
     """
 
     governed: ClassVar[bool] = True
-    policy: int = 0
+    policy: str = ""
 
     @property
     def kind(self) -> str:
@@ -127,10 +128,6 @@ class CommitRound(Round, frozen=True):
     denominator: float
     learning_rate: float
     critic_rate: float
-
-
-Gathered = Literal["merged", "all", "base", "adapters"]
-"""Weights with what they have of adapters, and behind these (all) the adapters once more; frozen weights; adapters."""
 
 
 class PublishRound(Round, frozen=True):
@@ -247,7 +244,7 @@ def _works(round: AnyRound) -> list[Rows]:
 
 
 def _with_data(header: Header, data: dict[str, bytes]) -> Header:
-    def of_sequence(sequence: Sequence) -> Sequence:
+    def of_sequence(sequence: Sample) -> Sample:
         images = tuple(Image(image.digest, data[image.digest]) for image in sequence.images)
         return msgspec.structs.replace(sequence, images=images) if images else sequence
 

@@ -15,10 +15,11 @@ from headrace_modelkit.weights import CheckpointNames
 from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.versions import part_name
 
-from headrace_trainer.backends._base import Backend, Owners
+from headrace_trainer.backends._base import Owners
+from headrace_trainer.backends.policies import Backends
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.step import Version
-from headrace_trainer.session.publishing import Layout, Publisher
+from headrace_trainer.versions.publishing import Layout, Publisher
 
 
 def owners_of(layout: Layout, ranks: int) -> dict[str, int]:
@@ -51,7 +52,7 @@ class RankPart:
         self._owners: Owners = {}
 
     def stage(
-        self, backend: Backend, names: Callable[[], CheckpointNames], number: int
+        self, backends: Backends, names: Callable[[], CheckpointNames], number: int
     ) -> common_pb2.WeightManifest:
         """Gathers and casts this rank's tensors of version `number`, unseen; all ranks call it, and all come out.
 
@@ -59,11 +60,11 @@ class RankPart:
         ServiceError as `Publisher.stage`, after the others have what is theirs.
         """
         if not self._owners:
-            layout = backend.weight_layout()
+            layout = backends.weight_layout()
             self._owners = owners_of(layout, self._ranks)
             own = [each for each in layout if self._owners[each[0]] == self._rank]
             self._publisher = Publisher(self._store, self._name, own, names=names()) if own else None
-        weights = backend.weights(published=True, owners=self._owners)
+        weights = backends.weights(published=True, owners=self._owners)
         found = common_pb2.WeightManifest()
         try:
             if self._publisher is not None and self._publisher.stage(number, weights):

@@ -16,35 +16,20 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
-from headrace_servicekit.failpoints import failpoint_sync
 from torch import Tensor
-from typing_extensions import override
 
-from headrace_trainer.backends._base import CommitReport, PrivateGradient, StateReader
+from headrace_trainer.backends._base import PrivateGradient, StateReader
 from headrace_trainer.checkpoints.parts import StateCopy
 from headrace_trainer.errors import Quiesced, Refusal
-from headrace_trainer.group import messages
-from headrace_trainer.group.messages import AnyRound, Header
-from headrace_trainer.group.rank import Rank
-from headrace_trainer.learning.passes import EpisodeRounds
-from headrace_trainer.learning.planning import Costs, plan_rounds
-from headrace_trainer.learning.samples import (
-    Columns,
-    CreditData,
-    EpisodeData,
-    EpisodeScores,
-    LentPictures,
-    Rows,
-    Sequence,
-)
+from headrace_trainer.ranks import messages
+from headrace_trainer.ranks.messages import AnyRound, Header
+from headrace_trainer.ranks.rank import Rank
 
 STUCK_EXIT_CODE = 70
 DEADLINE_S = 900.0
 RESTORE_DEADLINE_S = 3600.0
 """Restoring downloads or dequantises a model and may run a supervised warm-up; a snapshot may write the state."""
 LOOK_S = 5.0
-TOGETHER_S, MOST_TOGETHER = 1.0, 16
-"""Leases are asked, and devices released, between two announcements: so one is for no more than about a second."""
 IDLE_LOOKS = 12
 """After so many looks without a round the thread that looks ends; the next round starts another one."""
 
@@ -53,7 +38,7 @@ class RoundLost(RuntimeError):
     """A rank of the trainer group is gone: the trainer group must be formed anew and the run restored."""
 
 
-class Rounds(EpisodeRounds):
+class Rounds:
     """The rounds of one trainer group: rank 0 leads them, the others follow.
 
     Every round that is led raises Refusal TRAINER_GROUP_LOST when a rank is gone, and a governed one Quiesced when the
@@ -68,16 +53,10 @@ class Rounds(EpisodeRounds):
         """This rank has suspended: all ranks release what a forward gathers before the next governed round."""
         self.attempt = (0, 0)
         """Step and attempt that are open; the message about a stuck round names them."""
-        self.critic_rate = 0.0
-        """Learning rate of the critic's own weights in the open step."""
-        self.policy = 0
-        """Which of the run's policies the rounds are of that compute."""
         self.micro_rounds = 0
-        """How many have run."""
+        """How many micro-batches were learned from."""
         self.infer_seconds = 0.0
-        """How long infer rounds have run."""
-        self._together = 1
-        """How many micro-batches are announced at once: as many as take TOGETHER_S."""
+        """How long infer rounds have run in the open attempt."""
         self.between = threading.Lock()
         """Held while a round runs: membership, suspend and wake act between rounds."""
         self._holds_lease = holds_lease
@@ -85,37 +64,23 @@ class Rounds(EpisodeRounds):
         self._number = 0
         self._watchdog = _Watchdog()
 
-    def lead(self, round: AnyRound) -> Any:
-        """Announces a round and does this rank's part; what `Rank.execute` returns."""
-        header = self._next_header(round)
-        return self._lead(header, lambda: _ENCODER.encode(header))
+    def lead(self, round: AnyRound | Many[AnyRound]) -> Any:
+        """Announces a round and does this rank's part; what `Rank.execute` returns.
 
-    def _lead_each(self, rounds: Many[AnyRound]) -> Any:
-        """As `lead`, with a round for each replica, of which its ranks get their own alone."""
-        number = self._number + 1
-        headers = [self._next_header(round, number) for round in rounds]
-        of_rank = self.rank.replica_of
-
-        def encoded() -> list[bytes]:
-            once = [_ENCODER.encode(messages.packed(header)) for header in headers]
-            return [once[replica] for replica in of_rank]
-
-        return self._lead(headers[of_rank[0]], encoded)
-
-    def _next_header(self, round: AnyRound, number: int = 0) -> Header:
-        self._number = number or self._number + 1
-        if self.policy:
-            round = msgspec.structs.replace(round, policy=self.policy)
-        return Header(self.rank.ranks.generation, self._number, *self.attempt, round)
-
-    def _lead(self, header: Header, encoded: Callable[[], bytes | list[bytes]]) -> Any:
-        ranks = self.rank.ranks
+        Or a round for each replica of a policy's model, of which its ranks get their own alone.
+        """
+        rank, self._number = self.rank, self._number + 1
+        each = round if isinstance(round, Many) else [round]
+        headers = [Header(rank.ranks.generation, self._number, *self.attempt, own) for own in each]
+        replicas = rank.replicas[each[0].policy] if len(each) > 1 else [0] * rank.ranks.world_size
+        own = headers[replicas[rank.ranks.rank]]
         try:
-            with self._running(header):
-                if ranks.world_size > 1:
-                    ranks.announce(encoded())
-                self._vote(header)
-                return self.rank.execute(header.round)
+            with self._running(own):
+                if rank.ranks.world_size > 1:
+                    bodies = [_ENCODER.encode(messages.packed(header)) for header in headers]
+                    rank.ranks.announce([bodies[at] for at in replicas] if len(bodies) > 1 else bodies[0])
+                self._vote(own)
+                return rank.execute(own.round)
         except RoundLost as error:
             self.lost = True
             message = f"{error}; form the trainer group anew and restore a checkpoint"
@@ -189,22 +154,7 @@ class Rounds(EpisodeRounds):
             return None
         return self.rank.ranks.why_lost() or text.splitlines()[0]
 
-    # What the leader's session and learner ask for
-
-    @property
-    @override
-    def replicas(self) -> int:
-        return self.rank.part(self.policy).replicas
-
-    @property
-    @override
-    def shares_prefixes(self) -> bool:
-        return self.rank.part(self.policy).shares_prefixes
-
-    @property
-    @override
-    def costs(self) -> Costs:
-        return self.rank.part(self.policy).costs
+    # What the session asks for
 
     def restore(
         self, checkpoint: str, number: int, reader: StateReader | None, directory: str = "", digest: str = ""
@@ -221,90 +171,6 @@ class Rounds(EpisodeRounds):
         self.rank.reader = reader
         self.lead(messages.HelpRound())
 
-    @override
-    def micro(self, work: Many[list[Rows]]) -> list[bool]:
-        found: list[bool] = []
-        while len(found) < len(work):
-            some = work[len(found) : len(found) + self._together]
-            for _ in some:
-                failpoint_sync("trainer.micro")
-            started, state = time.monotonic(), dict(self.rank.algorithm.state())
-            found += self._lead_each(
-                [
-                    messages.MicroRound([micro[replica] for micro in some], state)
-                    for replica in range(self.replicas)
-                ]
-            )
-            self.micro_rounds += len(some)
-            each_s = (time.monotonic() - started) / len(some)
-            self._together = max(1, min(MOST_TOGETHER, int(TOGETHER_S / max(each_s, 1e-6))))
-        return found
-
-    @override
-    def balance(self, works: Many[list[Rows]], denominator: float) -> None:
-        for work in works:
-            self._lead_each([messages.CountRound(rows) for rows in work])
-        self.lead(messages.BalanceRound(denominator))
-
-    @override
-    def read(self, episodes: Many[EpisodeData], owners: Many[int]) -> list[EpisodeScores]:
-        started = time.monotonic()
-        light, replicas = [episode.without_pictures() for episode in episodes], range(self.replicas)
-        own = [[place for place, owner in enumerate(owners) if owner == replica] for replica in replicas]
-        given = [
-            [
-                pair[owner == replica]
-                for pair, owner in zip(zip(light, episodes, strict=True), owners, strict=True)
-            ]
-            for replica in replicas
-        ]
-        rounds = [messages.ReadRound(data, places) for data, places in zip(given, own, strict=True)]
-        found: list[EpisodeScores] = self._lead_each(rounds)
-        self.infer_seconds += time.monotonic() - started
-        return found
-
-    @override
-    def credit(self, data: CreditData) -> None:
-        self.lead(messages.CreditRound(data))
-
-    @override
-    def chunks(self, work: Many[list[int]], lent: Many[LentPictures]) -> bool:
-        finite: bool = self._lead_each(
-            [messages.ChunksRound(own, pictures) for own, pictures in zip(work, lent, strict=True)]
-        )
-        return finite
-
-    @override
-    def end_episodes(self, *, learned: bool) -> None:
-        self.lead(messages.EndEpisodesRound(learned))
-
-    @override
-    def holds(self) -> bool:
-        if finite := bool(self.lead(messages.CheckRound())):
-            return finite
-        self.drop()
-        return False
-
-    @override
-    def infer(self, groups: Many[list[Sequence]], columns: Many[str]) -> list[list[Columns]]:
-        started = time.monotonic()
-        found: dict[int, Columns] = {}
-        budget, replicas = self.rank.config.trainer.micro_batch_tokens, self.replicas
-        shared, costs = self.shares_prefixes, self.costs
-        for work, _ in plan_rounds(groups, budget, replicas=replicas, shared=shared, costs=costs):
-            results = self._lead_each([messages.InferRound(rows, list(columns)) for rows in work])
-            for rows, values in zip(work, results, strict=True):
-                own = [id(sequence) for row in rows for sequence in row]
-                found.update(zip(own, values, strict=True))
-        self.infer_seconds += time.monotonic() - started
-        nothing: Columns = {name: [] for name in columns}
-        return [[found.get(id(sequence), nothing) for sequence in group] for group in groups]
-
-    @override
-    def apply(self, denominator: float, rate: float) -> CommitReport:
-        report: CommitReport = self.lead(messages.CommitRound(denominator, rate, self.critic_rate))
-        return report
-
     def add(self, given: PrivateGradient) -> None:
         """Adds a helper's gradient to what the ranks have accumulated."""
         self.rank.contributed = given
@@ -313,15 +179,12 @@ class Rounds(EpisodeRounds):
         finally:
             self.rank.contributed = None
 
-    @override
     def hold(self) -> None:
         self.lead(messages.HoldRound())
 
-    @override
     def end_hold(self, *, back: bool) -> None:
         self.lead(messages.EndHoldRound(back))
 
-    @override
     def drop(self) -> None:
         self.lead(messages.AbortRound())
 
@@ -344,7 +207,7 @@ class Rounds(EpisodeRounds):
 
         Where the backend saves in place, it is written there when this returns. Raises OSError.
         """
-        in_place = self.rank.backend.saves_in_place
+        in_place = any(backend.saves_in_place for backend in self.rank.backends.values())
         copy: StateCopy = self.lead(messages.SnapshotRound(directory, durable, in_place))
         return copy
 

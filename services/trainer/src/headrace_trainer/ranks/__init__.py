@@ -1,0 +1,1 @@
+"""What the ranks of a trainer group do together: rounds, which the leader announces and each rank does its part of."""
