@@ -8,7 +8,7 @@ import time
 
 import httpx2
 import pytest
-from endpoint_desk import CHAT, Says, policy
+from endpoint_desk import CHAT, Says, policy, user
 from headrace_rollout.endpoint.answers import Terms
 from headrace_rollout.endpoint.routes import make_app
 from headrace_rollout.endpoint.server import GROUP, SESSION, Endpoint
@@ -19,10 +19,6 @@ from headrace_schema.sections.agent import OnlineSection
 from headrace_servicekit.session_marks import own_key
 
 KEY = "sk-headrace-run"
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 class Shop:

@@ -75,7 +75,7 @@ async def test_full_retention_takes_no_more_work_until_released(rollout, assignm
 
 
 async def test_assignments_beyond_the_bound_wait_at_the_caller(rollout, assignments, monkeypatch):
-    monkeypatch.setattr("headrace_rollout.sessions.drivers.prompt.WAITING_SAMPLES", 4)
+    monkeypatch.setattr("headrace_rollout.sessions.drivers.base.WAITING_SAMPLES", 4)
     await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER))
     await rollout.reopen(max_concurrency=1)
     call = await rollout.generate([], half_close=False, chunk_tokens=1).start()
@@ -107,7 +107,6 @@ async def test_what_finished_unsent_when_a_caller_left_is_kept(rollout, assignme
             "me",
             rollout.instance.fence,
             lambda: None,
-            None,
             rollout.servicer._caches,
             rollout.servicer._endpoint,
         ),

@@ -334,7 +334,7 @@ async def test_a_fault_while_reading_assignments_ends_the_stream(rollout, assign
     def broken(groups, codec, caches):
         raise RuntimeError("a broken tokenizer")
 
-    monkeypatch.setattr("headrace_rollout.sessions.drivers.prompt.groups_of", broken)
+    monkeypatch.setattr("headrace_rollout.sessions.drivers.base.groups_of", broken)
     call = await rollout.generate(assignments).start()
     await refused(call.read_all(), "BUG", "a broken tokenizer")
 

@@ -176,7 +176,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             instance.config.incarnation,
             instance.fence,
             lambda: self._report(run),
-            instance.token,
             self._caches,
             self._endpoint,
         )

@@ -138,7 +138,7 @@ class Routes:
             raise Refusal(404, "not_found", "the key or the completion is of another session")
         session.reward(value, success, int(completion.rpartition("-")[2]) if completion else None)
         told: dict[str, Any] = {"rewards": session.rewards}
-        if (of := self._endpoint.desk) is not None and of.has(session):
+        if (of := self._endpoint.desk) is not None and of.with_id(session.id):
             told |= {"session": session.id, "state": of.end(session) if final else "open"}
         return JSONResponse(told)
 

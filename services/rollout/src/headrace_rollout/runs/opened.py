@@ -233,7 +233,7 @@ class TextRun(OpenedRun):
 
     def driver(self, opening: rollout_pb2.GenerateOpen, stream: Stream, put: Put, serving: Serving) -> Driver:
         """What makes the trajectories of a stream. Raises INVALID."""
-        from headrace_rollout.sessions.drivers.prompt import PromptDriver
+        from headrace_rollout.sessions.drivers.base import PromptDriver
 
         if opening.pools:
             raise invalid("pools: the run's config names no environment; name none")

@@ -60,8 +60,6 @@ class Serving:
     producer: str
     fence: Fence
     after_response: Callable[[], None]
-    token: str | None
-    """What it shows to instances that it calls."""
     caches: MovedCaches
     endpoint: Endpoint
     """Where agents speak with the policy."""

@@ -10,7 +10,7 @@ import json
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,20 @@ class EnvironmentDriver(EnvironmentRunner[SessionSample, TrajectoryUpdate]):
 
     async def read(self, groups: Sequence[rollout_pb2.GroupAssignment]) -> Sequence[SessionSample]:
         """The samples of an assignment, in order. Raises INVALID."""
-        return list(samples_of(groups))
+        found = []
+        for group in groups:
+            if group.prompt.WhichOneof("form") != "episode":
+                reason = "give episode, where a conversation begins; this run has an environment"
+                raise invalid(f"prompt: {reason}")
+            start = group.prompt.episode
+            check_number("prompt_ordinal", group.prompt_ordinal)
+            check_number("prompt.episode.seed", start.seed)
+            json_object("prompt.episode.options_json", start.options_json)
+            for sample in group.samples:
+                check_number("samples.sample_index", sample.sample_index)
+                key = SlotKey(group.prompt_ordinal, sample.sample_index)
+                found.append(SessionSample(key, sample.attempt, start, sample.greedy))
+        return found
 
     async def begin(self, samples: Sequence[SessionSample]) -> None:
         """Queues them. Raises Refused."""
@@ -230,21 +243,6 @@ class ConversationDriver(EnvironmentDriver):
                 "it begins otherwise for the same seed and item, and the answers of one prompt are compared with each "
                 "other; draw all that is random in reset from its seed"
             )
-
-
-def samples_of(groups: Iterable[rollout_pb2.GroupAssignment]) -> Iterable[SessionSample]:
-    """The samples of an assignment, in order. Raises INVALID."""
-    for group in groups:
-        if group.prompt.WhichOneof("form") != "episode":
-            raise invalid("prompt: give episode, where a conversation begins; this run has an environment")
-        start = group.prompt.episode
-        check_number("prompt_ordinal", group.prompt_ordinal)
-        check_number("prompt.episode.seed", start.seed)
-        json_object("prompt.episode.options_json", start.options_json)
-        for sample in group.samples:
-            check_number("samples.sample_index", sample.sample_index)
-            key = SlotKey(group.prompt_ordinal, sample.sample_index)
-            yield SessionSample(key, sample.attempt, start, sample.greedy)
 
 
 def _failure(sample: SessionSample, error: Exception) -> ServiceError:

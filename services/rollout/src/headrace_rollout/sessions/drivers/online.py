@@ -102,7 +102,7 @@ class Desk:
         self._section, self._group_size, self._kept = section, group_size, kept
         self._open: dict[str, Open] = {}
         self._rewarded: dict[str, list[Rewarded]] = defaultdict(list)
-        self._places: dict[int, dict[SlotKey, Slot]] = defaultdict(dict)
+        self._slots: dict[SlotKey, Slot] = {}
         self._filled: dict[SlotKey, Rewarded] = {}
         self._speaker: Says | None = None
         self._changed = asyncio.Event()
@@ -139,10 +139,6 @@ class Desk:
             raise Refusal(404, "not_found", f"no session {id[:40]!r} is open: {reason}")
         return found.session
 
-    def has(self, session: AgentSession) -> bool:
-        """Whether the session is one of these, and open."""
-        return session.id in self._open
-
     def with_id(self, id: str) -> AgentSession | None:
         """The open session with this id."""
         found = self._open.get(id)
@@ -175,7 +171,7 @@ class Desk:
         return {
             "open": len(self._open),
             "rewarded": sum(map(len, self._rewarded.values())),
-            "wanted": sum(map(len, self._places.values())),
+            "wanted": len(self._slots),
             "answering": self._speaker is not None,
             "ended": dict(self.counts),
         }
@@ -222,30 +218,25 @@ class Desk:
             self._speaker = None
             self._wake()
 
-    def offer(self, places: Iterable[Slot]) -> None:
+    def offer(self, slots: Iterable[Slot]) -> None:
         """Slots to fill."""
-        for place in places:
-            filled = self._filled.get(place.key)
-            if filled is not None and self._kept(place.key):
-                filled.fill(place)
+        for slot in slots:
+            filled = self._filled.get(slot.key)
+            if filled is not None and self._kept(slot.key):
+                filled.fill(slot)
             else:
-                self._places[place.key.prompt_ordinal][place.key] = place
+                self._slots[slot.key] = slot
         self._match()
 
     def stop(self, owner: object = None) -> None:
         """What a stream was assigned (None: any) and is not filled comes back to it as stopped."""
-        for place in self._withdraw(owner):
-            place.emit(TrajectoryUpdate.untouched(place.key, place.attempt, 0))
+        for slot in self._withdraw(owner):
+            slot.emit(TrajectoryUpdate.untouched(slot.key, slot.attempt, 0))
 
     def _withdraw(self, owner: object) -> list[Slot]:
-        found = []
-        for ordinal in list(self._places):
-            mine = [each for each in self._places[ordinal].values() if owner in (None, each.owner)]
-            for place in mine:
-                del self._places[ordinal][place.key]
-            if not self._places[ordinal]:
-                del self._places[ordinal]
-            found += mine
+        found = [slot for slot in self._slots.values() if owner in (None, slot.owner)]
+        for slot in found:
+            del self._slots[slot.key]
         return found
 
     def close(self) -> None:
@@ -267,30 +258,26 @@ class Desk:
         """Fills slots with whole groups of rewarded sessions, those that were complete first at first."""
         for group in list(self._rewarded):
             several = self._rewarded[group]
-            while len(several) >= self._group_size:
+            while len(several) >= self._group_size and (whole := self._whole()):
                 members = several[: self._group_size]
-                oldest = min(each.oldest for each in members)
-                whole = [slots for _, slots in sorted(self._places.items()) if len(slots) == self._group_size]
-                if not whole:
-                    break
-                slots = next((s for s in whole if max(p.oldest for p in s.values()) <= oldest), None)
                 del several[: self._group_size]
-                if slots is None:
-                    self._count("stale", members)
-                else:
-                    self._fill(list(slots.values()), members)
+                oldest = min(each.oldest for each in members)
+                slots = next((one for one in whole if max(slot.oldest for slot in one) <= oldest), [])
+                for slot, member in zip(slots, members, strict=False):
+                    del self._slots[slot.key]
+                    self._filled = {key: each for key, each in self._filled.items() if self._kept(key)}
+                    self._filled[slot.key] = member
+                    member.fill(slot)
+                self._count("taken" if slots else "stale", members)
             if not several:
                 del self._rewarded[group]
 
-    def _fill(self, places: Sequence[Slot], members: Sequence[Rewarded]) -> None:
-        for place, member in zip(places, members, strict=True):
-            del self._places[place.key.prompt_ordinal][place.key]
-            self._filled = {key: each for key, each in self._filled.items() if self._kept(key)}
-            self._filled[place.key] = member
-            member.fill(place)
-        if not self._places[places[0].key.prompt_ordinal]:
-            del self._places[places[0].key.prompt_ordinal]
-        self._count("taken", members)
+    def _whole(self) -> list[list[Slot]]:
+        """The slots of each prompt that wants a whole group, by prompt."""
+        found: dict[int, list[Slot]] = defaultdict(list)
+        for slot in self._slots.values():
+            found[slot.key.prompt_ordinal].append(slot)
+        return [slots for _, slots in sorted(found.items()) if len(slots) == self._group_size]
 
     def _count(self, what: str, members: Sequence[Rewarded]) -> None:
         self.counts[what] += len(members)
