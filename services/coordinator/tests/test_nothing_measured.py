@@ -1,8 +1,9 @@
 """A figure that nobody measured is absent, on its way to every reader; it is never 0."""
 
 import math
+from types import SimpleNamespace
 
-from headrace_coordinator.api.http.routes.service import _figures
+from headrace_coordinator.api.http.routes.service import run_families
 from headrace_coordinator.api.reading.presenters import certificate_view
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.totals import Shape, Totals
@@ -42,15 +43,14 @@ def test_no_figure_of_a_step_without_a_measurement_is_zero():
 
 
 def test_prometheus_gets_what_was_measured():
-    class Run:
-        state, stalled, step, recoveries, last_step = "RUNNING", False, 1, 0, step()
-
-        class counts:
-            max_staleness = None
-
-    found = _figures(Run)
-    assert "headrace_run_reward_mean" not in found and "headrace_run_max_staleness" not in found
-    assert "headrace_run_tokens_per_second" not in found and found["headrace_run_step_seconds"] == 1.5
+    counts = SimpleNamespace(max_staleness=None, trained=0, dropped=8)
+    run = SimpleNamespace(
+        id="r", state="RUNNING", stalled=False, step=1, recoveries=0, last_step=step(), counts=counts
+    )
+    found = {family.name: [sample.value for sample in family.samples] for family in run_families([run])}
+    unmeasured = ("reward_mean", "max_staleness", "tokens_per_second")
+    assert [found[f"headrace_run_{name}"] for name in unmeasured] == [[], [], []]
+    assert found["headrace_run_step_seconds"] == [1.5]
 
 
 def test_staleness_of_no_token_is_not_known():

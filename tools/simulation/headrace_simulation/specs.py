@@ -191,7 +191,7 @@ def spanning(spec: RunSpec, seed: int) -> RunSpec:
     ranks = own.choice([2, 3])
     named = {"rollout": "0-1", "trainer": own.choice(["2", "0-2"])} if ranks == 3 else {}
     fields["placement"] = {"mode": "hybrid", **named}
-    fields["rollout"] |= {"instances": min(2, spec.rollout.instances), "helpers": 0}
+    fields["rollout"] |= {"instances": min(2, spec.rollout.instances), "helpers": 0, "install": None}
     fields["trainer"] |= {"ranks": ranks, "min_ranks": None, "max_ranks": None, "helpers": 0}
     fields["algorithm"] |= {"prompts_per_step": ranks * own.choice([1, 2]), "max_staleness": 0}
     return RunSpec.model_validate(fields)

@@ -125,7 +125,7 @@ class _FleetCollector(Collector):
             for outcome, count in sorted(reads.sessions_ended(run.id).items()):
                 sessions.add_metric([run.id, outcome], count)
         yield sessions
-        yield from _run_families(runs)
+        yield from run_families(runs)
 
 
 def _family(name: str, text: str, labels: str, rows: Iterable[tuple[Any, ...]]) -> GaugeMetricFamily:
@@ -142,23 +142,33 @@ def _counted(values: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
 
 
 FIGURES: dict[str, tuple[str, Callable[[RunView], float | None]]] = {
-    "running": ("1 while the run trains, else 0", lambda run: run.state == "RUNNING"),
-    "stalled": ("1 while the step in hand stands still, else 0", lambda run: run.stalled),
-    "step": ("Committed steps", lambda run: run.step),
-    "recoveries": ("Recoveries", lambda run: run.recoveries),
-    "reward_mean": ("Mean reward of the last step", lambda run: getattr(run.last_step, "reward_mean", None)),
-    "tokens_per_second": (
+    "headrace_run_running": ("1 while the run trains, else 0", lambda run: run.state == "RUNNING"),
+    "headrace_run_stalled": ("1 while the step in hand stands still, else 0", lambda run: run.stalled),
+    "headrace_run_step": ("Committed steps", lambda run: run.step),
+    "headrace_run_recoveries": ("Recoveries", lambda run: run.recoveries),
+    "headrace_run_reward_mean": (
+        "Mean reward of the last step",
+        lambda run: getattr(run.last_step, "reward_mean", None),
+    ),
+    "headrace_run_tokens_per_second": (
         "Tokens per second of the last step",
         lambda run: getattr(run.last_step, "tokens_per_s", None),
     ),
-    "step_seconds": ("Seconds of the last step", lambda run: getattr(run.last_step, "wall_s", None)),
-    "max_staleness": ("Worst staleness of any trained token", lambda run: run.counts.max_staleness),
+    "headrace_run_step_seconds": (
+        "Seconds of the last step",
+        lambda run: getattr(run.last_step, "wall_s", None),
+    ),
+    "headrace_run_max_staleness": (
+        "Worst staleness of any trained token",
+        lambda run: run.counts.max_staleness,
+    ),
 }
 
 
-def _run_families(runs: list[RunView]) -> Iterator[GaugeMetricFamily]:
+def run_families(runs: list[RunView]) -> Iterator[GaugeMetricFamily]:
+    """Gauges of each run."""
     for name, (text, figure) in FIGURES.items():
-        yield _family(f"headrace_run_{name}", text, "run", ((run.id, figure(run)) for run in runs))
+        yield _family(name, text, "run", ((run.id, figure(run)) for run in runs))
     ends = [(run.id, end, getattr(run.counts, end)) for run in runs for end in ("trained", "dropped")]
     yield _family("headrace_run_slots", "Slots by outcome", "run outcome", ends)
     stages = [
