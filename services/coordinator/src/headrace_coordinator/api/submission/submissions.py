@@ -25,7 +25,7 @@ from headrace_coordinator.api.submission.evaluations import (
 )
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.local_rules import fork
-from headrace_coordinator.api.submission.rules import OF_FLEET, problems_of
+from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of
 from headrace_coordinator.api.submission.submission import Origin, Submission
 from headrace_coordinator.api.submission.trials import check_environment, check_scorers
 from headrace_coordinator.aside import CHECKING
@@ -38,6 +38,11 @@ from headrace_coordinator.waits import WaitTimeout
 
 NAMES_COMPARED = 200
 """Newest runs that the name of an unknown one is compared with."""
+
+
+def _lacks_fleet_alone(submission: Submission) -> bool:
+    """Whether only the fleet, as it is now, is in the way: with mistakes of its own a spec waits for no instance."""
+    return bool(problems_of(submission, OF_FLEET)) and not problems_of(submission, LOCAL)
 
 
 class Submissions:
@@ -92,7 +97,7 @@ class Submissions:
             Impossible: with every problem, in the keys of what was asked.
         """
         submission = await self._resolve(asked)
-        if await CHECKING.run(partial(problems_of, submission, OF_FLEET)):
+        if await CHECKING.run(partial(_lacks_fleet_alone, submission)):
             submission = await self._once_restarted(submission)
         problems = await CHECKING.run(partial(problems_of, submission))
         problems = problems or await check_scorers(submission.spec, self._fleet, self._trials)
