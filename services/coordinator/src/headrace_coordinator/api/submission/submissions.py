@@ -41,7 +41,7 @@ NAMES_COMPARED = 200
 
 
 def _lacks_fleet_alone(submission: Submission) -> bool:
-    """Whether only the fleet, as it is now, is in the way: with mistakes of its own a spec waits for no instance."""
+    """Whether only the fleet, as it is now, is in the way: a spec that is wrong by itself waits for no instance."""
     return bool(problems_of(submission, OF_FLEET)) and not problems_of(submission, LOCAL)
 
 
