@@ -79,7 +79,8 @@ def test_bounds_that_cannot_be_are_refused(text):
         parse_bounds(text)
 
 
-async def test_services_are_shown_with_what_is_wanted(api):
+async def test_services_are_shown_with_what_is_wanted(api, spec_json):
+    await api.post("/v1/runs", json={**spec_json, "rollout": {"instances": 2}})
     services = {each["kind"]: each for each in (await api.get("/v1/services")).json()["services"]}
     assert list(services) == ["rollout", "trainer", "simulator", "reward"]
     assert (services["rollout"]["instances"], services["rollout"]["wanted"]) == (3, 2)
