@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from compose.fleet import ComposeFleet, run
-from harness.engine import engine  # noqa: F401  # a fixture
 from harness.processes import ROOT
 from harness.specs import small_spec
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from containers.brokers import BrokerProcess, containers_of
-from harness.engine import engine  # noqa: F401  # a fixture
 from harness.waiting import wait_for
 from headrace_containers.docker.engine import owner
 from headrace_containers.docker.options import DockerOptions

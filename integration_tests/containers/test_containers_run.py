@@ -61,7 +61,9 @@ def test_containers_that_are_killed_cost_their_episodes_alone(fleet: Fleet, tiny
     spec["steps"] = 3
     run = fleet.submit(spec)
     wait_for(ours, "the first containers")
-    (broker,) = [each for each in mentioning("headrace_containers.broker") if each.cmdline()[-1].endswith("broker")]
+    (broker,) = [
+        each for each in mentioning("headrace_containers.broker") if each.cmdline()[-1].endswith("broker")
+    ]
     broker.kill()
     fleet.succeed(run)
     told = json.dumps([talk.finish_reason for talk in fleet.client.trajectories(run.id, limit=100)])

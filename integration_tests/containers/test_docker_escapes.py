@@ -37,11 +37,13 @@ TRIED = {
     "core pattern": "echo '|/tmp/x' > /proc/sys/kernel/core_pattern",
     "sysrq": "echo b > /proc/sysrq-trigger",
     "release agent of cgroups": "mkdir -p /tmp/c && mount -t cgroup -o rdma cgroup /tmp/c",
-    "raise its own limits": "for f in /sys/fs/cgroup/pids/pids.max /sys/fs/cgroup/pids.max; do [ -e $f ] && echo max > $f && exit 0; done; exit 1",
+    "raise its own limits": "cd /sys/fs/cgroup; for f in pids/pids.max pids.max; do [ -e $f ] && echo max > $f && exit 0; "
+    "done; exit 1",
     "set the clock": "date -s 2001-01-01",
     "set the host name": "hostname other",
     "change the root": "chroot /proc/1/root true",
-    "be root by a setuid program": "cp /bin/sh /tmp/s; chmod u+s /tmp/s; su -c true || [ $(/tmp/s -pc 'id -u') = 0 -a $(id -u) != 0 ]",
+    "be root by a setuid program": "su -c true",
+    "be root by a copy": "cp /bin/sh /tmp/s; chmod u+s /tmp/s; [ `/tmp/s -pc 'id -u'` -lt `id -u` ]",
     "the engine's socket": "ls /var/run/docker.sock || ls /run/docker.sock || ls /run/containerd/containerd.sock",
     "a network device": "grep -v -e lo: -e '|' /proc/net/dev",
     "a host by address": "python3 -c 'import socket; socket.create_connection((\"1.1.1.1\", 53), 3)'",
@@ -53,7 +55,7 @@ TRIED = {
     "a process of the host": "[ $(ls -d /proc/[0-9]* | wc -l) -gt 20 ]",
     "a file of the host": "ls {checkout} || cat {secret}",
 }
-NO_ROOTS = {"be root by a setuid program", "kill the first process's child"}
+NO_ROOTS = {"be root by a setuid program", "be root by a copy", "kill the first process's child"}
 """Tried as a user alone: root is root of its container already, and may end it."""
 
 
@@ -266,7 +268,10 @@ def test_a_network_is_its_list_and_nothing_else(docker: DockerProvider, spec: Sp
     assert "which is no public address" in by_proxy("http://localhost:1/"), (
         "a name leads into no network of the host's"
     )
-    direct = "import urllib.request as u; print(u.build_opener(u.ProxyHandler({})).open('http://127.0.0.1:3129/', timeout=20).read())"
+    direct = (
+        "import urllib.request as u\n"
+        "print(u.build_opener(u.ProxyHandler({})).open('http://127.0.0.1:3129/', timeout=20).read())"
+    )
     assert container.exec(("python3", "-c", direct)).stdout == b"b'hello'\n"
     straight = f"import socket; socket.create_connection(('127.0.0.1', {listening}), 3)"
     assert container.exec(("python3", "-c", straight)).exit_code != 0, (

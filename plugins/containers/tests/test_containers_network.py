@@ -63,10 +63,14 @@ async def by_proxy(network, text):
 async def test_a_listed_address_is_reached_and_its_head_is_rewritten():
     async with server(http) as port:
         address = f"127.0.0.1:{port}"
-        asked = f"GET http://{address}/a?b=1 HTTP/1.1\r\nHost: other\r\nProxy-Connection: keep-alive\r\nX-Own: 1\r\n\r\n"
+        asked = f"GET http://{address}/a?b=1 HTTP/1.1\r\nHost: other\r\nProxy-Connection: keep\r\nX-Own: 1\r\n\r\n"
         said = await by_proxy(Network(allow=(address,)), asked)
-        assert said.endswith(f"GET /a?b=1 HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\nX-Own: 1\r\n\r\n")
-        tunnel = await by_proxy(Network(allow=(address,)), f"CONNECT {address} HTTP/1.1\r\n\r\nGET / HTTP/1.1\r\n\r\n")
+        assert said.endswith(
+            f"GET /a?b=1 HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\nX-Own: 1\r\n\r\n"
+        )
+        tunnel = await by_proxy(
+            Network(allow=(address,)), f"CONNECT {address} HTTP/1.1\r\n\r\nGET / HTTP/1.1\r\n\r\n"
+        )
         assert tunnel.startswith("HTTP/1.1 200 Connection established\r\n\r\nHTTP/1.1 200 OK")
         async with ends(Gate(Network(endpoint=address)).opened) as container:
             assert "GET / " in await answer(await container.connect(ENDPOINT_PORT), "GET / HTTP/1.1\r\n\r\n")

@@ -71,13 +71,19 @@ def test_what_is_ready_is_handed_over_and_made_again(warm, counting):
 def test_another_kind_and_another_network_are_not_the_same(warm, counting):
     warm.fill(SPEC, 1)
     until(lambda: len(counting.made) == 1)
-    for other in (replace(SPEC, user="root"), replace(SPEC, network=Network(endpoint="h:1")), replace(SPEC, image="b")):
+    for other in (
+        replace(SPEC, user="root"),
+        replace(SPEC, network=Network(endpoint="h:1")),
+        replace(SPEC, image="b"),
+    ):
         assert warm.start(other, 0) is not counting.made[0]
     one, two = (replace(SPEC, network=Network(allow=(name,))) for name in ("a", "b"))
     warm.fill(one, 1)
     until(lambda: len(counting.made) == 5)
     taken = warm.start(two, 0)
-    assert taken is counting.made[4] and taken.spec.network.allow == ("b",), "what it reaches is told as it begins"
+    assert taken is counting.made[4] and taken.spec.network.allow == ("b",), (
+        "what it reaches is told as it begins"
+    )
 
 
 def test_one_that_is_being_made_is_waited_for(warm, counting):

@@ -67,7 +67,7 @@ class ContainerOptions(Options):
         return Source(self.provider, self.provider_options, self.warm)
 
     def spec(self, image: str = "", endpoint: str = "") -> Spec:
-        """The container of an item, which may have an image of its own; `endpoint` is what it reaches beside `network`."""
+        """The container of an item, which may have its own image; `endpoint` is what it reaches beside `network`."""
         return Spec(
             image=image or self.image,
             build=None if image or self.build is None else self.build.absolute(),
@@ -80,7 +80,7 @@ class ContainerOptions(Options):
         )
 
     def prepare(self) -> None:
-        """Has the image pulled or built, where all items have one. Raises BackendError with the key that has to change."""
+        """Has the image pulled or built, where all items have one. Raises BackendError with the key to change."""
         if not self.image and self.build is None:
             return
         try:

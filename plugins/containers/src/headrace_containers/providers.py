@@ -27,7 +27,7 @@ PROVIDERS: Registry[Provider] = Registry(
 
 
 def provider_of(name: str, options: Mapping[str, Any]) -> Provider:
-    """Makes a provider. Raises BadSpec: there is none of that name, an option is wrong, a package is missing; EngineLost."""
+    """Makes a provider. Raises EngineLost, and BadSpec: no such name, an option is wrong, a package is missing."""
     try:
         return PROVIDERS.choose(name, options).build()
     except PluginError as error:

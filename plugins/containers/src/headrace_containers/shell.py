@@ -1,4 +1,4 @@
-"""A task in a container: the model runs commands until it answers, then a script that it cannot see gives the reward."""
+"""A task in a container: the model runs commands until it answers, then a script that it cannot see rewards it."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class ShellOptions(ContainerOptions):
     setup: str = Field("", description="script that is run before the model reads its question")
     check: str = Field(
         "",
-        description="script that is run as root once the model has ended, in the working directory; ANSWER and QUESTION "
-        "are the item's, COMPLETION is its last turn. Its exit code 0 is a reward of 1, another one 0; or it writes a number to /checks/reward. "
-        "Without it scorers give the reward",
+        description="script that is run as root, in the working directory, once the model has ended. It has the "
+        "variables QUESTION and ANSWER of the item, and COMPLETION, the last turn. Exit code 0 is a reward of 1, any "
+        "other 0, or it writes a number to /checks/reward. Left out: scorers give the reward",
     )
     check_files: Path | None = Field(
         None, description="folder whose files are in /checks for the check alone"
@@ -102,7 +102,9 @@ class Shell:
         except ContainerError as error:
             self._turn.close()
             raise refusal(error) from error
-        asked = item.get("messages") or [{"role": "user", "content": str(item.get("question") or options.question)}]
+        asked = item.get("messages") or [
+            {"role": "user", "content": str(item.get("question") or options.question)}
+        ]
         system = [{"role": "system", "content": options.system}] if options.system else []
         return [*system, *asked], [tool.schema for tool in self._tools.values()]
 

@@ -4,9 +4,12 @@ A frame is the connection's number, its kind, and bytes with their length. Each 
 connection that the other has not taken yet, so that one that is not read stops no other.
 """
 
+from __future__ import annotations
+
 import asyncio
 import struct
 import sys
+from typing import Any, Awaitable, Callable  # noqa: UP035  # of Python 3.7
 
 OPEN, DATA, END, RESET, TAKEN, READY = range(6)
 WINDOW = 1 << 18
@@ -19,12 +22,13 @@ _HEADER = struct.Struct(">IBI")
 class Channel:
     """One connection."""
 
-    def __init__(self, channels, number):
+    def __init__(self, channels: Channels, number: int) -> None:
         self._channels, self._number = channels, number
         self._room, self._more = WINDOW, asyncio.Event()
-        self.come, self.held = asyncio.Queue(), 0
+        self.come: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.held = 0
 
-    async def read(self):
+    async def read(self) -> bytes:
         """What has come; empty at its end. Raises ConnectionError where the other end broke it off."""
         data = await self.come.get()
         if data is None:
@@ -34,7 +38,7 @@ class Channel:
             await self._channels.send(self._number, TAKEN, struct.pack(">I", len(data)))
         return data
 
-    async def write(self, data):
+    async def write(self, data: bytes) -> None:
         """Sends, as the other end takes it."""
         for at in range(0, len(data), PIECE):
             piece = data[at : at + PIECE]
@@ -44,35 +48,42 @@ class Channel:
             self._room -= len(piece)
             await self._channels.send(self._number, DATA, piece)
 
-    async def end(self):
+    async def end(self) -> None:
         """Says that nothing more is sent."""
         await self._channels.send(self._number, END, b"")
 
-    async def close(self):
+    async def close(self) -> None:
         """Breaks it off, and forgets it."""
         if self._channels.open.pop(self._number, None) is not None:
             await self._channels.send(self._number, RESET, b"")
 
-    def taken(self, size):
+    def taken(self, size: int) -> None:
+        """The other end has taken so many bytes."""
         self._room += size
         self._more.set()
 
 
 class Channels:
-    """The connections of a stream: `reader` has readexactly, `send_bytes` is awaited, `opened` serves what is opened."""
+    """The connections of a stream; `opened` serves those that the other end opens, and without it there are none."""
 
-    def __init__(self, reader, send_bytes, opened):
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        send_bytes: Callable[[bytes], Awaitable[None]],
+        opened: Callable[[Channel, int], Awaitable[None]] | None,
+    ) -> None:
         self._reader, self._send_bytes, self._opened = reader, send_bytes, opened
         self._next, self._sending = 1, asyncio.Lock()
-        self._tasks = set()
-        self.open = {}
+        self._tasks: set[asyncio.Future[None]] = set()
+        self.open: dict[int, Channel] = {}
         self.ready = asyncio.Event()
 
-    async def send(self, number, kind, data):
+    async def send(self, number: int, kind: int, data: bytes) -> None:
+        """Sends a frame."""
         async with self._sending:
             await self._send_bytes(_HEADER.pack(number, kind, len(data)) + data)
 
-    async def connect(self, port):
+    async def connect(self, port: int) -> Channel | None:
         """Opens a connection that came in at a port; None where there are too many."""
         if len(self.open) >= MOST:
             return None
@@ -81,7 +92,7 @@ class Channels:
         await self.send(number, OPEN, struct.pack(">H", port))
         return channel
 
-    async def serve(self):
+    async def serve(self) -> None:
         """Takes frames until the stream ends, or breaks the protocol."""
         try:
             while True:
@@ -97,10 +108,10 @@ class Channels:
             for task in list(self._tasks):
                 task.cancel()
 
-    def _take(self, number, kind, data):
+    def _take(self, number: int, kind: int, data: bytes) -> None:
         if kind == READY:
             self.ready.set()
-        elif kind == OPEN and number not in self.open and len(self.open) < MOST:
+        elif kind == OPEN and self._opened and number not in self.open and len(self.open) < MOST:
             self.open[number] = channel = Channel(self, number)
             task = asyncio.ensure_future(self._opened(channel, *struct.unpack(">H", data)))
             self._tasks.add(task)
@@ -119,21 +130,23 @@ class Channels:
                 channel.come.put_nowait(None)
 
 
-async def joined(channel, reader, writer):
+async def joined(channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Carries bytes both ways until both have ended, or one is broken off; then both are closed."""
 
-    async def outwards():
+    async def outwards() -> None:
         while True:
             data = await reader.read(PIECE)
             if not data:
-                return await channel.end()
+                await channel.end()
+                return
             await channel.write(data)
 
-    async def inwards():
+    async def inwards() -> None:
         while True:
             data = await channel.read()
             if not data:
-                return writer.write_eof()
+                writer.write_eof()
+                return
             writer.write(data)
             await writer.drain()
 
@@ -149,7 +162,7 @@ async def joined(channel, reader, writer):
         await channel.close()
 
 
-async def relay(ports):
+async def relay(ports: list[int]) -> None:
     """Listens at ports of the loopback device, and carries what connects over standard input and output."""
     loop = asyncio.get_event_loop()
     reader = asyncio.StreamReader(limit=1 << 20)
@@ -157,14 +170,14 @@ async def relay(ports):
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout.buffer)
     out = asyncio.StreamWriter(transport, protocol, None, loop)
 
-    async def send_bytes(data):
+    async def send_bytes(data: bytes) -> None:
         out.write(data)
         await out.drain()
 
     channels = Channels(reader, send_bytes, None)
 
-    def listen(port):
-        async def came(client, writer):
+    def listen(port: int) -> Any:
+        async def came(client: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             channel = await channels.connect(port)
             if channel is None:
                 writer.close()

@@ -1,4 +1,4 @@
-"""Processes beside the children, which hold what users' code must not reach: an engine of containers, say. Knows no gRPC.
+"""Processes beside the children, which hold what users' code must not reach: an engine of containers. Knows no gRPC.
 
 A backend's plug-in names the module of its broker. One process of it serves all children of that backend, over a socket
 in a folder that they alone see. It runs with this service's own rights and environment.
@@ -31,7 +31,7 @@ class BrokerLost(Exception):
 
 
 class Brokers:
-    """The brokers of this service by their modules; each is started as it is first asked for, and again when it ends."""
+    """The brokers of this service by their modules; each is started as it is first asked for, and when it has ended."""
 
     def __init__(self, modules: Mapping[str, str], start_timeout_s: float) -> None:
         self._modules, self._start_timeout_s = modules, start_timeout_s
@@ -63,8 +63,8 @@ class Brokers:
 
     async def _start(self, module: str) -> Path:
         # Paths of sockets are short, and those of users' folders are not.
-        folder = Path(tempfile.mkdtemp(prefix="headrace-broker-")).resolve()
-        folder.chmod(0o755)
+        folder = Path(tempfile.mkdtemp(prefix="headrace-broker-"))
+        os.chmod(folder, 0o755)
         try:
             worker = await self._run(module, folder)
         except BaseException:
