@@ -22,6 +22,7 @@ PACKAGES = (
     "headrace_megatron",
     "headrace_sglang",
     "headrace_containers",
+    "headrace_search",
     "headrace_simulation",
     "headrace_fake_world",
 )
@@ -34,6 +35,7 @@ UNITS = {
     "megatron-refusals": "plugins/megatron",
     "sglang-parts": "plugins/sglang",
     "containers-parts": "plugins/containers",
+    "search": "plugins/search",
     "reward": "services/reward",
     "servicekit": "libs/servicekit",
     "rollout": "services/rollout",
