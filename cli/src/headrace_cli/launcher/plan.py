@@ -169,8 +169,8 @@ def engine_python(engine: str, devices: Sequence[str] = (), folder: Path = Path(
         return ""
     on_gpus = has_gpus(devices)
     if engine == AUTO:
-        made = (name for name in MADE_ENGINES if on_gpus and made_for(name, folder) not in ("", "cpu"))
-        engine = next(made, "")
+        fitting = (name for name in MADE_ENGINES if on_gpus and made_for(name, folder) not in ("", "cpu"))
+        engine = next(fitting, "")
         return str(_python_of(engine, folder)) if engine else ""
     if not engine.isidentifier():
         raise user_error(
