@@ -157,6 +157,8 @@ def from_index(target: Target, *options: str) -> list[Package]:
     """What pip resolves of a target from its index, whatever folders of wheels this machine has beside."""
     with tempfile.TemporaryDirectory() as empty:
         environ = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": empty}
+        # Where an extra index has torch's CPU build, pip takes that before the CUDA build.
+        environ.pop("PIP_EXTRA_INDEX_URL", None)
         asked = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
         index = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
         if index:

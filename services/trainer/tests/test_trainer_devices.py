@@ -216,7 +216,9 @@ def test_a_deterministic_run_needs_workspaces_with_which_cublas_sums_in_one_orde
             monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
             if given is not None:
                 monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
-            with pytest.raises(Refusal, match=f"deterministic: CUBLAS_WORKSPACE_CONFIG {words}.*makes it :4096:8"):
+            with pytest.raises(
+                Refusal, match=f"deterministic: CUBLAS_WORKSPACE_CONFIG {words}.*makes it :4096:8"
+            ):
                 shared_model.fix_sums(True)
         shared_model.fix_sums(False)
         assert not torch.are_deterministic_algorithms_enabled()
