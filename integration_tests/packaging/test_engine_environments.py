@@ -168,7 +168,7 @@ def test_an_environment_on_amd_gpus_takes_the_build_of_the_place_that_was_named(
     command = commands(VLLM, "rocm", source, ["pip"])[1]
     options = [word for word in command[2:] if word not in ("-q", "--no-compile", "--no-build-isolation")]
     named = options[: options.index("-e")]
-    found = resolve(named[:-1], "--no-index", "--find-links", str(tmp_path / "index"), named[-1])
+    found = resolve(named[-1:], *named[:-1], "--no-index", "--find-links", str(tmp_path / "index"))
     assert [f"{each.name}=={each.version}" for each in found] == [
         "torch==2.13.0+rocm7.2",
         "vllm==0.32.0+rocm721",
