@@ -24,6 +24,7 @@ from headrace_trainer import backends, trainer
 from headrace_trainer.backends.fsdp import backend
 from headrace_trainer.backends.shared import model as shared_model
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
+from headrace_trainer.errors import Refusal
 from headrace_trainer.group import group
 from headrace_trainer.ranks import device
 from headrace_trainer.ranks.messages import AbortRound
@@ -205,3 +206,24 @@ def test_what_is_measured_is_the_leased_device(monkeypatch):
     subject.use((LEASED,), 1)
     subject.memory()
     assert asked == [("free_bytes", LEASED), ("used_bytes", LEASED)]
+
+
+def test_a_deterministic_run_needs_workspaces_with_which_cublas_sums_in_one_order(monkeypatch):
+    """torch says so at the first product on a GPU alone, by when a run has long begun."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        for given, words in ((":0:0", "is ':0:0' where this trainer runs"), (None, "is ''")):
+            monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+            if given is not None:
+                monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+            with pytest.raises(
+                Refusal, match=f"deterministic: CUBLAS_WORKSPACE_CONFIG {words}.*makes it :4096:8"
+            ):
+                shared_model.fix_sums(True)
+        shared_model.fix_sums(False)
+        assert not torch.are_deterministic_algorithms_enabled()
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        shared_model.fix_sums(True)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

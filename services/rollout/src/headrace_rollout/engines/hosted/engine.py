@@ -349,7 +349,8 @@ class HostedEngine(Engine):
         self._installer.forget()
 
     def _watermark(self) -> Watermark:
-        return Watermark(self._process.devices, list(self._backend.pids) if self._process.up else [])
+        pids = list(self._backend.pids) if self._process.up else []
+        return Watermark(self._process.devices, pids, self._process.others_bytes)
 
     def _lost(self, reason: str) -> None:
         self._requests.fail(f"{self._backend.name}: {reason}")
