@@ -143,6 +143,7 @@ class Walk:
         saved = whole_state(self.trainer_group, self.backend.weight_parts())
         assert same(saved, {name.removeprefix("weights/"): value for name, value in weights.items()})
         self.check_narrow(weights)
+        self.check_published(weights)
         self.check_owned(weights)
         moments = whole_state(self.trainer_group, self.backend.moment_parts())
         return weights | {f"moments/{name}": value for name, value in moments.items()}
@@ -152,9 +153,20 @@ class Walk:
         rank, ranks = self.trainer_group.rank, self.trainer_group.world_size
         names = [name for name, _, _ in self.backend.weight_layout()]
         owners = {name: (at * 7) % ranks for at, name in enumerate(names)}
-        own = {name: value.clone() for name, value in self.backend.weights(owners=owners)}
+        own = {name: value.clone() for name, value in self.backend.weights(published=True, owners=owners)}
         assert list(own) == [name for name in names if owners[name] == rank]
-        assert same(own, {name: weights[f"weights/{name}"].cpu() for name in own})
+        assert same(own, {name: self.cast(weights, name) for name in own})
+
+    def check_published(self, weights: dict[str, torch.Tensor]) -> None:
+        """What the leader publishes are the weights, rounded to the type that they are published in."""
+        types = {name: getattr(torch, kind) for name, kind, _ in self.backend.weight_layout()}
+        found = {name: value.to(types[name]) for name, value in self.backend.weights(published=True)}
+        if self.trainer_group.leads:
+            assert same(found, {name: self.cast(weights, name) for name in types})
+
+    def cast(self, weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+        kinds = {each: kind for each, kind, _ in self.backend.weight_layout()}
+        return weights[f"weights/{name}"].cpu().to(getattr(torch, kinds[name]))
 
     def check_narrow(self, weights: dict[str, torch.Tensor]) -> None:
         """What ranks exchange in bf16 is what is cast of the whole."""
