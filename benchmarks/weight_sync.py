@@ -33,6 +33,7 @@ from statistics import median
 from typing import Any
 
 from _harness import emit, machine, say, table
+from _thread_rates import thread_rates
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests"))
 
@@ -79,7 +80,7 @@ def main() -> None:
         size = write_model(model, options.layers)
         syncs = measure(made, model, size, options.steps)
     say(f"at the end: {machine()}")
-    found = figures(syncs, size) | delta_rates()
+    found = figures(syncs, size) | delta_rates() | by_threads()
     show(syncs, size, found)
     emit("weight_sync", found)
 
@@ -184,6 +185,16 @@ def _fp32(count: int) -> Any:
     import torch
 
     return torch.randn(count) * 0.02
+
+
+def by_threads() -> dict[str, float]:
+    """GB/s of one thread and of as many as there are cores, by leg."""
+    cores = len(os.sched_getaffinity(0))
+    return {
+        f"{leg}_gb_s_{threads}": rate
+        for threads in sorted({1, cores})
+        for leg, rate in thread_rates(threads).items()
+    }
 
 
 def delta_rates() -> dict[str, float]:

@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools" / "fake_world"))
 
 from _harness import emit, machine, say
+from _thread_rates import thread_rates
 
 DATA = Path(__file__).parent / "data" / "weights_at_size.json"
 GPUS_PER_HOST = 8
@@ -115,7 +116,9 @@ def legs(case: Case, data: Mapping[str, Any]) -> dict[str, dict[str, float]]:
             "copy into pinned memory": _host(size, rates["stage"], THREADS, "stage"),
             "copy and digest as it arrives": _host(size, rates["arrive"], THREADS, "arrive"),
         }
-    each = max(1, THREADS * 2 // GPUS_PER_HOST)  # threads that eight workers of a host with 32 cores find free
+    each = max(
+        1, THREADS * 2 // GPUS_PER_HOST
+    )  # threads that eight workers of a host with 32 cores find free
     found["load"] = {
         "copy into pinned memory": max(
             up / (each * rates["stage"] * 1e9),
@@ -172,8 +175,9 @@ def assumptions(data: Mapping[str, Any]) -> str:
     threads = ", ".join(f"{name} {rate:.1f}" for name, rate in data["threads"].items())
     links = ", ".join(f"{name} {rate:g}" for name, rate in RATES.items())
     return (
-        f"assumed, GB/s: {links}; {THREADS} threads, a host's memory touched {TOUCHES} times a byte; {TENSOR_S * 1e6:g} "
-        f"us a tensor in the loader, {CALLS_S} s of calls\nmeasured, GB/s a thread ({data['machine']}): {threads}"
+        f"assumed, GB/s: {links}; {THREADS} threads, a host's memory touched {TOUCHES} times a byte; "
+        f"{TENSOR_S * 1e6:g} us a tensor in the loader, {CALLS_S} s of calls\n"
+        f"measured, GB/s a thread ({data['machine']}): {threads}"
     )
 
 
@@ -250,49 +254,6 @@ def workers_bytes(case: Case) -> dict[str, float]:
         for _ in files.uploaded(memoryview(b""), rows, torch.device("meta"), ranks):
             pass
     return {"bytes": offset, "tensors": len(rows), "uploaded": uploaded[0], "exchanged": exchanged[0]}
-
-
-def thread_rates() -> dict[str, float]:
-    """GB/s of bf16 that one thread casts (bf16 to bf16, with NaN's sum and the digest), verifies, copies into pinned
-    memory's place, and copies and verifies as it arrives: the fastest of a few.
-    """
-    import asyncio
-
-    import torch
-    from headrace.common.v1 import common_pb2
-    from headrace_modelkit.pinned import copy_bytes, flat_bytes
-    from headrace_servicekit.rpc import digests
-    from headrace_servicekit.weights.arrivals import Arrival
-    from headrace_trainer.versions.publishing import cast_into
-
-    count = 1 << 27
-    tensor = torch.randn(count).to(torch.bfloat16)
-    room, other = bytearray(2 * count), bytearray(2 * count)
-    types = {"w": torch.bfloat16}
-    entry = common_pb2.WeightEntry(name="w", size_bytes=2 * count)
-
-    def arrive() -> None:
-        entry.digest = digests.tensor_digest(memoryview(room))
-        arrival = Arrival(memoryview(other), [entry], {})
-        started = time.perf_counter()
-        for first in range(0, 2 * count, 64 << 20):
-            asyncio.run(arrival.add(memoryview(room)[first : first + (64 << 20)]))
-        took["arrive"].append(time.perf_counter() - started)
-
-    took: dict[str, list[float]] = {"arrive": []}
-    acts: dict[str, Callable[[], object]] = {
-        "cast": lambda: cast_into([("w", tensor, memoryview(room))], types),
-        "verify": lambda: digests.tensor_digest(memoryview(room)),
-        "stage": lambda: copy_bytes(flat_bytes(memoryview(other)), flat_bytes(memoryview(room)), 1),
-    }
-    with patch.object(digests, "own_threads", lambda: 1):
-        for _ in range(5):
-            for name, act in acts.items():
-                started = time.perf_counter()
-                act()
-                took.setdefault(name, []).append(time.perf_counter() - started)
-            arrive()
-    return {name: round(2e-9 * count / min(each), 2) for name, each in took.items()}
 
 
 if __name__ == "__main__":

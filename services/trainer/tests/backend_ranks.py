@@ -12,10 +12,12 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from headrace_modelkit.tensor_files import Box, TensorFiles
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_schema.openings import TrainerConfig
@@ -160,7 +162,16 @@ class Walk:
     def check_published(self, weights: dict[str, torch.Tensor]) -> None:
         """What the leader publishes are the weights, rounded to the type that they are published in."""
         types = {name: getattr(torch, kind) for name, kind, _ in self.backend.weight_layout()}
-        found = {name: value.to(types[name]) for name, value in self.backend.weights(published=True)}
+        exchange, received = dist.batch_isend_irecv, [0]
+
+        def counting(operations):
+            received[0] += sum(each.tensor.nbytes for each in operations if each.op is dist.irecv)
+            return exchange(operations)
+
+        with patch.object(dist, "batch_isend_irecv", counting):
+            published = {name: value.clone() for name, value in self.backend.weights(published=True)}
+        self.figures["received"] = received[0]
+        found = {name: value.to(types[name]) for name, value in published.items()}
         if self.trainer_group.leads:
             assert same(found, {name: self.cast(weights, name) for name in types})
 

@@ -123,7 +123,8 @@ def _relay(connection: socket.socket, broadcasts: Broadcasts) -> None:
             mapped = memoryview(mmap.mmap(file.fileno(), 2 * ROOM_BYTES))
             with pin(flat_bytes(mapped)) as flat:
                 _pass_on(
-                    connection, broadcasts.join(*json.loads(asked)).receive([flat[:ROOM_BYTES], flat[ROOM_BYTES:]])
+                    connection,
+                    broadcasts.join(*json.loads(asked)).receive([flat[:ROOM_BYTES], flat[ROOM_BYTES:]]),
                 )
             _say(connection, 0)
         except (RuntimeError, ValueError, TypeError) as error:
