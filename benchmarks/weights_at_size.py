@@ -240,17 +240,15 @@ def workers_bytes(case: Case) -> dict[str, float]:
     def upload(_: Rooms, source: torch.Tensor, target: torch.Tensor) -> None:
         uploaded[0] += len(source)
 
-    def exchange(whole: torch.Tensor, own: torch.Tensor, group: object) -> None:
-        exchanged[0] += len(whole) - len(own)
+    def exchange(own: torch.Tensor, dim: int) -> torch.Tensor:
+        exchanged[0] += (case.tensor_parallel - 1) * len(own)
+        return own.repeat(case.tensor_parallel)
 
     ranks: Any = SimpleNamespace(
-        world_size=case.tensor_parallel, rank_in_group=0, device_group=None, cpu_group=None
+        world_size=case.tensor_parallel, rank_in_group=0, cpu_group=None, all_gather=exchange
     )
-    parts = {
-        "flat_bytes": lambda body: torch.empty(offset, dtype=torch.uint8, device="meta"),
-        "dist": SimpleNamespace(all_gather_into_tensor=exchange),
-    }
-    with patch.multiple(files, **parts), patch.object(Rooms, "upload", upload):
+    empty = torch.empty(offset, dtype=torch.uint8, device="meta")
+    with patch.object(files, "flat_bytes", lambda body: empty), patch.object(Rooms, "upload", upload):
         for _ in files.uploaded(memoryview(b""), rows, torch.device("meta"), ranks):
             pass
     return {"bytes": offset, "tensors": len(rows), "uploaded": uploaded[0], "exchanged": exchanged[0]}

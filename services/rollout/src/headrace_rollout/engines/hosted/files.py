@@ -36,12 +36,15 @@ _Result = TypeVar("_Result")
 
 
 class Ranks(Protocol):
-    """Workers of one engine that all take the same tensors in the same order: vLLM's and SGLang's GroupCoordinator."""
+    """Workers of one engine that all take the same tensors in the same order: vLLM's and SGLang's GroupCoordinator,
+    whose communicator is there already.
+    """
 
     world_size: int
     rank_in_group: int
-    device_group: Any
     cpu_group: Any
+
+    def all_gather(self, input_: Tensor, dim: int) -> Tensor: ...
 
 
 def read_tensors(
@@ -98,10 +101,7 @@ def uploaded(
         first = min(end, begin + rank * part)
         own = torch.empty(part, dtype=torch.uint8, device=device)
         rooms.upload(source[first : min(end, first + part)], own)
-        whole = own
-        if ranks is not None and count > 1:
-            whole = torch.empty(count * part, dtype=torch.uint8, device=device)
-            dist.all_gather_into_tensor(whole, own, group=ranks.device_group)
+        whole = ranks.all_gather(own, 0) if ranks is not None and count > 1 else own
         for name, dtype, shape, offset, size, _ in window:
             yield name, tensor_at(whole, dtype, shape, offset - begin, size)
 
