@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from headrace_modelkit.broadcasting import device_id
+from headrace_modelkit.devices import fixed_segments
 from headrace_modelkit.pinned import Rooms, flat_bytes
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -136,7 +137,8 @@ class DeviceCopies:
                 if free < len(body) + SPARE_BYTES:
                     wanted = len(body) + SPARE_BYTES
                     raise RuntimeError(f"the GPU has {free} bytes free, and a copy wants {wanted}")
-                flat = torch.empty(len(body), dtype=torch.uint8, device=device)
+                with fixed_segments():
+                    flat = torch.empty(len(body), dtype=torch.uint8, device=device)
                 Rooms(device).upload(flat_bytes(body), flat)
                 copy = self._copies[key] = DeviceCopy(key, flat, sums_of(flat, places))
             handle = self._layer.share(copy.flat)
