@@ -15,7 +15,7 @@ from headrace.common.v1 import common_pb2
 from headrace_modelkit import broadcasting
 from headrace_modelkit.broadcasting import NCCL
 from headrace_rollout.engines.hosted.relaying import RELAYS, Relayed
-from headrace_servicekit.weights import broadcasts
+from headrace_servicekit.weights import broadcasts, collective
 from headrace_servicekit.weights.serving import WeightServicer
 from headrace_servicekit.weights.store import WeightStore
 
@@ -40,6 +40,7 @@ class Trainer:
 @pytest.fixture
 async def trainer(tmp_path, monkeypatch):
     monkeypatch.setattr(broadcasts, "GATHER_S", 30.0)
+    monkeypatch.setattr(collective, "SEAT_S", 60.0)
     monkeypatch.setitem(broadcasting.BUCKET_BYTES, NCCL, 1 << 20)
     store = WeightStore(tmp_path / "trainer", "trainer")
     made = Trainer(store)

@@ -45,16 +45,8 @@ def fake_cuda() -> Iterator[None]:
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
     }
-    with (
-        patch.multiple(torch.cuda, **parts),
-        patch("headrace_modelkit.pinned.copy_bytes", _copy),  # threads copy what has bytes
-        PythonEngine().running(),
-    ):
+    with patch.multiple(torch.cuda, **parts), PythonEngine().running():
         yield
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor, threads: int | None = None) -> None:
-    target.copy_(source)
 
 
 @cache
