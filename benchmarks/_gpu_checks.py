@@ -142,7 +142,7 @@ def out_of_memory(bench: Bench) -> Finding:
 def weight_sync(bench: Bench) -> Finding:
     """Each leg that a version travels, in GB/s: off the device, cast, digest, shared memory, digest again, back up."""
     import torch
-    from headrace_servicekit.rpc.digests import digest_bytes
+    from headrace_servicekit.rpc.digests import tensor_digest
 
     count = 2**22 if bench.cpu else 2**29
     device = torch.device(bench.devices(1)[0])
@@ -171,7 +171,7 @@ def weight_sync(bench: Bench) -> Finding:
         leg("bf16_to_pinned", size, lambda: pinned.copy_(cast))
         leg("pinned_to_device", size, lambda: cast.copy_(pinned))
     data = host.view(torch.uint8).numpy()
-    digest = leg("digest", size, lambda: digest_bytes(memoryview(data)))
+    digest = leg("digest", size, lambda: tensor_digest(memoryview(data)))
     shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else bench.folder
     with tempfile.NamedTemporaryFile(dir=shared) as file:
 
@@ -182,7 +182,7 @@ def weight_sync(bench: Bench) -> Finding:
 
         leg("write_shared_memory", size, write)
         back = torch.from_file(file.name, shared=True, size=count, dtype=torch.bfloat16)
-        again = leg("digest_of_mapped", size, lambda: digest_bytes(back.view(torch.uint8).numpy().data))
+        again = leg("digest_of_mapped", size, lambda: tensor_digest(back.view(torch.uint8).numpy().data))
         leg("mapped_to_device", size, lambda: back.to(device, copy=True))
     wrong = [] if again == digest else ["what came out of shared memory is not what went in"]
     figures: dict[str, Any] = {"bytes": float(size), **legs}

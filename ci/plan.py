@@ -272,6 +272,7 @@ NIGHTLY = [
     _nightly("fake-world", "tools/fake_world/tests", timeout_s=1800),
     script("load", "benchmarks/load.py", "--check", timeout_s=1800),
     script("memory-at-size", "benchmarks/memory_at_size.py", "--check", timeout_s=3600),
+    script("weights-at-size", "benchmarks/weights_at_size.py", "--check", timeout_s=600),
     script("vla-at-size", "benchmarks/vla_at_size.py", "--check", timeout_s=3600),
     Part("sglang", (*_ENGINE, "sglang", "--run", "--nightly"), timeout_s=7200),
     Part("vllm-two-ranks", (*_ENGINE, "vllm", "--nightly", "--options", TWO_RANKS), timeout_s=3600),

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from headrace_modelkit.pinned import Rooms
 from headrace_modelkit.tensor_files import slices
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import OptimizerSection
@@ -131,6 +132,7 @@ def test_the_optimizer_s_state_lies_with_its_shards():
 def test_suspend_moves_to_the_host_and_wake_to_the_leased_device(on_leased, monkeypatch):
     moved = []
     monkeypatch.setattr(shared_model, "used_bytes", lambda device: 10 - len(moved))
+    monkeypatch.setattr(shared_model, "rooms_of", lambda device: Rooms(device, used=False))
     with FakeTensorMode():
         there, here = torch.zeros(2, device=LEASED), torch.zeros(2)
         monkeypatch.setattr(on_leased, "move", lambda move: moved.append([move(there), move(here)]))

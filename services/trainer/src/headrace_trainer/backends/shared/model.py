@@ -15,6 +15,7 @@ import msgspec
 import torch
 from headrace_modelkit.devices import used_bytes
 from headrace_modelkit.experts import Counts, ExpertShape, Routing
+from headrace_modelkit.pinned import rooms_of
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.lease.devices import FIXED_WORKSPACES, WORKSPACES
 from torch import Tensor
@@ -148,8 +149,9 @@ class LearnedModel(Backend):
 
     @override
     def hold(self) -> None:
-        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._kept().items()}
-        self._held = weights, self._adamw.copy()
+        to_host = rooms_of(self._ranks.device).to_host
+        weights = {name: to_host(tensor.detach()) for name, tensor in self._kept().items()}
+        self._held = weights, self._adamw.copy(to_host)
 
     @override
     def end_hold(self, *, back: bool) -> None:
@@ -171,14 +173,14 @@ class LearnedModel(Backend):
 
     @override
     def suspend(self) -> int:
-        """Everything goes to host memory; on the host, what can be made again is dropped."""
+        """Everything goes to host memory, through pinned rooms; on the host, what can be made again is dropped."""
         device = self._ranks.device
         if device.type == "cpu":
             self.release()
             return give_back_if_short()
         before = used_bytes(device)
         self._park()
-        self.move(lambda tensor: tensor.to("cpu"))
+        self.move(rooms_of(device).to_host)
         torch.cuda.empty_cache()
         return before - used_bytes(device)
 
@@ -186,7 +188,7 @@ class LearnedModel(Backend):
     def wake(self) -> None:
         device = self._ranks.device
         if device.type != "cpu":
-            self.move(lambda tensor: tensor.to(device))
+            self.move(rooms_of(device).to_device)
 
     @override
     def release(self) -> None:
