@@ -56,7 +56,7 @@ def collocated(bench: Bench) -> Finding:
 
 
 def _collocated(bench: Bench, engine: str) -> Finding:
-    from headrace_coordinator.domain.devices.leases import ASLEEP_BYTES
+    from headrace_schema.gpu_defaults import asleep_limit
 
     shape = "qwen2.5-small" if bench.cpu else "qwen2.5-1.5b"
     large = {} if bench.cpu else {"groups": 8, "samples": 8, "tokens": 256, "context": 1024}
@@ -65,7 +65,7 @@ def _collocated(bench: Bench, engine: str) -> Finding:
     wrong = wrong_with(found)
     if engine == "vllm" and found.get("engine_starts") != 1:
         wrong.append(f"the engine was started {found.get('engine_starts', 0):.0f} times in one run")
-    if (asleep := found.get("engine_asleep_bytes", 0.0)) > ASLEEP_BYTES:
+    if (asleep := found.get("engine_asleep_bytes", 0.0)) > asleep_limit(0):
         wrong.append(f"a sleeping engine keeps {asleep / 2**20:.0f} MiB of its GPU")
     return Finding({"shape": shape, **found}, tuple(wrong))
 

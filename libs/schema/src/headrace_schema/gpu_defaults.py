@@ -22,6 +22,8 @@ CONCURRENCY, FEWEST_ROWS, MOST_ROWS = 256, 16, 1024
 """Sequences decoded together: where the cache is not known, and at least and most where it is."""
 MOST_SHARE, RESERVED_BYTES, RESERVED_SHARE = 0.92, 8 * GIB, 0.15
 """Of a GPU's memory: the most that an engine takes, and what it leaves to contexts and to a trainer that waits."""
+ASLEEP_SHARE = 0.15
+"""Of a GPU's memory, the most that a sleeping engine may keep: contexts, and what its libraries give to nobody."""
 BUILT_IN_SHARE, SGLANG_SHARE = 0.8, 0.8
 WEIGHTS_SHARE = 0.6
 """Of what an engine takes, the most that its weights should have."""
@@ -90,6 +92,15 @@ def engine_share(memory_bytes: int) -> float:
     """
     reserved = min(RESERVED_BYTES, RESERVED_SHARE * memory_bytes)
     return min(MOST_SHARE, round(1 - reserved / memory_bytes, 2))
+
+
+def asleep_limit(memory_bytes: int) -> int:
+    """Most bytes of a GPU that a sleeping engine may keep; of 80 GB where its memory is not known (0).
+
+    >>> asleep_limit(80 * 2**30) // 2**30
+    12
+    """
+    return int(ASLEEP_SHARE * (memory_bytes or 80e9))
 
 
 def room(engine: str, options: Mapping[str, Any], gpus: Gpus) -> float:

@@ -22,10 +22,9 @@ from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 from typing_extensions import override
 
 from headrace_sglang.arguments import engine_args
-from headrace_sglang.options import SglangOptions
+from headrace_sglang.options import RELEASED_GRAPHS, WAKE_TAGS, SglangOptions
 
 HOST = "headrace_sglang.host"
-WAKE_TAGS = {Scope.WEIGHTS: "weights", Scope.KV_CACHE: "kv_cache"}
 _FOREVER_S = 1e9
 
 
@@ -159,11 +158,11 @@ class SglangBackend(Backend):
 
     @override
     async def sleep(self) -> None:
-        await self._call("sleep")
+        await self._call("sleep", tags=[tag for tags in WAKE_TAGS.values() for tag in tags])
 
     @override
     async def wake(self, scope: Scope) -> None:
-        await self._call("wake", tag=WAKE_TAGS[scope])
+        await self._call("wake", tags=WAKE_TAGS[scope])
 
     @override
     async def use_threads(self, threads: int) -> None:
@@ -245,5 +244,6 @@ def _variables(start: Start) -> Mapping[str, str]:
         # When one of its processes ends, SGLang would look into the others for 66 s before it ends too; the run waits.
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        **RELEASED_GRAPHS,
     }
     return variables | (variables_for(start.devices) or {"SGLANG_USE_CPU_ENGINE": "1"})
