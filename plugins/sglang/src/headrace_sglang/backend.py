@@ -58,12 +58,18 @@ class SglangBackend(Backend):
         self._reading: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Queue[Message]] = {}
         self._numbers = itertools.count(1)
+        self._cache_tokens = 0
         self._gone = "the engine does not run"
 
     @property
     @override
     def alive(self) -> bool:
         return self._worker is not None and not self._gone
+
+    @property
+    @override
+    def cache_tokens(self) -> int:
+        return self._cache_tokens
 
     @property
     @override
@@ -78,10 +84,10 @@ class SglangBackend(Backend):
             raise BackendFailed(str(error)) from error
         self._worker, self._gone = await Worker.start(HOST, JSON_CODEC), ""
         self._reading = asyncio.create_task(self._read(self._worker), name="read answers of sglang")
-        cache_tokens = await self._call("start", environment=_variables(start), arguments=arguments)
-        if cache_tokens < arguments["context_length"]:
+        self._cache_tokens = await self._call("start", environment=_variables(start), arguments=arguments)
+        if self._cache_tokens < arguments["context_length"]:
             raise BackendFailed(
-                f"its KV cache holds {cache_tokens} tokens and one sequence may have {arguments['context_length']}; "
+                f"its KV cache holds {self._cache_tokens} tokens and one sequence may have {arguments['context_length']}; "
                 "raise rollout.engine_options.kv_cache_tokens or memory_fraction, or lower model.max_context"
             )
 

@@ -141,7 +141,7 @@ def _own_devices(spec: RunSpec) -> Iterator[str]:
 def _weights(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
     """An engine whose weights alone are more than it takes of its GPUs."""
     size, gpus, options = (
-        model_size(text_config(spec.model.path)),
+        model_size(text_config(spec.model)),
         gpus_of(spec, fleet),
         spec.rollout.engine_options,
     )

@@ -22,6 +22,7 @@ from headrace_rollout.engines.base import Policy
 from headrace_rollout.engines.figures import Figures
 from headrace_rollout.engines.hosted.backend import Backend, Request, Tokens, within
 from headrace_rollout.engines.hosted.process import EngineProcess
+from headrace_rollout.engines.hosted.rows import Rows
 from headrace_rollout.engines.hosts import BackendFailed
 from headrace_rollout.engines.samples import Finish, Group, Routes, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatchers
@@ -64,6 +65,11 @@ class RequestedTrajectory:
         while size and len(self._tokens) - held_back - self._sent >= size:
             outputs += self._chunk(made, self._sent + size)
         return outputs
+
+    @property
+    def answer_tokens(self) -> int:
+        """So far."""
+        return len(self._tokens)
 
     def stop(self, policy: Policy) -> TrajectoryUpdate:
         """The event of a stop from outside, with what has come so far."""
@@ -169,7 +175,7 @@ class Requests:
         self._process = process
         self._backend: Backend = process.backend
         self._bounds = bounds
-        self._rows = rows
+        self._rows = Rows(rows)
         self._figures = figures
         self._policy = policy
         self._command_s = command_s
@@ -200,6 +206,7 @@ class Requests:
                     outputs.append(trajectory.untouched(policy, finish=finish))
                 elif accept:
                     self._waiting.append(trajectory)
+                    self._rows.asked(len(trajectory.prompt_ids) / len(group.samples))
                 else:
                     outputs.append(trajectory.untouched(policy))
         if outputs:
@@ -257,7 +264,8 @@ class Requests:
 
     def _fill(self) -> None:
         policy = self._policy()
-        while policy is not None and self._waiting and len(self._running) < self._rows:
+        most = self._rows.limit(getattr(self._backend, "cache_tokens", 0))
+        while policy is not None and self._waiting and len(self._running) < most:
             trajectory = self._waiting.popleft()
             if not trajectory.stream.holds():
                 self._send(trajectory.stream, [trajectory.untouched(policy)])
@@ -314,6 +322,7 @@ class Requests:
                     self._send(stream, outputs)
                 if sample.ended:
                     self._figures.samples += 1
+                    self._rows.ended(sample.answer_tokens)
                     return
         if not sample.ended and not self._backend.alive:
             raise BackendFailed("its process ended")
