@@ -16,14 +16,16 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 
+from headrace_modelkit.devices import says_out_of_memory
 from headrace_modelkit.tokenizer import TextCodec
 
 from headrace_rollout.engines.base import Policy
 from headrace_rollout.engines.figures import Figures
 from headrace_rollout.engines.hosted.backend import Backend, Request, Tokens, within
+from headrace_rollout.engines.hosted.lengths import Lengths
 from headrace_rollout.engines.hosted.process import EngineProcess
-from headrace_rollout.engines.hosted.rows import Rows
 from headrace_rollout.engines.hosts import BackendFailed
+from headrace_rollout.engines.rows import Rows
 from headrace_rollout.engines.samples import Finish, Group, Routes, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatchers
 
@@ -167,7 +169,7 @@ class Requests:
         process: EngineProcess,
         codec: TextCodec,
         bounds: Bounds,
-        rows: int,
+        rows: Rows,
         figures: Figures,
         policy: Callable[[], Policy | None],
         command_s: float,
@@ -175,7 +177,7 @@ class Requests:
         self._process = process
         self._backend: Backend = process.backend
         self._bounds = bounds
-        self._rows = Rows(rows)
+        self._rows, self._lengths = rows, Lengths()
         self._figures = figures
         self._policy = policy
         self._command_s = command_s
@@ -206,7 +208,7 @@ class Requests:
                     outputs.append(trajectory.untouched(policy, finish=finish))
                 elif accept:
                     self._waiting.append(trajectory)
-                    self._rows.asked(len(trajectory.prompt_ids) / len(group.samples))
+                    self._lengths.asked(len(trajectory.prompt_ids) / len(group.samples))
                 else:
                     outputs.append(trajectory.untouched(policy))
         if outputs:
@@ -238,6 +240,8 @@ class Requests:
 
     def fail(self, reason: str) -> None:
         """The engine is gone: every stream with a living sample fails."""
+        if says_out_of_memory(reason):
+            reason = self._rows.without_memory(reason)
         streams = {trajectory.stream for trajectory in self._waiting}
         streams |= {s.trajectory.stream for s in self._running.values() if not s.ended}
         for sample in list(self._running.values()):
@@ -264,7 +268,7 @@ class Requests:
 
     def _fill(self) -> None:
         policy = self._policy()
-        most = self._rows.limit(getattr(self._backend, "cache_tokens", 0))
+        most = self._lengths.limit(self._rows.most, getattr(self._backend, "cache_tokens", 0))
         while policy is not None and self._waiting and len(self._running) < most:
             trajectory = self._waiting.popleft()
             if not trajectory.stream.holds():
@@ -322,7 +326,7 @@ class Requests:
                     self._send(stream, outputs)
                 if sample.ended:
                     self._figures.samples += 1
-                    self._rows.ended(sample.answer_tokens)
+                    self._lengths.ended(sample.answer_tokens)
                     return
         if not sample.ended and not self._backend.alive:
             raise BackendFailed("its process ended")

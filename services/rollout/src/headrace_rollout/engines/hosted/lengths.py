@@ -11,13 +11,10 @@ MEASURED, ENOUGH = 1024, 64
 """Lengths of samples that are remembered, and from how many answers on they say how long one is."""
 
 
-class Rows:
-    """Samples that run together: at most `most`, and not more than the cache holds, which the engine would take back
-    and compute again.
-    """
+class Lengths:
+    """Those of prompts and answers, newest last."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._prompts: deque[float] = deque(maxlen=MEASURED)
         self._answers: deque[int] = deque(maxlen=MEASURED)
 
@@ -29,9 +26,11 @@ class Rows:
         """A sample has ended with an answer of so many tokens."""
         self._answers.append(tokens)
 
-    def limit(self, cache_tokens: int) -> int:
-        """Of samples, for a cache of so many tokens; 0: it is not known."""
+    def limit(self, most: int, cache_tokens: int) -> int:
+        """How many samples run together: at most `most`, and not more than a cache of so many tokens holds, which the
+        engine would take back and compute again. 0: what it holds is not known.
+        """
         if not cache_tokens or len(self._answers) < ENOUGH:
-            return self._most
+            return most
         each = fmean(self._prompts) + fmean(self._answers)
-        return min(self._most, max(FEWEST_ROWS, int(cache_tokens / max(1.0, each))))
+        return min(most, max(FEWEST_ROWS, int(cache_tokens / max(1.0, each))))
