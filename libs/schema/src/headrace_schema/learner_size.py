@@ -14,6 +14,10 @@ from headrace_schema.model_size import ModelSize
 from headrace_schema.spec import RunSpec
 
 GIB = 2**30
+VERSIONS = 2
+"""Of the published weights, in the memory of the host that publishes them: the current one, and one that a commit casts
+or the one before; so on a host that takes them: the installed one, and one that comes beforehand.
+"""
 FP32, MOMENTS = 4, 8
 MARGIN = 1.1
 """Of a layout's bytes, that a GPU must have: the trainer's."""
@@ -168,6 +172,17 @@ def fit(spec: RunSpec, size: ModelSize, memory_bytes: int, on_host: int, longest
             return Fit(str(rung), tokens, why)
         best = Fit(str(rung), tokens, why) if tokens > best.tokens else best
     return best
+
+
+def published_bytes(spec: RunSpec, size: ModelSize) -> int:
+    """Of a host's memory, for all versions that it keeps of the run's weights at a time. With adapters that travel alone
+    their base is there once.
+    """
+    element = 4 if spec.model.dtype == "float32" else 2
+    own = [each for each in spec.policies.values() if each.model in (None, spec.model)]
+    if spec.trainer.lora is not None and spec.weights.lora != "merged":
+        return element * size.parameters
+    return VERSIONS * element * size.parameters * (1 + len(own))
 
 
 def _power_of_two(most: int) -> int:

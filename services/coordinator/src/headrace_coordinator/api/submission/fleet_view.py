@@ -15,7 +15,7 @@ from headrace_schema.model_size import text_config
 from headrace_schema.resources.fleet import InstanceView
 from headrace_schema.sections.generating import ModelSection, quantized
 from headrace_schema.spec import RunSpec
-from headrace_servicekit.lease.gpus import GPU_MEMORY, read_gpu_memory
+from headrace_servicekit.lease.gpus import GPU_MEMORY, WEIGHTS_MEMORY, read_gpu_memory
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.domain.devices.leases import BUILT_IN, is_gpu
@@ -50,6 +50,8 @@ class FleetView:
     """Hosts with rollout instances."""
     gpu_bytes: Mapping[str, int] = field(default_factory=dict)
     """Memory of GPUs, where their instances know it."""
+    weights_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Of the instances of a kind, the least room for published weights, where they know it."""
 
     @classmethod
     def of(cls, instances: Iterable[InstanceView]) -> FleetView:
@@ -61,6 +63,7 @@ class FleetView:
         score: set[str] = set()
         see: list[int] = []
         rollout_hosts: dict[str, None] = {}
+        weights: dict[str, int] = {}
         for instance in instances:
             if instance.state not in ("READY", "SILENT"):
                 continue
@@ -73,6 +76,8 @@ class FleetView:
             if instance.kind == "rollout":
                 see.append(len(instance.devices))
                 rollout_hosts[instance.host] = None
+            for text in instance.capabilities.get(WEIGHTS_MEMORY, ()):
+                weights[instance.kind] = min(weights.get(instance.kind, int(text)), int(text))
             counts[instance.kind] = counts.get(instance.kind, 0) + 1
             facets = capabilities.setdefault(instance.kind, {})
             for facet, names in instance.capabilities.items():
@@ -80,7 +85,7 @@ class FleetView:
         listed = (text for facets in capabilities.values() for text in facets.get(GPU_MEMORY, ()))
         memory = read_gpu_memory(listed)
         return cls(
-            capabilities, counts, list(hosts), hosts, simulate, score, see, list(rollout_hosts), memory
+            capabilities, counts, list(hosts), hosts, simulate, score, see, list(rollout_hosts), memory, weights
         )
 
     def names(self, kind: str, facet: str) -> frozenset[str]:
