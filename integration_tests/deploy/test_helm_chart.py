@@ -307,7 +307,7 @@ def test_memory_of_pods_follows_the_models_size(render):
             found[kind] = (volume.get("emptyDir", {}).get("sizeLimit"), resources["limits"]["memory"], volume)
         return found
 
-    small, large = sizes(), sizes("--set=modelGiB=61.5")
+    small, large = sizes(), sizes("--set-json=modelGiB=61.5")
     assert {kind: each[:2] for kind, each in small.items()} == {
         "rollout": ("33Gi", "65Gi"),
         "trainer": ("33Gi", "290Gi"),

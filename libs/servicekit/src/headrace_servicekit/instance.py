@@ -25,6 +25,7 @@ from headrace_servicekit.lease.open_runs import Build, End, OpenRuns
 from headrace_servicekit.lease.session import Session, SessionHooks
 from headrace_servicekit.lease.usage import Usage, gpu_use
 from headrace_servicekit.logs import configure_logging, get_logger, log_context
+from headrace_servicekit.memory.segments import filesystem_bytes
 from headrace_servicekit.process.worker import hide_from_workers
 from headrace_servicekit.rpc.addresses import advertised_host, host_port, split_address
 from headrace_servicekit.rpc.errors import ServiceError
