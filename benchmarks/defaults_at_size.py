@@ -1,8 +1,8 @@
 """What a run leaves to its GPUs, by model and GPU: `python benchmarks/defaults_at_size.py [--write]`.
 
-Prints the table of docs/at-size.md, or writes it there; `integration_tests/packaging/test_defaults_table.py` holds the two
-together. Needs no GPU, no weights and no torch: the defaults follow from config.json. A run of GRPO in turns on all GPUs,
-with a rank on each, prompts of 1,024 tokens and answers of up to 8,192, vLLM.
+Prints the table of docs/at-size.md, or writes it there; `integration_tests/packaging/test_defaults_table.py` holds both
+together. Needs no GPU, no weights and no torch: the defaults follow from config.json. A run of GRPO in turns on all
+GPUs, with a rank on each, prompts of 1,024 tokens and answers of up to 8,192, vLLM.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools" / "fake_world"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools" / "fake_world"))
 
 from headrace_fake_world.models import MODELS
 from headrace_schema.gpu_defaults import SPAN, Gpus, gpu_defaults
@@ -20,11 +19,19 @@ from headrace_schema.learner_size import fit
 from headrace_schema.model_size import model_size
 from headrace_schema.spec import RunSpec
 
-PAGE = ROOT / "docs" / "at-size.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "at-size.md"
 BEGIN, END = "<!-- table of benchmarks/defaults_at_size.py -->\n", "<!-- end of the table -->\n"
 NAMES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-30b-a3b", "qwen2.5-32b", "llama-3-70b")
 CARDS = {"24 GB": 24e9, "40 GB": 40e9, "80 GB": 80e9, "141 GB": 141e9}
-CLUSTERS = (("24 GB", 1), ("40 GB", 8), ("80 GB", 1), ("80 GB", 8), ("80 GB", 32), ("141 GB", 8), ("141 GB", 32))
+CLUSTERS = (
+    ("24 GB", 1),
+    ("40 GB", 8),
+    ("80 GB", 1),
+    ("80 GB", 8),
+    ("80 GB", 32),
+    ("141 GB", 8),
+    ("141 GB", 32),
+)
 ON_HOST = 8
 ANSWER = 8192
 HEAD = ("model", "GPUs", "`tensor_parallel_size`", "`max_concurrency`", "layout", "`micro_batch_tokens`")

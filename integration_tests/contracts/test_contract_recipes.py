@@ -1,4 +1,4 @@
-"""Every recipe of `examples/reproduce` is admitted on the cluster that it names, by hub id and by local path, and planned.
+"""Every recipe of `examples/reproduce` is admitted on its cluster, by hub id and by local path, and planned.
 
 Fleets are imaginary: instances as they register themselves, with GPUs of 80 GB, eight a host. A hub's id is known by a
 cache that holds config.json alone.
@@ -208,6 +208,6 @@ def test_a_cluster_whose_hosts_have_no_room_for_the_weights_is_refused_with_the_
     adapters = recipe(file, tmp_path, local=False, **{"trainer.lora": {"rank": 16}})
     assert problems_of(submitted(adapters, fleet_of(gpus, weights=16 * 2**30))) == []
     parts = recipe(file, tmp_path, local=False, **{"weights.publish": "ranks"})
-    assert [each.problem.split("'")[0] for each in problems_of(submitted(parts, fleet_of(gpus, 16 * 2**30)))] == [
-        "a rollout"
-    ]
+    assert [
+        each.problem.split("'")[0] for each in problems_of(submitted(parts, fleet_of(gpus, 16 * 2**30)))
+    ] == ["a rollout"]

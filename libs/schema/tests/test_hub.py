@@ -32,7 +32,7 @@ class Hub(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(body)
 
-    do_HEAD = do_GET  # noqa: N815
+    do_HEAD = do_GET
 
     def log_message(self, *_):
         """Nothing."""

@@ -189,7 +189,9 @@ def test_a_model_that_one_gpu_does_not_hold_spans_as_many_as_it_needs(model_of):
     assert "weights of 135.4 GiB leave room for keys and values on so many GPUs of 80 GiB" in note
     assert "hold 389 sequences of the 1040 tokens that are expected" in note, "320 KiB a token"
     assert spec.rollout.max_concurrency == 384
-    longer, _ = decided(CARDS, model=model_of(QWEN_72B) | {"max_context": 28_672}, sampling={"max_new_tokens": 27_648})
+    longer, _ = decided(
+        CARDS, model=model_of(QWEN_72B) | {"max_context": 28_672}, sampling={"max_new_tokens": 27_648}
+    )
     assert longer.rollout.max_concurrency == 48, "worst-case lengths would let 16 run"
     smaller, _ = decided(CARDS, model=model_of(QWEN_7B))
     assert "tensor_parallel_size" not in smaller.rollout.engine_options

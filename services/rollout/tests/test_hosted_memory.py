@@ -188,7 +188,9 @@ async def test_without_a_count_by_process_the_whole_card_less_what_was_there_bef
 
 async def test_a_stream_tells_once_of_what_its_engines_processes_went_through(engine):
     process, _ = engine
-    run = TextRun("r", RolloutConfig(model=ModelSection(path="m")), SimpleNamespace(figures=process._figures), None)
+    run = TextRun(
+        "r", RolloutConfig(model=ModelSection(path="m")), SimpleNamespace(figures=process._figures), None
+    )
 
     def told():
         response = rollout_pb2.GenerateResponse()

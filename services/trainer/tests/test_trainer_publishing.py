@@ -106,7 +106,9 @@ def test_two_versions_are_in_memory_at_most_also_while_the_next_one_is_cast(stor
     most: list[int] = []
     for number in range(1, 6):
         publisher.stage(number, watched(number))
-        assert number == 1 or store.find("runs/r", number - 1), "the current one is there until it is replaced"
+        assert number == 1 or store.find("runs/r", number - 1), (
+            "the current one is there until it is replaced"
+        )
         publisher.publish(Version(number, number - 1, number, ""))
         most.append(in_memory())
     assert body <= max(most) < 2.1 * body

@@ -158,8 +158,8 @@ def _rows(
     fitting = int(max(0.0, cache) / (expected * size.token_bytes))
     rows = max(FEWEST_ROWS, min(MOST_ROWS, fitting // FEWEST_ROWS * FEWEST_ROWS))
     why = (
-        f"{max(0.0, cache) / GIB:.1f} GiB of keys and values hold {fitting} sequences of the {expected} tokens that are "
-        f"expected{weights}; an engine begins fewer where answers turn out longer"
+        f"{max(0.0, cache) / GIB:.1f} GiB of keys and values hold {fitting} sequences of the {expected} tokens that "
+        f"are expected{weights}; an engine begins fewer where answers turn out longer"
     )
     return Default(key, rows, why)
 

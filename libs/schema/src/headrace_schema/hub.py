@@ -77,11 +77,11 @@ def _asked(model: str, revision: str) -> HubConfig:
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     if not endpoint.startswith(("https://", "http://")):
         return HubConfig({}, f"HF_ENDPOINT is {endpoint!r}, which is no address")
-    request = urllib.request.Request(f"{endpoint.rstrip('/')}/{model}/resolve/{revision}/config.json")  # noqa: S310
+    request = urllib.request.Request(f"{endpoint.rstrip('/')}/{model}/resolve/{revision}/config.json")
     if token := _token():
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             found = json.loads(answer.read(MOST_BYTES))
     except urllib.error.HTTPError as error:
         return HubConfig({}, f"{endpoint} answers {error.code} {error.reason}")

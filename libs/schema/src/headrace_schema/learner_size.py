@@ -175,8 +175,8 @@ def fit(spec: RunSpec, size: ModelSize, memory_bytes: int, on_host: int, longest
 
 
 def published_bytes(spec: RunSpec, size: ModelSize) -> int:
-    """Of a host's memory, for all versions that it keeps of the run's weights at a time. With adapters that travel alone
-    their base is there once.
+    """Of a host's memory, for all versions that it keeps of the run's weights at a time. With adapters that travel
+    alone their base is there once.
     """
     element = 4 if spec.model.dtype == "float32" else 2
     own = [each for each in spec.policies.values() if each.model in (None, spec.model)]

@@ -84,10 +84,12 @@ class SglangBackend(Backend):
             raise BackendFailed(str(error)) from error
         self._worker, self._gone = await Worker.start(HOST, JSON_CODEC), ""
         self._reading = asyncio.create_task(self._read(self._worker), name="read answers of sglang")
-        self._cache_tokens = await self._call("start", environment=_variables(start), arguments=arguments)
-        if self._cache_tokens < arguments["context_length"]:
+        held = self._cache_tokens = await self._call(
+            "start", environment=_variables(start), arguments=arguments
+        )
+        if held < arguments["context_length"]:
             raise BackendFailed(
-                f"its KV cache holds {self._cache_tokens} tokens and one sequence may have {arguments['context_length']}; "
+                f"its KV cache holds {held} tokens and one sequence may have {arguments['context_length']}; "
                 "raise rollout.engine_options.kv_cache_tokens or memory_fraction, or lower model.max_context"
             )
 

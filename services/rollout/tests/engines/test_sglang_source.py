@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from rig import ENGINES_HERE
 
-pytestmark = pytest.mark.skipif("sglang" not in ENGINES_HERE, reason="SGLang's source; see `make test-engines`")
+pytestmark = pytest.mark.skipif(
+    "sglang" not in ENGINES_HERE, reason="SGLang's source; see `make test-engines`"
+)
 
 
 def source(module: str) -> str:

@@ -177,12 +177,12 @@ def published(submission: Submission) -> Iterator[KeyProblemView]:
         own = needed * min(on_host, parts) // parts
         there = fleet.weights_bytes.get(kind, own)
         if own > there:
-            reason = f"a {kind}'s host keeps versions of its weights of {own / GIB:.1f} GiB in all, and the smallest of "
-            reason += f"these file systems holds {there / GIB:.1f}"
-            fix = (
-                "enlarge it (HEADRACE_WEIGHTS_SIZE of compose, modelGiB of the chart, or --shm-dir on a larger tmpfs)"
+            reason = f"a {kind}'s host keeps versions of its weights of {own / GIB:.1f} GiB in all, and the smallest "
+            reason += f"of these file systems holds {there / GIB:.1f}"
+            fix = "enlarge it (HEADRACE_WEIGHTS_SIZE of compose, modelGiB of the chart, or --shm-dir on a larger tmpfs)"
+            yield problem(
+                "model.path", reason, fix if parts > 1 else f"{fix}, or train adapters (trainer.lora)"
             )
-            yield problem("model.path", reason, fix if parts > 1 else f"{fix}, or train adapters (trainer.lora)")
 
 
 def _beside(

@@ -85,7 +85,16 @@ class FleetView:
         listed = (text for facets in capabilities.values() for text in facets.get(GPU_MEMORY, ()))
         memory = read_gpu_memory(listed)
         return cls(
-            capabilities, counts, list(hosts), hosts, simulate, score, see, list(rollout_hosts), memory, weights
+            capabilities,
+            counts,
+            list(hosts),
+            hosts,
+            simulate,
+            score,
+            see,
+            list(rollout_hosts),
+            memory,
+            weights,
         )
 
     def names(self, kind: str, facet: str) -> frozenset[str]:
@@ -167,7 +176,7 @@ def hardware_defaults(spec: RunSpec, engine: str, fleet: FleetView) -> list[Defa
 
 
 def gpus_of(spec: RunSpec, fleet: FleetView) -> Gpus:
-    """Those that a run may generate on: the ones it names, or all; of all without its ranks' where it never takes turns."""
+    """Those that a run may generate on: the ones it names, or all, less its ranks' where it never takes turns."""
     named = named_devices(spec.placement.rollout, fleet.devices, fleet.hosts)
     gpus = [device for device in named or fleet.devices if is_gpu(device)]
     sizes = [fleet.gpu_bytes.get(device, 0) for device in gpus]

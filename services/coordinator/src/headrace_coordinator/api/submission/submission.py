@@ -202,8 +202,8 @@ class Submission:
             return ""
         return (
             f"model.path: config.json of {path} is not in the coordinator's Hugging Face cache, and {why}: these are "
-            f"defaults of a model of unknown size, on one GPU an engine; run `hf download {path} config.json` there, or "
-            "name a directory"
+            f"defaults of a model of unknown size, on one GPU an engine; run `hf download {path} config.json` there, "
+            "or name a directory"
         )
 
     @cached_property
