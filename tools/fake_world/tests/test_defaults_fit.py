@@ -71,7 +71,7 @@ def holds(tmp_path, name, gigabytes, ranks, longest, trainer) -> None:
         if str(each) == taken and f"shard_ranks: {each.shard_ranks}" in own
     ]
     reckoned = Learner.of(spec, size).bytes_of(rung, ranks, found.tokens)
-    assert -0.15 < reckoned / sum(planned["device"].values()) - 1 < 0.3, (own, planned["device"])
+    assert -0.15 < reckoned / sum(planned["device"].values()) - 1 < 0.25, (own, planned["device"])
 
 
 def named(layout: str) -> set[str]:

@@ -56,6 +56,8 @@ class Learner:
     layers: int
     width: int
     head: int
+    root: int
+    """Weights in no layer."""
     layer: int
     """Weights of the largest layer."""
     kept: float
@@ -77,6 +79,7 @@ class Learner:
             size.layers * copies,
             size.width,
             size.head,
+            size.parameters - size.linear_parameters,
             size.linear_parameters // size.layers,
             size.kept_bytes * element / 2,
             element,
@@ -84,24 +87,30 @@ class Learner:
 
     def bytes_of(self, rung: Rung, ranks: int, tokens: int) -> float:
         """Of a rank: what stays, and a micro-batch of so many tokens at its largest."""
-        copy = rung.shard_ranks
-        weights, adapts = self.learned + self.frozen, self.frozen > 0
-        gathers = self.element * (self.head + 2 * self.layer if rung.divided else weights)
+        layer, end = self.fixed(rung, ranks)
+        own = layer + tokens * self.token_bytes(again=rung.again)
+        return max(own, end + (0 if self.frozen else tokens * ROOT * self.width))
+
+    def fixed(self, rung: Rung, ranks: int) -> tuple[float, float]:
+        """Without a token's bytes, of the two moments that are largest: a layer's backward, and the end of it."""
+        copy, adapts = rung.shard_ranks, self.frozen > 0
+        gathers = self.element * (self.head + 2 * self.layer if rung.divided else self.learned + self.frozen)
         state = {"none": FP32 + MOMENTS, "optimizer": FP32, "parameters": -FP32}[rung.offload]
         stays = (
             (state + (0 if rung.whole_gradients else FP32)) * self.learned / copy
             + (FP32 * self.learned if rung.whole_gradients else 0)
             + self.element * self.frozen / (1 if ranks == 1 else copy) * (rung.offload != "parameters")
             + self.element * self.reference / copy
-            + (0 if adapts and ranks == 1 and rung.offload != "parameters" else gathers)
         )
+        if ranks > copy and not rung.whole_gradients:
+            stays += FP32 * self.learned / copy
+        gathered = 0 if adapts and ranks == 1 and rung.offload != "parameters" else gathers
         # With adapters the head's weights and those of layers get no gradient.
-        # A rank that has a copy alone reduces by two copies more of what a layer gives.
-        reduced = 0 if rung.whole_gradients else (4 if copy == 1 else 2) * self.layer
-        work = 0 if adapts else FP32 * (self.head + reduced)
-        several = ranks > copy and not rung.whole_gradients
-        given = FP32 * self.learned / copy if several else 0
-        return stays + work + given + TILES + tokens * self.token_bytes(again=rung.again)
+        reduced = 0 if rung.whole_gradients else (1 if copy == 1 else 2) * self.layer
+        layer = stays + gathered + TILES + (0 if adapts else FP32 * (self.head + reduced))
+        # What is in no layer is reduced last, on a rank that has a copy alone by one copy of it more.
+        last = 0 if adapts or rung.whole_gradients else FP32 * self.root * (3 if copy == 1 else 2)
+        return layer, stays + last + (0 if rung.divided else gathered)
 
     def token_bytes(self, *, again: bool) -> float:
         """Activations of a token; `again`: layers keep their inputs, and one at a time the rest."""
@@ -160,8 +169,9 @@ def fit(spec: RunSpec, size: ModelSize, memory_bytes: int, on_host: int, longest
     best = Fit("none", 0, "no layout has room for an answer of full length")
     for rung, share in itertools.product(ladder(spec, ranks, on_host), shares):
         each = learner.token_bytes(again=rung.again)
-        room = memory_bytes / share - learner.bytes_of(rung, ranks, 0)
-        found = max(0, int(room / each))
+        layer, end = learner.fixed(rung, ranks)
+        room = memory_bytes / share - layer
+        found = max(0, int(room / each)) if end <= memory_bytes / share else 0
         tokens = min(_power_of_two(found), most) if found >= FEWEST_TOKENS else 0
         tokens = max(tokens, longest) if found >= longest else tokens
         if tokens < longest:
