@@ -117,7 +117,10 @@ class Publisher:
             return self._same(held, weights)
         layout = [(name, _DATA_TYPES[data_type], shape) for name, data_type, shape in self._layout]
         # The memory of what rollouts do not ask for any more is used again: two versions are there at most.
-        self._store.keep(self._run, set(self._published[-1:]) if self._kept > 1 else {number})
+        if self._kept == 1:
+            self._store.keep(self._run, {number})
+        elif self._published:
+            self._store.keep(self._run, {self._published[-1]})
         pending = self._store.begin(self._run, number, layout)
         try:
             digests = {
