@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_schema.learner_size import FEWEST_TOKENS, GIB, MOST_TOKENS, Learner, fit
+from headrace_schema.learner_size import FEWEST_TOKENS, MOST_TOKENS, Learner, fit
 from headrace_schema.model_size import ModelSize, model_size
 from headrace_schema.sections.generating import engine_gpus, engine_hosts
 from headrace_schema.sections.policies import adapters_of
 from headrace_schema.spec import RunSpec
 
+GIB = 2**30
 SPANNING = ("vllm", "sglang")
 """Engines one of which may span several GPUs."""
 CONCURRENCY, FEWEST_ROWS, MOST_ROWS = 256, 16, 1024
