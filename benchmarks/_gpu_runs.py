@@ -33,11 +33,11 @@ def asleep(bench: Bench) -> Finding:
 
 def _hosted(bench: Bench, engine: str, **size: Any) -> Finding:
     from _gpu_judging import asleep_wrong
-    from headrace_coordinator.domain.devices.leases import ASLEEP_BYTES
+    from headrace_schema.gpu_defaults import asleep_limit
 
     found = _in_turns(bench, engine, **size)
     # On the CPU a process is told of by its name in vLLM's log alone, and keeps its memory.
-    judged = [] if bench.cpu and engine != "vllm" else asleep_wrong(found, ASLEEP_BYTES * size.get("gpus", 1))
+    judged = [] if bench.cpu and engine != "vllm" else asleep_wrong(found, asleep_limit(0) * size.get("gpus", 1))
     return Finding(found, (*wrong_with(found), *judged))
 
 

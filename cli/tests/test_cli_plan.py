@@ -319,8 +319,8 @@ def test_what_a_spec_leaves_to_its_gpus_is_shown_with_why(tmp_path):
     assert decided == {
         "rollout.engine_options.gpu_memory_utilization": 0.9,
         "rollout.engine_options.tensor_parallel_size": 4,
-        "rollout.max_concurrency": 64,
-        "trainer.micro_batch_tokens": 4096,
+        "rollout.max_concurrency": 192,
+        "trainer.micro_batch_tokens": 16_384,
     }
     words = " ".join(" ".join(plan_lines(plan, 100)).split())
     assert "tensor_parallel_size: 4, decided by the GPUs: weights of 135.4 GiB leave room" in words

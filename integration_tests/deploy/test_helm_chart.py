@@ -24,6 +24,7 @@ VALUES = {"1-gpu": 2, "8-gpu": 8, "32-gpu": 32}
 OPTIONS = {
     "everything": (
         "--set=simulator.replicas=2,storage.files.existingClaim=mine,storage.cache.hostPath=/var/cache/headrace",
+        "--set=storage.weights.hostPath=/dev/shm/headrace",
         "--set=metrics.monitors=true,metrics.rules=true,otlp.endpoint=http://collector:4317",
         "--set=autoscaling.rollout.by=hpa,autoscaling.reward.by=keda",
         "--set=rollout.priorityClassName=low,rollout.env.HEADRACE_DRAIN_GRACE_S=5",
@@ -287,3 +288,33 @@ def test_numbers_and_truth_values_of_env_are_texts_as_they_were_written(render, 
         "OCTAL": "010",
     }
     assert {name: found[name] for name in wanted} == wanted
+
+
+def test_memory_of_pods_follows_the_models_size(render):
+    """Of 7B in bfloat16: two versions of 14.2 GiB, and of trainers what lies on the host beside them."""
+
+    def sizes(*arguments, values="8-gpu"):
+        found = {}
+        for each in render(values, *arguments):
+            kind = each.get("metadata", {}).get("labels", {}).get("app.kubernetes.io/component")
+            if each["kind"] not in ("Deployment", "StatefulSet") or kind not in ("rollout", "trainer"):
+                continue
+            pod = each["spec"]["template"]["spec"]
+            volume = next(one for one in pod["volumes"] if one["name"] == "weights")
+            (container,) = pod["containers"]
+            resources = container["resources"]
+            assert resources["requests"]["memory"] == resources["limits"]["memory"] or values == ""
+            found[kind] = (volume.get("emptyDir", {}).get("sizeLimit"), resources["limits"]["memory"], volume)
+        return found
+
+    small, large = sizes(), sizes("--set-json=modelGiB=61.5")
+    assert {kind: each[:2] for kind, each in small.items()} == {
+        "rollout": ("33Gi", "65Gi"),
+        "trainer": ("33Gi", "290Gi"),
+    }
+    assert large["trainer"][:2] == ("136Gi", "1090Gi") and large["rollout"][:2] == ("136Gi", "168Gi")
+    assert sizes(values="32-gpu")["trainer"][1] == "614Gi", "two pods have half each of what is divided"
+    assert sizes("--set=trainer.weights=5Gi", values="")["trainer"][:2] == ("5Gi", "12Gi")
+    shared = sizes("--set=storage.weights.hostPath=/dev/shm/headrace")
+    paths = {each[2]["hostPath"]["path"] for each in shared.values()}
+    assert paths == {"/dev/shm/headrace"}, "pods of one node have one folder"

@@ -289,12 +289,13 @@ def _with_engines(
     memories, stages = profile.get("memory_gib"), profile.get("stages")
     known = memories.get("gpu") if isinstance(memories, dict) else None
     memory = gpu_gib or (known if isinstance(known, (int, float)) else 0.0)
-    gpus = Gpus(int(memory * 2**30), min(devices or GPUS_PER_HOST, GPUS_PER_HOST))
+    on_host = min(devices or GPUS_PER_HOST, GPUS_PER_HOST)
+    gpus = Gpus(int(memory * 2**30), on_host, devices or 0, on_host)
     left_open = (
         not {"engine", "engine_options"} & run.rollout.model_fields_set or run.rollout.engine == "auto"
     )
     engine = "vllm" if left_open else run.rollout.engine
-    decided = gpu_defaults(run, engine, text_config(run.model.path), gpus)
+    decided = gpu_defaults(run, engine, text_config(run.model), gpus)
     if left_open:
         decided.insert(0, Default("rollout.engine", engine, "where it is installed, a run on GPUs takes it"))
     each = run.engines * engine_gpus(with_defaults(run, decided).rollout.engine_options)

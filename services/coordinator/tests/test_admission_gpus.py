@@ -44,19 +44,6 @@ def test_what_a_spec_names_stays_and_cpus_keep_their_defaults():
     assert cpus.trainer.micro_batch_tokens == 2048
 
 
-@pytest.mark.parametrize(
-    ("width", "layers", "checkpointing", "tokens"),
-    [(896, 24, False, 16_384), (3584, 28, False, 4096), (3584, 28, True, 16_384), (8192, 80, False, 2048)],
-)
-def test_a_forward_on_a_gpu_is_as_large_as_its_activations_allow(
-    tmp_path, width, layers, checkpointing, tokens
-):
-    config = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 8}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    spec, _ = decided(GPUS, model={"path": str(tmp_path)}, trainer={"gradient_checkpointing": checkpointing})
-    assert spec.trainer.micro_batch_tokens == tokens
-
-
 CARDS = replace(
     BOTH,
     devices=[f"h/gpu:{n}" for n in range(8)],
@@ -80,6 +67,18 @@ QWEN_7B = {
     "intermediate_size": 18944,
     "vocab_size": 152064,
 }
+QWEN_30B_A3B = {
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "vocab_size": 151936,
+}
 
 
 @pytest.fixture
@@ -95,17 +94,108 @@ def model_of(tmp_path):
     return make
 
 
+@pytest.mark.parametrize(
+    ("shape", "checkpointing", "tokens"),
+    [("7b", None, 2048), ("7b", True, 16_384), ("72b", None, 2048), ("72b", True, 8192)],
+)
+def test_without_the_gpus_memory_a_forward_has_16_gib_for_its_activations(
+    model_of, shape, checkpointing, tokens
+):
+    """A token of 7B keeps 6.1 MiB, 34 bytes a unit of width were reckoned with before: 3.3."""
+    given = {} if checkpointing is None else {"trainer": {"gradient_checkpointing": checkpointing}}
+    spec, _ = decided(GPUS, model=model_of(QWEN_7B if shape == "7b" else QWEN_72B), **given)
+    assert spec.trainer.micro_batch_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("longest", "ranks", "tokens", "layout"),
+    [
+        (1024, 8, 4096, "shard: gradients"),
+        (2048, 8, 4096, "shard: gradients"),
+        (16_384, 8, 17_408, "shard: weights, gradient_checkpointing: true"),
+        (1024, 1, 8192, "shard: weights, gradient_checkpointing: true, offload: optimizer"),
+    ],
+)
+def test_a_micro_batch_is_as_large_as_the_layout_leaves_room_for(model_of, longest, ranks, tokens, layout):
+    """One answer of full length fits, which else would be a micro-batch that nobody has planned."""
+    run = {
+        "sampling": {"max_new_tokens": longest},
+        "trainer": {"ranks": ranks},
+        "algorithm": {"prompts_per_step": 8},
+    }
+    model = model_of(QWEN_7B) | {"max_context": 32_768}
+    spec, note = decided(CARDS, model=model, **run)
+    assert spec.trainer.micro_batch_tokens == tokens
+    assert f"beside the layout that the trainers take ({layout})" in note
+    named = {**run, "trainer": {"ranks": ranks, "micro_batch_tokens": 3000}}
+    assert decided(CARDS, model=model, **named)[0].trainer.micro_batch_tokens == 3000
+
+
+def test_an_engine_spans_no_more_gpus_than_the_instances_leave_it(model_of):
+    """Qwen3-30B-A3B on 32 GPUs: 32 instances with two GPUs each were refused for want of 64."""
+    shape = model_of(QWEN_30B_A3B)
+    many = replace(
+        CARDS,
+        devices=[f"h{n // 8}/gpu:{n % 8}" for n in range(32)],
+        instances={"rollout": 32, "trainer": 32, "reward": 1},
+        gpu_bytes={f"h{n // 8}/gpu:{n % 8}": 80 * 10**9 for n in range(32)},
+    )
+
+    def chosen(instances, **more):
+        run = {
+            "rollout": {"instances": instances},
+            "trainer": {"ranks": 32},
+            "algorithm": {"prompts_per_step": 32},
+        }
+        spec, note = decided(many, model=shape, **run, **more)
+        assert problems({"model": shape, **run, **more}, many) == {}
+        return spec.rollout.engine_options.get("tensor_parallel_size", 1), note
+
+    assert chosen(16)[0] == 2
+    span, note = chosen(32)
+    assert span == 1
+    assert "36 sequences" in note or "keys and values hold" in note
+
+
+def test_a_model_of_the_hub_is_sized_by_its_configuration_or_told_to_be_unknown(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("headrace_schema.hub._known", {})
+    model = {"path": "Qwen/Qwen2.5-72B"}
+    spec, note = decided(CARDS, model=model)
+    assert "tensor_parallel_size" not in spec.rollout.engine_options
+    assert (
+        "model.path: config.json of Qwen/Qwen2.5-72B is not in the coordinator's Hugging Face cache, and "
+        "HF_HUB_OFFLINE is set: these are defaults of a model of unknown size" in note
+    )
+    assert "run `hf download Qwen/Qwen2.5-72B config.json` there, or name a directory" in note
+    cached = tmp_path / "models--Qwen--Qwen2.5-72B" / "snapshots" / "abc"
+    cached.mkdir(parents=True)
+    (cached / "config.json").write_text(json.dumps(QWEN_72B))
+    (cached.parents[1] / "refs").mkdir()
+    (cached.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("headrace_schema.hub._known", {})
+    spec, note = decided(CARDS, model=model)
+    assert spec.rollout.engine_options["tensor_parallel_size"] == 4 and "unknown size" not in note
+    one = {"engine": "vllm", "engine_options": {"tensor_parallel_size": 1}}
+    assert "weights of 135.4 GiB" in problems({"model": model, "rollout": one}, CARDS)[SPAN]
+
+
 def test_a_model_that_one_gpu_does_not_hold_spans_as_many_as_it_needs(model_of):
     """72.7 billion parameters in bfloat16 are 135.4 GiB."""
     spec, note = decided(CARDS, model=model_of(QWEN_72B))
     options = spec.rollout.engine_options
     assert options == {"gpu_memory_utilization": 0.9, "tensor_parallel_size": 4}
     assert "weights of 135.4 GiB leave room for keys and values on so many GPUs of 80 GiB" in note
-    assert "123.8 GiB of keys and values hold 372 sequences of 1088 tokens" in note, "320 KiB a token"
-    assert spec.rollout.max_concurrency == 256
+    assert "hold 389 sequences of the 1040 tokens that are expected" in note, "320 KiB a token"
+    assert spec.rollout.max_concurrency == 384
+    longer, _ = decided(
+        CARDS, model=model_of(QWEN_72B) | {"max_context": 28_672}, sampling={"max_new_tokens": 27_648}
+    )
+    assert longer.rollout.max_concurrency == 48, "worst-case lengths would let 16 run"
     smaller, _ = decided(CARDS, model=model_of(QWEN_7B))
     assert "tensor_parallel_size" not in smaller.rollout.engine_options
-    assert smaller.rollout.max_concurrency == 512
+    assert smaller.rollout.max_concurrency == 896
 
 
 def test_memory_decides_the_share_of_an_engine_and_the_size_of_a_forward(model_of):
@@ -117,8 +207,8 @@ def test_memory_decides_the_share_of_an_engine_and_the_size_of_a_forward(model_o
         spec.trainer.micro_batch_tokens,
         decided(CARDS, model=model_of(QWEN_7B))[0].trainer.micro_batch_tokens,
     ) == (
-        2048,
-        4096,
+        16_384,
+        8192,
     )
     named, _ = decided(CARDS, rollout={"engine": "vllm", "engine_options": {"gpu_memory_utilization": 0.5}})
     assert named.rollout.engine_options == {"gpu_memory_utilization": 0.5}

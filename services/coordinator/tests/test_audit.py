@@ -68,6 +68,15 @@ def test_audit_forgets_what_a_rewind_abandoned():
     assert (found.duplicates, found.missing, found.trained) == (0, 0, 4)
 
 
+def test_engines_that_are_started_again_are_counted_over_the_steps():
+    totals = Totals()
+    for restarts in (0.0, 2.0, 1.0):
+        view = {"step": 1, "figures": {"engine_restarts": restarts}}
+        totals.apply(msgspec.structs.replace(committed(2, 1, 1, 0, []), view=view), Shape(0, 4, 2))
+    totals.apply(restored(9, 3, ordinal=2, frontier=2), Shape(0, 4, 2))
+    assert totals.engine_restarts == 3, "those of rewound steps too: they took their time"
+
+
 def test_running_totals_count_as_an_audit_of_the_whole_history():
     run, slots = run_state(), [(p, s, 1) for p in (0, 1) for s in (0, 1)]
     later = [(p + 2, s, 1) for p, s, _ in slots]

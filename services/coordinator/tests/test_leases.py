@@ -4,6 +4,7 @@ import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices import leases
 from headrace_coordinator.domain.devices.leases import Blocked, Lease, LeaseRequest, LeaseTable
+from headrace_schema.gpu_defaults import GIB, asleep_limit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -183,14 +184,15 @@ def test_a_resident_set_says_nothing_about_a_core():
 @pytest.mark.parametrize(
     ("engine", "stage", "used", "free"),
     [
-        ("vllm", "generate", leases.ASLEEP_BYTES * 2, True),
-        ("vllm", "generate", leases.ASLEEP_BYTES * 2 + 1, False),
-        ("vllm", "decode", leases.ASLEEP_BYTES, True),
-        ("vllm", "learn", leases.ASLEEP_BYTES, False),
+        ("vllm", "generate", asleep_limit(40 * GIB) + asleep_limit(80 * GIB), True),
+        ("vllm", "generate", asleep_limit(40 * GIB) + asleep_limit(80 * GIB) + 1, False),
+        ("vllm", "decode", 7 * GIB, True),
+        ("vllm", "learn", 7 * GIB, False),
         ("transformers", "generate", leases.KEPT_BYTES, True),
         ("transformers", "generate", leases.KEPT_BYTES + 1, False),
     ],
 )
 def test_a_sleeping_engine_may_keep_its_contexts_and_no_other_holder(engine, stage, used, free):
     lease = Lease(1, "a", "r", stage, ["GPU-1/gpu:0", "GPU-2/gpu:1"])
-    assert (used <= leases.kept_bytes(lease, engine)) is free
+    memory = {"GPU-1/gpu:0": 40 * GIB, "GPU-2/gpu:1": 80 * GIB}
+    assert (used <= leases.kept_bytes(lease, engine, memory)) is free

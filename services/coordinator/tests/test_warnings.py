@@ -55,6 +55,17 @@ def last(warnings, *steps):
     return found
 
 
+def test_engines_that_are_started_again_are_told_of_after_the_second_time():
+    warnings = Warnings(spec())
+    assert not warnings.of(step(0, engine_restarts=1.0))
+    found = warnings.of(step(1, engine_restarts=1.0, engine_asleep_bytes=14 * 2**30))
+    assert found is not None and "started again 2 times in the last 2 steps" in found["engines"]
+    assert "up to 14.0 GiB" in found["engines"] and "placement.mode: disaggregated" in found["engines"]
+    later = [warnings.of(step(number)) for number in range(2, 8)]
+    assert later[2] is not None and "engines" in later[2], "both are among the last five"
+    assert later[-1] == {}, "it ends with them"
+
+
 @pytest.mark.parametrize(
     ("name", "figures", "words"),
     [

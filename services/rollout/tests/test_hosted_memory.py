@@ -1,21 +1,30 @@
 """A GPU's memory is counted by process: an engine's own is measured, a neighbour's does not count as its."""
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engines.plain_backend import PlainBackend
+from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit import devices
 from headrace_modelkit.devices import Nvml, NvmlMissing
-from headrace_rollout.engines.base import Capabilities
+from headrace_rollout.engines.base import Capabilities, Scope
+from headrace_rollout.engines.figures import Figures
+from headrace_rollout.engines.hosted import process as process_module
 from headrace_rollout.engines.hosted import processes
 from headrace_rollout.engines.hosted.backend import Deadlines, Start
-from headrace_rollout.engines.hosted.process import ASLEEP_BYTES, EngineProcess
+from headrace_rollout.engines.hosted.process import GROWTH_BYTES, EngineProcess
 from headrace_rollout.engines.hosted.processes import Watermark
+from headrace_rollout.runs.opened import TextRun
+from headrace_schema.gpu_defaults import asleep_limit
+from headrace_schema.openings import RolloutConfig
+from headrace_schema.sections.generating import ModelSection
 
 GIB = 2**30
 GPU = torch.device("cuda", 0)
 NEIGHBOUR = 1
+LIMIT = asleep_limit(80 * GIB)
 
 
 class Driver:
@@ -64,7 +73,8 @@ def driver(monkeypatch):
     monkeypatch.setattr(Nvml, "open", lambda: nvml)
     monkeypatch.setattr(devices, "_seen", lambda: ["aa"])
     monkeypatch.setattr(devices, "has_hosts_pids", lambda: True)
-    monkeypatch.setattr(processes, "total_bytes", lambda device: 80 * GIB)
+    for module in (processes, process_module):
+        monkeypatch.setattr(module, "total_bytes", lambda device: 80 * GIB)
     monkeypatch.setattr(processes, "free_bytes", lambda device: 80 * GIB - sum(made.used.values()))
     return made
 
@@ -97,7 +107,7 @@ async def engine(model_config, driver):
     async def restored():
         return None
 
-    process = EngineProcess(backend, Deadlines(), lambda reason: None, restored)
+    process = EngineProcess(backend, Deadlines(), lambda reason: None, restored, Figures())
     await process.place(Start((GPU,), 1))
     await process.ready()
     yield process, backend
@@ -106,16 +116,52 @@ async def engine(model_config, driver):
 
 async def test_an_engine_is_not_ended_for_a_neighbours_growth(engine, driver):
     process, backend = engine
-    driver.used |= {backend.pids[0]: ASLEEP_BYTES - 1, NEIGHBOUR: 60 * GIB}
+    driver.used |= {backend.pids[0]: LIMIT, NEIGHBOUR: 60 * GIB}
     await process.release()
     assert process.up and backend.alive
 
 
 async def test_an_engine_that_keeps_too_much_is_ended_though_a_neighbour_has_left(engine, driver):
     process, backend = engine
-    driver.used = {backend.pids[0]: ASLEEP_BYTES + 1}
+    driver.used = {backend.pids[0]: LIMIT + 1}
     await process.release()
     assert not process.up and not backend.alive
+
+
+async def again(process):
+    await process.place(Start((GPU,), 1))
+    await process.ready()
+    await process.wake(Scope.WEIGHTS)
+    await process.wake(Scope.KV_CACHE)
+
+
+async def test_two_gpus_engine_that_keeps_seven_gib_asleep_is_started_once(engine, driver):
+    """NeMo-RL 223 and vLLM 47654 tell of 2.4 to 7.4 GiB of each GPU."""
+    process, backend = engine
+    for _ in range(4):
+        await again(process)
+        driver.used[backend.pids[0]] = 7 * GIB
+        await process.release()
+    assert backend.alive
+    assert process._figures == Figures(restarts=0, asleep_bytes=4 * 7 * GIB)
+
+
+async def test_what_an_engine_keeps_asleep_is_held_against_its_first_sleep(engine, driver):
+    process, backend = engine
+    for kept in (GIB, GIB + GROWTH_BYTES):
+        await again(process)
+        driver.used[backend.pids[0]] = kept
+        await process.release()
+        assert backend.alive
+    await again(process)
+    driver.used[backend.pids[0]] = GIB + GROWTH_BYTES + 1
+    await process.release()
+    assert not backend.alive and process._figures.restarts == 0
+    await again(process)
+    assert process._figures.restarts == 1
+    driver.used[backend.pids[0]] = 2 * GIB
+    await process.release()
+    assert backend.alive, "another process has a first sleep of its own"
 
 
 async def test_a_release_is_measured_by_the_engines_own_processes(engine, driver):
@@ -136,7 +182,7 @@ async def test_without_a_count_by_process_the_whole_card_less_what_was_there_bef
     await process.release()
     assert backend.alive, "30 GiB were there when it was started"
     await process.place(Start((GPU,), 1))
-    driver.used[4711] = ASLEEP_BYTES + 1
+    driver.used[4711] = LIMIT + 1
     await process.release()
     assert not backend.alive
 
@@ -162,7 +208,7 @@ async def test_a_container_with_process_ids_of_its_own_is_not_taken_for_its_neig
     assert mark.freed().used_bytes == GIB, "and 30 GiB are the neighbour's"
     await process.release()
     # The trainer has the card in between, and keeps its context when it gives it back: that is not the engine's growth.
-    driver.used[NEIGHBOUR] += ASLEEP_BYTES
+    driver.used[NEIGHBOUR] += LIMIT
     await process.place(Start((GPU,), 1))
     await process.release()
     assert process.up and backend.alive
@@ -172,3 +218,22 @@ async def test_a_container_with_process_ids_of_its_own_is_not_taken_for_its_neig
 def test_a_process_knows_whether_it_counts_with_the_hosts_process_ids(tmp_path):
     assert not devices.has_hosts_pids(tmp_path)  # any other inode than the first namespace's
     assert not devices.has_hosts_pids(tmp_path / "missing")
+
+
+async def test_a_stream_tells_once_of_what_its_engines_processes_went_through(engine):
+    process, _ = engine
+    run = TextRun(
+        "r", RolloutConfig(model=ModelSection(path="m")), SimpleNamespace(figures=process._figures), None
+    )
+
+    def told():
+        response = rollout_pb2.GenerateResponse()
+        run.tell_engine(response)
+        return [dict(stage.values) for stage in response.stages]
+
+    assert told() == []
+    process._figures.restarts, process._figures.asleep_bytes = 1, 2 * GIB
+    assert told() == [{"engine_restarts": 1, "engine_asleep_bytes": 2 * GIB}]
+    assert told() == []
+    process._figures.asleep_bytes += GIB
+    assert told() == [{"engine_restarts": 0, "engine_asleep_bytes": GIB}]

@@ -109,3 +109,32 @@ def test_a_copy_on_the_host_holds_while_the_next_one_comes():
             assert before is None or before.data_ptr() != copy.data_ptr()
             before = copy
     assert list(copies.of([])) == []
+
+
+def test_two_versions_are_in_memory_at_most_also_while_the_next_one_is_cast(store):
+    """A third one's room is a 30B model's 61 GB; what a reader still maps stays as it is."""
+    publisher, body = Publisher(store, "runs/r", LAYOUT), 2 * (3 * CAST_ELEMENTS + 7) + 8
+
+    def in_memory():
+        return sum(file.stat().st_size for file in store.directory.iterdir() if file.stat().st_size >= body)
+
+    def watched(number):
+        for name, tensor in weights(head=torch.full((7,), float(number))):
+            most.append(in_memory())
+            yield name, tensor
+
+    most: list[int] = []
+    for number in range(1, 6):
+        publisher.stage(number, watched(number))
+        assert number == 1 or store.find("runs/r", number - 1), (
+            "the current one is there until it is replaced"
+        )
+        publisher.publish(Version(number, number - 1, number, ""))
+        most.append(in_memory())
+    assert body <= max(most) < 2.1 * body
+    mapped = store.get("runs/r", 5).body
+    before = bytes(mapped[:64])
+    publisher.stage(6, watched(6))
+    publisher.publish(Version(6, 5, 6, ""))
+    publisher.stage(7, watched(7))
+    assert store.find("runs/r", 5) is None and bytes(mapped[:64]) == before

@@ -64,6 +64,7 @@ def run_table(run: Run) -> Table:
         ("last step", refilled),
         ("staleness", "" if counts.max_staleness is None else f"at most {counts.max_staleness} steps"),
         ("recoveries", run.recoveries or ""),
+        ("engine restarts", run.engine_restarts or ""),
         ("warm-up", f"{run.warmup_steps} supervised steps" if run.warmup_steps else ""),
         ("files", run.run_directory),
         ("exported to", run.export_path),

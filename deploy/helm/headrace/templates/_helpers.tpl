@@ -126,6 +126,24 @@ imagePullPolicy: {{ .root.Values.images.pullPolicy }}
 {{- end }}
 {{- end -}}
 
+{{/* Memory for two versions of a model of `modelGiB`, with a tenth to spare; empty: what the service's values say. */}}
+{{- define "headrace.weightsGi" -}}
+{{- $model := float64 .root.Values.modelGiB -}}
+{{- if and $model (has .kind (list "rollout" "trainer")) }}{{ mulf $model 2.2 | ceil | int }}Gi{{ end -}}
+{{- end -}}
+
+{{/*
+Memory of a pod for a model of `modelGiB`: its versions, 32 GiB for what is of no model's size and, of trainers, what
+lies on the host while rollouts have the GPUs and while a checkpoint is written: 30 bytes a weight, divided over pods.
+*/}}
+{{- define "headrace.memoryGi" -}}
+{{- $model := float64 .root.Values.modelGiB -}}
+{{- if and $model (has .kind (list "rollout" "trainer")) -}}
+{{- $asleep := ternary (divf (mulf $model 15.0) (max 1 (int .root.Values.trainer.replicas))) 0.0 (eq .kind "trainer") -}}
+{{ addf (mulf $model 2.2) $asleep 32.0 | ceil | int }}Gi
+{{- end -}}
+{{- end -}}
+
 {{/* The pod template of rollout, trainer, reward or simulator. */}}
 {{- define "headrace.instancePod" -}}
 {{- $root := .root -}}
@@ -196,6 +214,9 @@ spec:
       startupProbe: {grpc: {port: 7000}, periodSeconds: 5, timeoutSeconds: 5, failureThreshold: 60}
       readinessProbe: {grpc: {port: 7000}, periodSeconds: 10, timeoutSeconds: 5}
       {{- $resources := deepCopy $settings.resources }}
+      {{- with include "headrace.memoryGi" (dict "root" $root "kind" $kind) }}
+      {{- $resources = mustMergeOverwrite $resources (dict "requests" (dict "memory" .) "limits" (dict "memory" .)) }}
+      {{- end }}
       {{- if $settings.gpus }}
       {{- $resources = mustMergeOverwrite $resources (dict "limits" (dict $root.Values.gpu.resource (toString $settings.gpus))) }}
       {{- end }}
@@ -229,7 +250,11 @@ spec:
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $settings.shm }}}
     - name: weights
-      emptyDir: {medium: Memory, sizeLimit: {{ $settings.weights }}}
+      {{- if and $root.Values.storage.weights.hostPath (ne $kind "simulator") }}
+      hostPath: {path: {{ $root.Values.storage.weights.hostPath }}, type: Directory}
+      {{- else }}
+      emptyDir: {medium: Memory, sizeLimit: {{ include "headrace.weightsGi" (dict "root" $root "kind" $kind) | default $settings.weights }}}
+      {{- end }}
     - name: cache
       {{- if $root.Values.storage.cache.hostPath }}
       hostPath: {path: {{ $root.Values.storage.cache.hostPath }}, type: Directory}

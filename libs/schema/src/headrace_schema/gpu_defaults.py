@@ -6,10 +6,12 @@ here: the sections' own defaults stay.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace_schema.learner_size import FEWEST_TOKENS, MOST_TOKENS, Learner, fit
 from headrace_schema.model_size import ModelSize, model_size
 from headrace_schema.sections.generating import engine_gpus, engine_hosts
 from headrace_schema.sections.policies import adapters_of
@@ -22,20 +24,21 @@ CONCURRENCY, FEWEST_ROWS, MOST_ROWS = 256, 16, 1024
 """Sequences decoded together: where the cache is not known, and at least and most where it is."""
 MOST_SHARE, RESERVED_BYTES, RESERVED_SHARE = 0.92, 8 * GIB, 0.15
 """Of a GPU's memory: the most that an engine takes, and what it leaves to contexts and to a trainer that waits."""
+ASLEEP_SHARE = 0.15
+"""Of a GPU's memory, the most that a sleeping engine may keep: contexts, and what its libraries give to nobody."""
 BUILT_IN_SHARE, SGLANG_SHARE = 0.8, 0.8
 WEIGHTS_SHARE = 0.6
 """Of what an engine takes, the most that its weights should have."""
 WORKSPACE = 0.1
 """Of what an engine takes: activations and captured graphs."""
 ACTIVATION_BYTES, ACTIVATION_SHARE = 16 * GIB, 0.2
-"""For a forward's activations, where the GPU's memory is not known and where it is."""
-ACTIVATIONS = 34
-"""Bytes a token, layer and unit of width that a bf16 forward keeps for its backward (Korthikanti et al., 2022)."""
-CHECKPOINTED = 4
-"""The same where layers are computed again: their inputs alone, and one layer's whole."""
+"""For a forward's activations where no layout is foreseen: the GPU's memory is not known, and where it is."""
+EXPECTED_SHARE = 0.25
+"""Of the longest answer, the length that one is expected to have until lengths are measured."""
+PROMPT_TOKENS = 1024
+"""Of the longest prompt, where data.prompt.longest does not say."""
 ADAPTER_BYTES = 4
 """Of a number of an adapter: the built-in engine computes with them in fp32."""
-FEWEST_TOKENS, MOST_TOKENS = 2048, 16_384
 SPAN = "rollout.engine_options.tensor_parallel_size"
 
 
@@ -56,6 +59,10 @@ class Gpus:
     """Of the smallest of them."""
     seen: int = 0
     """Most that one rollout instance sees, which is of one host."""
+    count: int = 0
+    """How many the run's rollouts may have in all."""
+    on_host: int = 0
+    """How many of the run's may be on one host."""
 
 
 def gpu_defaults(spec: RunSpec, engine: str, config: Mapping[str, Any], gpus: Gpus) -> list[Default]:
@@ -71,14 +78,15 @@ def gpu_defaults(spec: RunSpec, engine: str, config: Mapping[str, Any], gpus: Gp
         found.append(Default("rollout.engine_options.gpu_memory_utilization", share, why))
         options["gpu_memory_utilization"] = share
     # A helper decodes on a rank's one GPU: beside them no engine spans several.
-    span = None if size is None or spec.rollout.helpers else _span(engine, options, size, gpus)
+    engines = spec.rollout.instances * spec.engines
+    span = None if size is None or spec.rollout.helpers else _span(engine, options, size, gpus, engines)
     if span is not None:
         found.append(span)
         options["tensor_parallel_size"] = span.value
     if "max_concurrency" not in spec.rollout.model_fields_set:
         found.append(_rows(spec, engine, options, size, gpus))
     if "micro_batch_tokens" not in spec.trainer.model_fields_set:
-        found.append(_tokens(spec, config, gpus))
+        found.append(_tokens(spec, size, gpus))
     return found
 
 
@@ -90,6 +98,15 @@ def engine_share(memory_bytes: int) -> float:
     """
     reserved = min(RESERVED_BYTES, RESERVED_SHARE * memory_bytes)
     return min(MOST_SHARE, round(1 - reserved / memory_bytes, 2))
+
+
+def asleep_limit(memory_bytes: int) -> int:
+    """Most bytes of a GPU that a sleeping engine may keep; of 80 GB where its memory is not known (0).
+
+    >>> asleep_limit(80 * 2**30) // 2**30
+    12
+    """
+    return int(ASLEEP_SHARE * (memory_bytes or 80e9))
 
 
 def room(engine: str, options: Mapping[str, Any], gpus: Gpus) -> float:
@@ -108,18 +125,24 @@ def fitting_spans(engine: str, options: Mapping[str, Any], size: ModelSize, gpus
     return [span for span in whole if span <= most and weights <= span * stages * each]
 
 
-def _span(engine: str, options: Mapping[str, Any], size: ModelSize, gpus: Gpus) -> Default | None:
+def _span(
+    engine: str, options: Mapping[str, Any], size: ModelSize, gpus: Gpus, instances: int
+) -> Default | None:
     if engine not in SPANNING or not gpus.memory_bytes or "tensor_parallel_size" in options:
         return None
     fitting = fitting_spans(engine, options, size, gpus)
     stages = engine_gpus(options)
     weights, each = size.weight_bytes(options.get("quantization")), room(engine, options, gpus)
     easy = [span for span in fitting if weights <= WEIGHTS_SHARE * span * stages * each]
-    chosen = easy[0] if easy else fitting[-1] if fitting else 1
+    wanted = easy[0] if easy else fitting[-1] if fitting else 1
+    # Of an engine over several hosts each of these has an instance.
+    most = gpus.count * engine_hosts(options) // (instances * stages) if gpus.count else wanted
+    chosen = max((span for span in fitting if span <= min(wanted, most)), default=wanted)
     if chosen == 1:
         return None
     why = f"weights of {weights / GIB:.1f} GiB leave room for keys and values on so many GPUs of "
-    return Default(SPAN, chosen, f"{why}{gpus.memory_bytes / GIB:.0f} GiB")
+    less = f"; rollout.instances: {instances} leave no more to each" if chosen < wanted else ""
+    return Default(SPAN, chosen, f"{why}{gpus.memory_bytes / GIB:.0f} GiB{less}")
 
 
 def _rows(
@@ -132,13 +155,20 @@ def _rows(
     each = (1 - WORKSPACE) * room(engine, options, gpus)
     held, weights = engine_weights(spec, options, size)
     cache = engine_gpus(options) * each - held
-    longest = (spec.data.prompt.longest or 1024) + spec.sampling.max_new_tokens
-    if spec.model.max_context is not None:
-        longest = min(longest, spec.model.max_context)
-    fit = int(max(0.0, cache) / (longest * size.token_bytes))
-    rows = max(FEWEST_ROWS, min(MOST_ROWS, _power_of_two(fit)))
-    why = f"{max(0.0, cache) / GIB:.1f} GiB of keys and values hold {fit} sequences of {longest} tokens{weights}"
+    expected = longest_sequence(spec, EXPECTED_SHARE)
+    fitting = int(max(0.0, cache) / (expected * size.token_bytes))
+    rows = max(FEWEST_ROWS, min(MOST_ROWS, fitting // FEWEST_ROWS * FEWEST_ROWS))
+    why = (
+        f"{max(0.0, cache) / GIB:.1f} GiB of keys and values hold {fitting} sequences of the {expected} tokens that "
+        f"are expected{weights}; an engine begins fewer where answers turn out longer"
+    )
     return Default(key, rows, why)
+
+
+def longest_sequence(spec: RunSpec, share: float = 1.0) -> int:
+    """Tokens of a prompt and of a share of the longest answer, within the context that the spec names."""
+    found = (spec.data.prompt.longest or PROMPT_TOKENS) + math.ceil(share * spec.sampling.max_new_tokens)
+    return found if spec.model.max_context is None else min(found, spec.model.max_context)
 
 
 def engine_weights(spec: RunSpec, options: Mapping[str, Any], size: ModelSize) -> tuple[float, str]:
@@ -156,19 +186,22 @@ def engine_weights(spec: RunSpec, options: Mapping[str, Any], size: ModelSize) -
     return each + own, words
 
 
-def _tokens(spec: RunSpec, config: Mapping[str, Any], gpus: Gpus) -> Default:
-    key, width, layers = (
-        "trainer.micro_batch_tokens",
-        config.get("hidden_size"),
-        config.get("num_hidden_layers"),
-    )
-    if type(width) is not int or type(layers) is not int or width < 1 or layers < 1:
+def _tokens(spec: RunSpec, size: ModelSize | None, gpus: Gpus) -> Default:
+    key, longest = "trainer.micro_batch_tokens", longest_sequence(spec)
+    if size is None:
         return Default(key, FEWEST_TOKENS, "the model's size is not known here")
-    each = width * layers * (CHECKPOINTED if spec.trainer.gradient_checkpointing else ACTIVATIONS)
-    space = int(ACTIVATION_SHARE * gpus.memory_bytes) or ACTIVATION_BYTES
-    tokens = max(FEWEST_TOKENS, min(MOST_TOKENS, _power_of_two(space // each)))
-    why = f"a token's activations are {each / 2**20:.2f} MiB, and {space / GIB:.0f} GiB are for them"
-    return Default(key, tokens, why)
+    if spec.trainer.backend != "fsdp" or not gpus.memory_bytes:
+        each = Learner.of(spec, size).token_bytes(again=bool(spec.trainer.gradient_checkpointing))
+        space = int(ACTIVATION_SHARE * gpus.memory_bytes) or ACTIVATION_BYTES
+        tokens = max(FEWEST_TOKENS, min(MOST_TOKENS, _power_of_two(int(space / each))))
+        return Default(
+            key,
+            tokens,
+            f"a token's activations are {each / 2**20:.2f} MiB, and {space / GIB:.0f} GiB are for them",
+        )
+    found = fit(spec, size, gpus.memory_bytes, gpus.on_host or gpus.seen, longest)
+    tokens = found.tokens or max(FEWEST_TOKENS, min(MOST_TOKENS, longest))
+    return Default(key, tokens, f"{found.why}, beside the layout that the trainers take ({found.layout})")
 
 
 def _power_of_two(most: int) -> int:

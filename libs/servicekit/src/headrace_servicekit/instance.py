@@ -18,13 +18,14 @@ from headrace_servicekit.instance_config import KINDS, InstanceConfig, parse_ins
 from headrace_servicekit.lease.clock import boottime
 from headrace_servicekit.lease.devices import boot_id
 from headrace_servicekit.lease.fence import Fence, opening_refusals
-from headrace_servicekit.lease.gpus import GPU_MEMORY, gpu_memory
+from headrace_servicekit.lease.gpus import GPU_MEMORY, WEIGHTS_MEMORY, gpu_memory
 from headrace_servicekit.lease.holder import LeaseCallbacks, LeaseHolder
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.lease.open_runs import Build, End, OpenRuns
 from headrace_servicekit.lease.session import Session, SessionHooks
 from headrace_servicekit.lease.usage import Usage, gpu_use
 from headrace_servicekit.logs import configure_logging, get_logger, log_context
+from headrace_servicekit.memory.segments import filesystem_bytes
 from headrace_servicekit.process.worker import hide_from_workers
 from headrace_servicekit.rpc.addresses import advertised_host, host_port, split_address
 from headrace_servicekit.rpc.errors import ServiceError
@@ -57,6 +58,8 @@ class Instance:
         self.capabilities: dict[str, list[str]] = {}
         if sizes := gpu_memory(config.devices):
             self.capabilities[GPU_MEMORY] = sizes
+        if room := filesystem_bytes(config.shm_dir):
+            self.capabilities[WEIGHTS_MEMORY] = [str(room)]
         self.on_grant: Callable[[common_pb2.Lease], Awaitable[None]] = _nothing
         self.on_revoke: Callable[[int, float, bool], Awaitable[Memory]] = _host_memory
         self.on_quiesce: Callable[[int], Awaitable[None]] = _nothing

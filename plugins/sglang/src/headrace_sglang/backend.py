@@ -23,10 +23,9 @@ from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 from typing_extensions import override
 
 from headrace_sglang.arguments import engine_args
-from headrace_sglang.options import SglangOptions
+from headrace_sglang.options import RELEASED_GRAPHS, WAKE_TAGS, SglangOptions
 
 HOST = "headrace_sglang.host"
-WAKE_TAGS = {Scope.WEIGHTS: "weights", Scope.KV_CACHE: "kv_cache"}
 _FOREVER_S = 1e9
 
 
@@ -60,12 +59,18 @@ class SglangBackend(Backend):
         self._reading: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Queue[Message]] = {}
         self._numbers = itertools.count(1)
+        self._cache_tokens = 0
         self._gone = "the engine does not run"
 
     @property
     @override
     def alive(self) -> bool:
         return self._worker is not None and not self._gone
+
+    @property
+    @override
+    def cache_tokens(self) -> int:
+        return self._cache_tokens
 
     @property
     @override
@@ -80,10 +85,12 @@ class SglangBackend(Backend):
             raise BackendFailed(str(error)) from error
         self._worker, self._gone = await Worker.start(HOST, JSON_CODEC), ""
         self._reading = asyncio.create_task(self._read(self._worker), name="read answers of sglang")
-        cache_tokens = await self._call("start", environment=_variables(start), arguments=arguments)
-        if cache_tokens < arguments["context_length"]:
+        held = self._cache_tokens = await self._call(
+            "start", environment=_variables(start), arguments=arguments
+        )
+        if held < arguments["context_length"]:
             raise BackendFailed(
-                f"its KV cache holds {cache_tokens} tokens and one sequence may have {arguments['context_length']}; "
+                f"its KV cache holds {held} tokens and one sequence may have {arguments['context_length']}; "
                 "raise rollout.engine_options.kv_cache_tokens or memory_fraction, or lower model.max_context"
             )
 
@@ -157,11 +164,11 @@ class SglangBackend(Backend):
 
     @override
     async def sleep(self) -> None:
-        await self._call("sleep")
+        await self._call("sleep", tags=[tag for tags in WAKE_TAGS.values() for tag in tags])
 
     @override
     async def wake(self, scope: Scope) -> None:
-        await self._call("wake", tag=WAKE_TAGS[scope])
+        await self._call("wake", tags=WAKE_TAGS[scope])
 
     @override
     async def use_threads(self, threads: int) -> None:
@@ -244,5 +251,6 @@ def _variables(start: Start) -> Mapping[str, str]:
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         RELAYS: start.relays,
+        **RELEASED_GRAPHS,
     }
     return variables | (variables_for(start.devices) or {"SGLANG_USE_CPU_ENGINE": "1"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
+from headrace_rollout.engines.base import Scope
 from headrace_rollout.engines.hosted.options import HostedOptions, refused_parallelism
 from headrace_servicekit.registry import Plugin
 from pydantic import Field, PositiveInt, model_validator
@@ -52,6 +53,11 @@ REFUSED_ARGUMENTS = {
     ),
 }
 """What is not offered, with reason and fix."""
+
+WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache", "cuda_graph"]}
+"""SGLang's names of what comes back with a scope: graphs are replayed once there is a cache."""
+RELEASED_GRAPHS = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+"""The variable with which captured graphs lie where they can be released, with a copy on the host."""
 
 
 class SglangOptions(HostedOptions):

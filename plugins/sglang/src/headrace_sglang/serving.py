@@ -153,13 +153,13 @@ class _Server:
         await self._until_flushed()
         if not self._engine.server_args.enable_memory_saver:
             return  # on a CPU there is nothing that SGLang could give back
-        tags = ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"])
+        tags = ReleaseMemoryOccupationReqInput(tags=call["tags"])
         await self._manager.release_memory_occupation(tags, None)
 
     async def _wake(self, call: Message) -> None:
         if not self._engine.server_args.enable_memory_saver:
             return
-        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[call["tag"]]), None)
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=call["tags"]), None)
 
     async def _until_flushed(self) -> None:
         deadline = asyncio.get_running_loop().time() + IDLE_S

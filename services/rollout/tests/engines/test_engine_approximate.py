@@ -156,3 +156,54 @@ def test_vllms_own_configuration_takes_the_options(tmp_path, options, key, value
     assert value in [getattr(part, key, None) for part in parts]
     if "draft" in str(options):
         assert found.speculative_config.draft_load_config.load_format == "auto", "the policy's own is dummy"
+
+
+def gpu_arguments(tmp_path, options, gpus=1, rows=4):
+    from headrace_rollout.engines.base import EngineConfig
+    from headrace_rollout.engines.hosted.backend import Start
+    from headrace_rollout.engines.vllm.arguments import engine_args
+    from headrace_rollout.engines.vllm.options import VllmOptions
+
+    save_model(make_model(1), character_tokenizer(), tmp_path)
+    section = ModelSection(path=str(tmp_path), max_context=CONTEXT)
+    devices = tuple(torch.device("cuda", index) for index in range(gpus))
+    config = EngineConfig(section, load_tokenizer(section), rows)
+    return engine_args(config, VllmOptions.model_validate(options), Start(devices, 1))
+
+
+def test_an_engine_on_gpus_gives_back_graphs_and_communicators_by_vllms_own_parser(tmp_path):
+    """Without these an engine over two GPUs keeps 2 to 7 GiB of each asleep, and was ended at each lease's end."""
+    from vllm import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    asked = ("enable_sleep_mode", "sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend")
+    flags = [f"--{name.replace('_', '-')}" for name in asked]
+    parsed = parser.parse_args([*flags, "--max-num-batched-tokens", "8192"])
+    found = gpu_arguments(tmp_path, {}, gpus=2)
+    for name in (*asked, "max_num_batched_tokens"):
+        assert getattr(found, name) == getattr(parsed, name), name
+    alone = gpu_arguments(tmp_path, {}, gpus=1)
+    assert alone.sleep_mode_offload_cudagraph and not alone.enable_nccl_comm_suspend
+    assert not gpu_arguments(tmp_path, {"enforce_eager": True}).sleep_mode_offload_cudagraph
+    own = {"engine_args": {"sleep_mode_offload_cudagraph": False, "max_num_batched_tokens": 4096}}
+    found = gpu_arguments(tmp_path, own)
+    assert not found.sleep_mode_offload_cudagraph and found.max_num_batched_tokens == 4096
+    drafting = {"speculative": {"method": "ngram", "tokens": 9}}
+    assert gpu_arguments(tmp_path, drafting, rows=1024).max_num_batched_tokens == 10_240
+
+
+def test_vllms_sleep_reads_what_is_set_and_a_cache_wakes_what_is_left():
+    """By its source: graphs are kept at level 2 as well, and `wake_up(None)` brings back whatever still sleeps."""
+    import inspect
+
+    from vllm.config import VllmConfig
+    from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert '("runtime", "cudagraph")' in inspect.getsource(CuMemBackend.suspend)
+    pool = inspect.getsource(VllmConfig.use_cumem_cudagraph_pool.fget)
+    assert "sleep_mode_offload_cudagraph" in pool and 'sleep_mode_backend == "cumem"' in pool
+    for method, call in ((Worker.sleep, "suspend_device_comms()"), (Worker.wake_up, "resume_device_comms()")):
+        source = inspect.getsource(method)
+        assert "enable_nccl_comm_suspend" in source and call in source

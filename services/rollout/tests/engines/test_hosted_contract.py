@@ -41,6 +41,14 @@ async def test_an_install_that_breaks_halfway_leaves_the_version_before(rig):
     await rig.serves(rig.model_b)
 
 
+async def test_an_engine_of_another_project_tells_what_its_cache_holds(rig):
+    """By which fewer samples are asked for at once where answers turn out long."""
+    if rig.name == "plain":
+        pytest.skip("it has no cache of its own")
+    await rig.serves(rig.model_a)
+    assert rig.engine._backend.cache_tokens >= rig.engine.max_context_tokens
+
+
 async def test_an_update_in_flight_that_breaks_leaves_the_sequences_to_the_version_before(rig):
     if not rig.engine.capabilities.inflight_update:
         pytest.skip(f"{rig.name} offers no update in flight")

@@ -140,6 +140,9 @@ class RunView(RunBrief):
     last_step: StepView | None
     counts: CountsView
     recoveries: int
+    engine_restarts: int = Field(
+        default=0, description="how often rollouts had to start processes of vLLM or SGLang again"
+    )
     run_directory: str
     export_path: str
     first_step: int = Field(

@@ -18,6 +18,8 @@ from typing import Protocol
 ROOT = Path("/")
 ASK_S = 30
 GPU_MEMORY = "gpu_memory"
+WEIGHTS_MEMORY = "weights_memory"
+"""The facet of an instance that says how many bytes the file system of its published weights holds."""
 """Facet of an instance's capabilities: "GPU-8f2a…/gpu:0=85520809984", bytes of each GPU that it may be given."""
 _OF_WSL = "/usr/lib/wsl/lib/nvidia-smi"
 """Windows puts it there, which not every shell has on its path."""

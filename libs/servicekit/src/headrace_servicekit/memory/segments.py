@@ -170,6 +170,18 @@ def make_private(root: Path) -> None:
         raise_no_space(error, root)
 
 
+def filesystem_bytes(directory: Path) -> int:
+    """How much the file system that a directory is on, or will be on, holds in all; 0: nobody says."""
+    place = directory
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        found = os.statvfs(place)
+    except OSError:
+        return 0
+    return found.f_blocks * found.f_frsize
+
+
 def lock_new_directory(directory: Path) -> int:
     """Creates and locks a directory; the loop covers a janitor that takes it between the two."""
     while True:

@@ -72,6 +72,10 @@ class Tally(msgspec.Struct):
             self.max_staleness = max(self.max_staleness, event.certificate.max_staleness)
 
 
+ENGINE_RESTARTS, ENGINE_ASLEEP = "engine_restarts", "engine_asleep_bytes"
+"""Figures of a step that rollouts tell of their engines' processes."""
+
+
 class Totals(msgspec.Struct):
     """The figures of a run's view."""
 
@@ -83,6 +87,8 @@ class Totals(msgspec.Struct):
     """Whether any committed step has an answer with a verdict."""
     scorer_failed: str = ""
     """What a scorer said of the first answer that it failed at."""
+    engine_restarts: int = 0
+    """How often rollouts started processes of their engines again, in committed steps, rewound ones too."""
 
     def apply(self, event: ev.Event, shape: Shape) -> None:
         """Folds one event of the run; events of other parts are ignored."""
@@ -91,6 +97,7 @@ class Totals(msgspec.Struct):
                 self.tally.add(event, shape)
                 self.last_step = view
                 self.judged = self.judged or view.get("reward_mean") is not None
+                self.engine_restarts += int(view.get("figures", {}).get(ENGINE_RESTARTS, 0))
             case ev.ScorerFailed(detail=detail):
                 self.scorer_failed = detail
             case ev.StepSkipped():

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from headrace_servicekit.lease.gpus import GPU_MEMORY, read_gpu_memory
+
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices import leases
@@ -102,7 +104,9 @@ class LeaseManager:
         state, now = self._event_log.state, self._event_log.now()
         lease, expected = state.table.leases.get(epoch), leases.KEPT_BYTES
         if lease is not None and (run := state.runs.get(lease.run)) is not None:
-            expected = leases.kept_bytes(lease, run.spec["rollout"]["engine"])
+            holder = state.instances.get(incarnation)
+            memory = read_gpu_memory(holder.capabilities.get(GPU_MEMORY, ())) if holder is not None else {}
+            expected = leases.kept_bytes(lease, run.spec["rollout"]["engine"], memory)
         ends = leases.plan_release(
             state.table, epoch, incarnation, "released", now, used=used_bytes, expected=expected
         )

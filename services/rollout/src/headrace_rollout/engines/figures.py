@@ -20,6 +20,10 @@ class Figures:
     moved_tokens: int = 0
     sampled_tokens: int = 0
     samples: int = 0
+    restarts: int = 0
+    """Times that an engine's own processes were started again."""
+    asleep_bytes: int = 0
+    """What these kept of their GPUs, summed over their sleeps."""
 
 
 class Prefills:

@@ -136,6 +136,7 @@ class OpenedRun:
     retention: Retention = field(default_factory=lambda: Retention(RETENTION_BYTES), kw_only=True)
     streams: set[AnyStream] = field(default_factory=set, kw_only=True)
     _reported: dict[str, float] = field(default_factory=dict, kw_only=True)
+    _told: dict[str, float] = field(default_factory=dict, kw_only=True)
 
     @cached_property
     def ways(self) -> list[Way]:
@@ -244,6 +245,15 @@ class TextRun(OpenedRun):
         if opening.pools:
             raise invalid("pools: the run's config names no environment; name none")
         return PromptDriver(self, opening, stream, put, serving.caches)
+
+    def tell_engine(self, response: rollout_pb2.GenerateResponse) -> None:
+        """Adds what the engine's own processes went through since the run's last message, if anything."""
+        figures = self.engine.figures
+        now = {"engine_restarts": figures.restarts, "engine_asleep_bytes": figures.asleep_bytes}
+        news = {name: value - self._told.get(name, 0) for name, value in now.items()}
+        if any(news.values()):
+            self._told.update(now)
+            response.stages.add(stage="generate", values=news)
 
     @override
     def _figures(self) -> dict[str, float]:

@@ -37,6 +37,7 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
 
     def __init__(self, run: TextRun, opening: rollout_pb2.GenerateOpen, serving: Serving) -> None:
         super().__init__(run, opening, serving)
+        self._run: TextRun = run
         self._engine, self._codec = run.engine, run.codec
         self._told = time.perf_counter()
         handover: Handover[Sequence[Produced] | ServiceError] = Handover(
@@ -94,6 +95,7 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
             return None
         self._tell_prefills(response)
         self._driver.tell(response)
+        self._run.tell_engine(response)
         return response
 
     def _tell_prefills(self, response: rollout_pb2.GenerateResponse) -> None:

@@ -103,7 +103,8 @@ def _cast_stretch(
 
 
 class Publisher:
-    """The versions of one run on this host: one staged (cast, unseen), base and current published.
+    """The versions of one run on this host: the current one, and beside it one that is staged (cast, unseen) or the one
+    before. The one before goes as the next is staged: who has it takes the current one, whole or by its changes.
 
     `layout` and what is staged have the model's own names; a version is published under its checkpoint's, `names`.
 
@@ -149,10 +150,11 @@ class Publisher:
         if (held := self._store.find(self._run, number)) is not None:
             return self._same(held, weights)
         layout = [(name, _DATA_TYPES[data_type], shape) for name, data_type, shape in self._layout]
+        # The memory of what rollouts do not ask for any more is used again: two versions are there at most.
         if self._kept == 1:
-            self._store.keep(
-                self._run, {number}
-            )  # The one before is not needed any more: its memory is used again.
+            self._store.keep(self._run, {number})
+        elif self._published:
+            self._store.keep(self._run, {self._published[-1]})
         pending = self._store.begin(self._run, number, layout)
         try:
             digests: dict[str, str] = {}

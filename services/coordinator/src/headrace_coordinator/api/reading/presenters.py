@@ -64,6 +64,7 @@ def run_view(
         waiting_for=waiting_for,
         warnings=list(run.warnings.values()),
         stalled=STALLED in run.warnings,
+        engine_restarts=totals.engine_restarts,
         policy=PolicyView.of(base) if base else None,
         baseline_prefill=EvaluationView.from_json(totals.baseline) if totals.baseline else None,
         evaluations=[EvaluationView.from_json(view) for view in totals.evaluations],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from headrace_schema.gpu_defaults import GIB, SPAN, SPANNING, fitting_spans, room
+from headrace_schema.learner_size import published_bytes
 from headrace_schema.model_size import model_size, text_config
 from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
@@ -141,7 +143,7 @@ def _own_devices(spec: RunSpec) -> Iterator[str]:
 def _weights(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
     """An engine whose weights alone are more than it takes of its GPUs."""
     size, gpus, options = (
-        model_size(text_config(spec.model.path)),
+        model_size(text_config(spec.model)),
         gpus_of(spec, fleet),
         spec.rollout.engine_options,
     )
@@ -160,6 +162,27 @@ def _weights(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
         else "take GPUs with more memory, or a smaller model"
     )
     yield problem(SPAN, reason, fix)
+
+
+def published(submission: Submission) -> Iterator[KeyProblemView]:
+    """Versions of the weights for which a host that publishes or takes them has no room."""
+    spec, fleet = submission.spec, submission.fleet
+    size = model_size(text_config(spec.model))
+    if size is None or spec.acts_in_environments or submission.evaluated is not None:
+        return
+    needed = published_bytes(spec, size)
+    for kind in ("trainer", "rollout"):
+        parts = spec.trainer.ranks if kind == "trainer" and spec.weights.publish == "ranks" else 1
+        on_host = max(Counter(host for hosts in fleet.hosts.values() for host in hosts).values(), default=1)
+        own = needed * min(on_host, parts) // parts
+        there = fleet.weights_bytes.get(kind, own)
+        if own > there:
+            reason = f"a {kind}'s host keeps versions of its weights of {own / GIB:.1f} GiB in all, and the smallest "
+            reason += f"of these file systems holds {there / GIB:.1f}"
+            fix = "enlarge it (HEADRACE_WEIGHTS_SIZE of compose, modelGiB of the chart, or --shm-dir on a larger tmpfs)"
+            yield problem(
+                "model.path", reason, fix if parts > 1 else f"{fix}, or train adapters (trainer.lora)"
+            )
 
 
 def _beside(

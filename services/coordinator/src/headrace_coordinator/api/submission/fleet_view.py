@@ -1,23 +1,25 @@
 """What there is to run on, which engine a run takes of it, and the defaults that its hardware decides.
 
-Pure but for one read: a local model's config.json.
+Pure but for one read: a model's config.json, of this host or of the hub.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headrace_schema.gpu_defaults import Default, Gpus, gpu_defaults
-from headrace_schema.model_size import local_config, text_config
+from headrace_schema.model_size import text_config
 from headrace_schema.resources.fleet import InstanceView
-from headrace_schema.sections.generating import quantized
+from headrace_schema.sections.generating import ModelSection, quantized
 from headrace_schema.spec import RunSpec
-from headrace_servicekit.lease.gpus import GPU_MEMORY, read_gpu_memory
+from headrace_servicekit.lease.gpus import GPU_MEMORY, WEIGHTS_MEMORY, read_gpu_memory
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.domain.devices.leases import BUILT_IN, is_gpu
+from headrace_coordinator.domain.devices.placement import placement_of
 from headrace_coordinator.domain.devices.places import named_devices
 
 AUTO = "auto"
@@ -48,6 +50,8 @@ class FleetView:
     """Hosts with rollout instances."""
     gpu_bytes: Mapping[str, int] = field(default_factory=dict)
     """Memory of GPUs, where their instances know it."""
+    weights_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Of the instances of a kind, the least room for published weights, where they know it."""
 
     @classmethod
     def of(cls, instances: Iterable[InstanceView]) -> FleetView:
@@ -59,6 +63,7 @@ class FleetView:
         score: set[str] = set()
         see: list[int] = []
         rollout_hosts: dict[str, None] = {}
+        weights: dict[str, int] = {}
         for instance in instances:
             if instance.state not in ("READY", "SILENT"):
                 continue
@@ -71,6 +76,8 @@ class FleetView:
             if instance.kind == "rollout":
                 see.append(len(instance.devices))
                 rollout_hosts[instance.host] = None
+            for text in instance.capabilities.get(WEIGHTS_MEMORY, ()):
+                weights[instance.kind] = min(weights.get(instance.kind, int(text)), int(text))
             counts[instance.kind] = counts.get(instance.kind, 0) + 1
             facets = capabilities.setdefault(instance.kind, {})
             for facet, names in instance.capabilities.items():
@@ -78,7 +85,16 @@ class FleetView:
         listed = (text for facets in capabilities.values() for text in facets.get(GPU_MEMORY, ()))
         memory = read_gpu_memory(listed)
         return cls(
-            capabilities, counts, list(hosts), hosts, simulate, score, see, list(rollout_hosts), memory
+            capabilities,
+            counts,
+            list(hosts),
+            hosts,
+            simulate,
+            score,
+            see,
+            list(rollout_hosts),
+            memory,
+            weights,
         )
 
     def names(self, kind: str, facet: str) -> frozenset[str]:
@@ -120,9 +136,9 @@ def _preferred(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:
         return BUILT_IN, f"deterministic: true, which {' and '.join(extras)} cannot promise"
     if spec.model.gguf_file is not None:
         return BUILT_IN, "the model is a GGUF file"
-    if other := _unusual_layers(spec.model.path):
+    if other := _unusual_layers(spec.model):
         return extras[0], f"the model has {', '.join(sorted(other))} layers, which {BUILT_IN} cannot run"
-    if 0 < (numbers := _head_size(spec.model.path)) < SMALLEST_HEAD:
+    if 0 < (numbers := _head_size(spec.model)) < SMALLEST_HEAD:
         return (
             BUILT_IN,
             f"the model's heads have {numbers} numbers, and {extras[0]} takes {SMALLEST_HEAD} or more",
@@ -139,38 +155,41 @@ def has_gpus(spec: RunSpec, fleet: FleetView) -> bool:
     return any(device.rpartition("/")[2].startswith("gpu") for device in devices)
 
 
-def _unusual_layers(path: str) -> set[str]:
-    kinds = text_config(path).get("layer_types")
+def _unusual_layers(model: ModelSection) -> set[str]:
+    kinds = text_config(model).get("layer_types")
     return {str(kind) for kind in kinds} - ATTENTION if isinstance(kinds, list) else set()
 
 
-def _head_size(path: str) -> int:
-    config = text_config(path)
+def _head_size(model: ModelSection) -> int:
+    config = text_config(model)
     width, heads, size = (config.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
     if type(size) is int:
         return size
     return width // heads if type(width) is int and type(heads) is int and heads > 0 else 0
 
 
-def model_type(path: str) -> str:
-    """The family of a local model, by its configuration; empty where `text_config` is."""
-    found = local_config(path).get("model_type")
-    return found if isinstance(found, str) else ""
-
-
 def hardware_defaults(spec: RunSpec, engine: str, fleet: FleetView) -> list[Default]:
     """Defaults of a run that has GPUs, of keys that its spec does not name; none for robot policies."""
     if spec.acts_in_environments or not has_gpus(spec, fleet):
         return []
-    return gpu_defaults(spec, engine, text_config(spec.model.path), gpus_of(spec, fleet))
+    return gpu_defaults(spec, engine, text_config(spec.model), gpus_of(spec, fleet))
 
 
 def gpus_of(spec: RunSpec, fleet: FleetView) -> Gpus:
-    """Those that a run may generate on: the ones it names, or all."""
+    """Those that a run may generate on: the ones it names, or all, less its ranks' where it never takes turns."""
     named = named_devices(spec.placement.rollout, fleet.devices, fleet.hosts)
-    sizes = [fleet.gpu_bytes.get(device, 0) for device in named or fleet.devices if is_gpu(device)]
+    gpus = [device for device in named or fleet.devices if is_gpu(device)]
+    sizes = [fleet.gpu_bytes.get(device, 0) for device in gpus]
     seen = [count for count in (len(named), max(fleet.rollouts_see, default=0)) if count]
-    return Gpus(min(sizes, default=0), min(seen, default=0))
+    found = placement_of(spec.placement, ahead=spec.algorithm.max_staleness > 0, gpus=True)
+    apart = found.apart and not found.spans and not named
+    on_host = Counter(host for device in gpus for host in fleet.hosts.get(device, ()))
+    return Gpus(
+        min(sizes, default=0),
+        min(seen, default=0),
+        max(0, len(gpus) - spec.trainer.ranks * apart),
+        max(on_host.values(), default=0),
+    )
 
 
 def correction(spec: RunSpec, fleet: FleetView) -> list[Default]:

@@ -54,8 +54,8 @@ def models(submission: Submission) -> Iterator[KeyProblemView]:
 
 def engine_model(submission: Submission) -> Iterator[KeyProblemView]:
     """GPUs that cannot divide a local model's attention heads, and a model that drafts with other words than it has."""
-    path, given = submission.spec.model.path, submission.spec.rollout.engine_options
-    config = text_config(path)
+    model, given = submission.spec.model, submission.spec.rollout.engine_options
+    path, config = model.path, text_config(model)
     heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
     size = given.get("tensor_parallel_size")
     if type(size) is int and size > 0 and type(heads) is int and heads > 0:
@@ -66,7 +66,7 @@ def engine_model(submission: Submission) -> Iterator[KeyProblemView]:
             yield problem("rollout.engine_options.tensor_parallel_size", reason, fix)
     speculative, words = given.get("speculative"), config.get("vocab_size")
     draft = speculative.get("model") if isinstance(speculative, dict) else None
-    drafted = text_config(str(draft)).get("vocab_size") if draft else None
+    drafted = text_config(ModelSection(path=str(draft))).get("vocab_size") if draft else None
     if words is not None and drafted is not None and words != drafted:
         reason = f"{draft} has a vocabulary of {drafted} tokens and {path} one of {words}"
         fix = "name a model of the same family, or set method: ngram"

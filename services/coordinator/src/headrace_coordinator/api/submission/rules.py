@@ -13,7 +13,7 @@ from headrace_servicekit.lease.devices import gpu_uuids
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.api.submission import local_rules
-from headrace_coordinator.api.submission.device_rules import devices, instances
+from headrace_coordinator.api.submission.device_rules import devices, instances, published
 from headrace_coordinator.api.submission.fleet_view import EXTRAS
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.trackers import tracker_problems
@@ -168,6 +168,7 @@ OF_FLEET: tuple[Rule, ...] = (
     simulated_on_gpus,
     instances,
     devices,
+    published,
 )
 """What another fleet would satisfy."""
 LOCAL: tuple[Rule, ...] = (

@@ -12,7 +12,7 @@ from functools import cached_property
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.gpu_defaults import Default, told, with_defaults
 from headrace_schema.images import VISION_FAMILIES
-from headrace_schema.model_size import local_config, model_size, text_config
+from headrace_schema.model_size import model_config, model_size, text_config, unread_config
 from headrace_schema.problems import Impossible, nearest, problem
 from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunView
 from headrace_schema.rules.features import Resolved
@@ -48,7 +48,7 @@ def foreseen(spec: RunSpec, data: Dataset) -> Iterator[str]:
     if spec.environment is not None:
         return
     items, most = data.spread(LOOKED_AT), spec.sampling.max_new_tokens
-    context = spec.model.max_context or text_config(spec.model.path).get("max_position_embeddings")
+    context = spec.model.max_context or text_config(spec.model).get("max_position_embeddings")
     if type(context) is int and context > 0:
         if most >= context:
             yield (
@@ -159,9 +159,9 @@ class Submission:
     def resolved(self) -> Resolved:
         """The spec with what the fleet, its data and a local model say of it."""
         in_data = isinstance(self.data, Dataset) and self.data.has_images
-        size = model_size(text_config(self.spec.model.path))
+        size = model_size(text_config(self.spec.model))
         models = {"model.path": self.spec.model, "trainer.reference.path": self.spec.trainer.reference}
-        kinds = {key: local_config(each.path).get("model_type") for key, each in models.items() if each}
+        kinds = {key: model_config(each).get("model_type") for key, each in models.items() if each}
         return Resolved(
             self.spec,
             engine=self.engine,
@@ -192,7 +192,19 @@ class Submission:
         """What was decided for the spec (an engine that is left to the fleet, defaults), and is foreseen."""
         data = None if self.evaluated or not isinstance(self.data, Dataset) else self.data
         seen = foreseen(self.spec, data) if data is not None else ()
-        return "; ".join(filter(None, (choose_engine(self.spec, self.fleet)[1], told(self._defaults), *seen)))
+        chosen = choose_engine(self.spec, self.fleet)[1]
+        return "; ".join(filter(None, (chosen, told(self._defaults), self._unread(), *seen)))
+
+    def _unread(self) -> str:
+        """That defaults know nothing of a hub's model, where its configuration is not to be had."""
+        path = self.spec.model.path
+        if not self._defaults or not (why := unread_config(self.spec.model)):
+            return ""
+        return (
+            f"model.path: config.json of {path} is not in the coordinator's Hugging Face cache, and {why}: these are "
+            f"defaults of a model of unknown size, on one GPU an engine; run `hf download {path} config.json` there, "
+            "or name a directory"
+        )
 
     @cached_property
     def settled(self) -> RunSpec:

@@ -123,6 +123,7 @@ function runHeader(element, path, signal) {
       ["Dropped", run.counts.dropped.toLocaleString("en") + (run.counts.filtered ? `, of equal rewards ${run.counts.filtered.toLocaleString("en")}` : "")],
       ["Worst staleness", number(run.counts.max_staleness)],
       ["Recoveries", `${run.recoveries}`],
+      ...(run.engine_restarts ? [["Engine restarts", `${run.engine_restarts}`]] : []),
       ["Started", clock(run.started_at)],
       ["Time", run.started_at ? duration(until - run.started_at) : "–"],
       ...(run.place ? [["Place in the queue", `${run.place}`]] : []),

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
+from headrace_schema.gpu_defaults import asleep_limit
 from headrace_schema.rules.acting import PART_ERROR
 
 from headrace_coordinator.domain import events as ev
 
 KEPT_BYTES = 256 * 2**20
 """Bytes that a process may still use of a GPU that it has released: small buffers of its libraries."""
-ASLEEP_BYTES = 2 * 2**30
-"""Like KEPT_BYTES, for each GPU of an engine whose separate processes sleep: contexts, and buffers of libraries."""
 HELP, DECODE = "help", "decode"
 """Stages of the leases within a step: of a trainer that helps, and of a rollout that decodes on trainers' devices."""
 BUILT_IN = "transformers"
@@ -204,10 +203,14 @@ def plan_release(
     return [ev.LeaseEnded(at=now, epoch=epoch, cause=cause, proven=True)]
 
 
-def kept_bytes(lease: Lease, engine: str) -> int:
-    """Bytes that a lease's holder may still use of its GPUs once it has released them; `engine`: of the lease's run."""
-    hosted = engine != BUILT_IN and lease.stage in (GENERATE, DECODE)
-    return ASLEEP_BYTES * len(lease.devices) if hosted else KEPT_BYTES
+def kept_bytes(lease: Lease, engine: str, memory: Mapping[str, int]) -> int:
+    """Bytes that a lease's holder may still use of its GPUs once it has released them.
+
+    `engine`: of the lease's run; the separate processes of some sleep. `memory`: bytes of GPUs, where they are known.
+    """
+    if engine == BUILT_IN or lease.stage not in (GENERATE, DECODE):
+        return KEPT_BYTES
+    return sum(asleep_limit(memory.get(device, 0)) for device in lease.devices)
 
 
 def is_gpu(device: str) -> bool:

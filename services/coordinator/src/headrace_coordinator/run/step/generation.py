@@ -283,7 +283,8 @@ class Generation:
         for metrics in response.stages:
             seconds = metrics.wall_time.ToNanoseconds() / 1e9
             devices = () if metrics.stage == "simulate" else worker.devices
-            self.timer.add(metrics.stage, (now - seconds, now), devices)
+            if seconds or metrics.stage == "simulate":
+                self.timer.add(metrics.stage, (now - seconds, now), devices)
             for name, value in metrics.values.items():
                 self.timer.figures[name] += value
 

@@ -9,6 +9,8 @@ from statistics import fmean
 from headrace_schema.resources.views import StepView
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.domain.totals import ENGINE_ASLEEP, ENGINE_RESTARTS
+
 STEPS = 5
 """Consecutive steps before a warning; it ends with the first step of which it does not hold."""
 CUT_SHARE = 0.97
@@ -21,6 +23,8 @@ LEAP = 0.5
 """Nats a token between a step's samples and the weights that it leaves: it learns from answers of another policy."""
 UNJUDGED = "answers_unjudged"
 """Figure: answers of a step that got reward.failed_reward, as their scorer failed at them; none: left out."""
+MOST_RESTARTS = 2
+"""Of engines in the last STEPS steps, before a warning."""
 ROUNDING = 1e-9
 """A rate that moves nothing: fp32 weights of usual size (0.02) are 2e-9 apart."""
 
@@ -39,13 +43,13 @@ class Warnings:
         """All that hold after one more committed step; None where there are too few steps to say."""
         self._steps.append(step)
         steps = [*self._steps]
-        unjudged = _unjudged(step)
+        early = _unjudged(step) | _restarted(steps)
         if len(steps) < STEPS:
-            return unjudged or ({} if any(map(_unjudged, steps)) else None)
+            return early or ({} if any(map(_unjudged, steps)) else None)
         if self._entropy is None and (entropies := _all(steps, "entropy")):
             self._entropy, self._reward = fmean(entropies), _reward(steps)
         found = {name: check(self, steps) for name, check in _CHECKS.items()}
-        return unjudged | {name: text for name, text in found.items() if text}
+        return early | {name: text for name, text in found.items() if text}
 
     def _equal_rewards(self, steps: Sequence[StepView]) -> str:
         size = self._spec.algorithm.group_size
@@ -146,6 +150,20 @@ def _unjudged(step: StepView) -> dict[str, str]:
     return {
         "verdicts": "no answer of the last step has a verdict: its scorer failed at each, and each got "
         "reward.failed_reward. See what it said (headrace run trajectories RUN), and try it (headrace reward SPEC)"
+    }
+
+
+def _restarted(steps: Sequence[StepView]) -> dict[str, str]:
+    """A few steps are enough: each start of an engine takes minutes."""
+    count = sum(step.figures.get(ENGINE_RESTARTS, 0.0) for step in steps)
+    if count < MOST_RESTARTS:
+        return {}
+    asleep = max(step.figures.get(ENGINE_ASLEEP, 0.0) for step in steps) / 2**30
+    kept = f"; asleep they kept up to {asleep:.1f} GiB of the run's GPUs" if asleep else ""
+    return {
+        "engines": f"engines were started again {count:.0f} times in the last {len(steps)} steps, and each start takes "
+        f"minutes{kept}. The log of the rollouts says why; where an engine keeps too much of its GPUs asleep, set a "
+        "smaller rollout.engine_options.tensor_parallel_size, or placement.mode: disaggregated"
     }
 
 

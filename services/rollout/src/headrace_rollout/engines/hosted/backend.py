@@ -135,6 +135,11 @@ class Backend(Protocol):
         """Whether the engine's process runs and answers; False before `start` and after its death."""
 
     @property
+    def cache_tokens(self) -> int:
+        """Tokens whose keys and values its cache holds; 0: it does not say."""
+        return 0
+
+    @property
     def pids(self) -> Sequence[int]:
         """The engine's processes, for their memory and cores."""
 

@@ -64,7 +64,7 @@ class HostedEngine(Engine):
         self._paused = False
         self._broken = ""
         self._installer = Installer(backend, self._deadlines.install_s)
-        self._process = EngineProcess(backend, self._deadlines, self._lost, self._restored)
+        self._process = EngineProcess(backend, self._deadlines, self._lost, self._restored, self.figures)
         bounds = Bounds(self.max_context_tokens, self.vocabulary_size, config.codec.eos_ids)
         self._requests = Requests(
             self._process,

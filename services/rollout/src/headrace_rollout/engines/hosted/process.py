@@ -11,13 +11,16 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from headrace_modelkit.devices import total_bytes
+from headrace_schema.gpu_defaults import GIB, asleep_limit
 from headrace_servicekit.causes import cause_first
 
 from headrace_rollout.engines.base import Refused, Scope
+from headrace_rollout.engines.figures import Figures
 from headrace_rollout.engines.hosted.backend import Backend, Deadlines, Start, within
 from headrace_rollout.engines.hosted.processes import gpus_among, used_by, used_on
 from headrace_rollout.engines.hosts import BackendFailed
@@ -33,8 +36,8 @@ WATCH_S = 0.5
 STOP_S = 60.0
 RESTARTS = 3
 """Deaths without a token between them, after which the engine stays down until it is placed again."""
-ASLEEP_BYTES = 2 * 2**30
-"""What a sleeping engine may keep of each GPU: its context and its libraries' buffers. With more it is ended."""
+GROWTH_BYTES = GIB // 2
+"""Of each GPU, by which what an engine keeps asleep may exceed what it kept at its first sleep."""
 _log = logging.getLogger(__name__)
 
 
@@ -47,8 +50,13 @@ class EngineProcess:
         deadlines: Deadlines,
         lost: Callable[[str], None],
         restored: Callable[[], Awaitable[None]],
+        figures: Figures,
     ) -> None:
         self.backend = backend
+        self._figures = figures
+        self._asleep_bytes: int | None = None
+        """What this process kept of its GPUs at its first sleep; None: it has not slept."""
+        self._was_up = False
         self._placed: Start | None = None
         self._made_with: Start | None = None
         self._others_bytes = 0
@@ -143,7 +151,7 @@ class EngineProcess:
             self._starting.cancel()
 
     async def release(self) -> None:
-        """Without devices from now on: the process sleeps, and ends where that leaves too much of a GPU in use.
+        """Without devices from now on: the process sleeps, and ends where it keeps too much of its GPUs.
 
         On a CPU it keeps host memory, and computes nothing.
         """
@@ -152,12 +160,37 @@ class EngineProcess:
         if self.up and (not gpus or self.backend.capabilities.suspend_frees_memory):
             with suppress(Refused):  # it is down then
                 await self.sleep()
-        if (
-            not self.up
-            or getattr(self.backend, "ends_between_leases", False)
-            or used_by(gpus, self.backend.pids, self._others_bytes) > ASLEEP_BYTES * len(gpus)
-        ):
+        if not self.up:
             await self.stop()
+        elif why := self._ends_for(gpus):
+            _log.warning(
+                "the engine is ended, and started again with the next lease: %s",
+                why,
+                extra={"engine": self.backend.name},
+            )
+            await self.stop()
+
+    def _ends_for(self, gpus: Sequence[torch.device]) -> str:
+        """Why the sleeping process must end; empty: it may stay.
+
+        Its first sleep says what it keeps: contexts, and buffers that no engine gives back. Later ones are held
+        against that. What no sleep may leave is a share of the GPUs.
+        """
+        if getattr(self.backend, "ends_between_leases", False):
+            return "what it keeps of other hosts' GPUs is not seen from here"
+        kept, most = (
+            used_by(gpus, self.backend.pids, self._others_bytes),
+            sum(asleep_limit(total_bytes(gpu)) for gpu in gpus),
+        )
+        self._figures.asleep_bytes += kept
+        first = kept if self._asleep_bytes is None else self._asleep_bytes
+        self._asleep_bytes = first
+        where = f"{kept / GIB:.1f} GiB of {len(gpus)} GPUs"
+        if kept > most:
+            return f"asleep it keeps {where}, and {most / GIB:.1f} GiB are the most that it may"
+        if kept > first + GROWTH_BYTES * len(gpus):
+            return f"asleep it keeps {where}, and kept {first / GIB:.1f} GiB at its first sleep"
+        return ""
 
     async def sleep(self) -> None:
         """Releases the memory of weights and cache, where a process is up."""
@@ -183,7 +216,7 @@ class EngineProcess:
     async def stop(self) -> None:
         """Ends the process; the next `ready` starts another."""
         self._up, self._deaths, self._silent_since = False, 0, None
-        self._made_with, self._released = None, []
+        self._made_with, self._released, self._asleep_bytes = None, [], None
         for task in (self._watching, self._starting):
             if task is not None:
                 task.cancel()
@@ -214,7 +247,7 @@ class EngineProcess:
             message = cause_first(self._last_death, f"{name} ended {self._deaths} times without a token")
             raise Refused("ENGINE_FAILED", message)
         await within(STOP_S, f"stop of {name}", self.backend.stop())
-        self._made_with, self._released = start, []
+        self._made_with, self._released, self._asleep_bytes = start, [], None
         self._others_bytes = used_on(gpus_among(start.devices))
         try:
             await within(self._deadlines.start_s, f"start of {name}", self.backend.start(start))
@@ -222,6 +255,8 @@ class EngineProcess:
             await within(STOP_S, f"stop of {name}", self.backend.stop())
             raise Refused("ENGINE_FAILED", f"{name} did not start: {error}") from error
         self._up, self._silent_since, self._threads = True, None, start.threads
+        self._figures.restarts += self._was_up
+        self._was_up = True
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch(), name="watch engine")
         await self._restored()

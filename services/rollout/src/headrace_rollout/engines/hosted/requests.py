@@ -22,6 +22,7 @@ from headrace_modelkit.tokenizer import TextCodec
 from headrace_rollout.engines.base import Policy
 from headrace_rollout.engines.figures import Figures
 from headrace_rollout.engines.hosted.backend import Backend, Request, Tokens, within
+from headrace_rollout.engines.hosted.lengths import Lengths
 from headrace_rollout.engines.hosted.process import EngineProcess
 from headrace_rollout.engines.hosts import BackendFailed
 from headrace_rollout.engines.rows import Rows
@@ -66,6 +67,11 @@ class RequestedTrajectory:
         while size and len(self._tokens) - held_back - self._sent >= size:
             outputs += self._chunk(made, self._sent + size)
         return outputs
+
+    @property
+    def answer_tokens(self) -> int:
+        """So far."""
+        return len(self._tokens)
 
     def stop(self, policy: Policy) -> TrajectoryUpdate:
         """The event of a stop from outside, with what has come so far."""
@@ -171,7 +177,7 @@ class Requests:
         self._process = process
         self._backend: Backend = process.backend
         self._bounds = bounds
-        self._rows = rows
+        self._rows, self._lengths = rows, Lengths()
         self._figures = figures
         self._policy = policy
         self._command_s = command_s
@@ -202,6 +208,7 @@ class Requests:
                     outputs.append(trajectory.untouched(policy, finish=finish))
                 elif accept:
                     self._waiting.append(trajectory)
+                    self._lengths.asked(len(trajectory.prompt_ids) / len(group.samples))
                 else:
                     outputs.append(trajectory.untouched(policy))
         if outputs:
@@ -261,7 +268,8 @@ class Requests:
 
     def _fill(self) -> None:
         policy = self._policy()
-        while policy is not None and self._waiting and len(self._running) < self._rows.most:
+        most = self._lengths.limit(self._rows.most, getattr(self._backend, "cache_tokens", 0))
+        while policy is not None and self._waiting and len(self._running) < most:
             trajectory = self._waiting.popleft()
             if not trajectory.stream.holds():
                 self._send(trajectory.stream, [trajectory.untouched(policy)])
@@ -318,6 +326,7 @@ class Requests:
                     self._send(stream, outputs)
                 if sample.ended:
                     self._figures.samples += 1
+                    self._lengths.ended(sample.answer_tokens)
                     return
         if not sample.ended and not self._backend.alive:
             raise BackendFailed("its process ended")

@@ -42,7 +42,8 @@ from headrace_rollout.engines.vllm.options import (
 
 WORKER = "headrace_rollout.engines.vllm.worker.HeadraceWorker"
 TRANSFER = "headrace_shm"
-CPU_BATCH_TOKENS = 4096
+CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 4096, 8192
+"""Tokens of a pass. On a GPU vLLM itself would take 2,048, and prefills of long prompts would wait for many passes."""
 IMAGES = {
     "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0},
     # Done in the model its factors are buffers, which the load format dummy fills with noise, and no version has them.
@@ -84,15 +85,15 @@ def engine_args(
     model = config.model
     architecture = load_architecture(model)
     context = context_limit(model, architecture)
+    span = parallel_size(options.tensor_parallel_size, start, options.pipeline_parallel_size, options.hosts)
+    workers = span * options.pipeline_parallel_size
     return AsyncEngineArgs(
         model=model.path,
         revision=model.revision,
         dtype=model.dtype,
         max_model_len=context,
         max_num_seqs=config.max_concurrency,
-        tensor_parallel_size=parallel_size(
-            options.tensor_parallel_size, start, options.pipeline_parallel_size, options.hosts
-        ),
+        tensor_parallel_size=span,
         pipeline_parallel_size=options.pipeline_parallel_size,
         gpu_memory_utilization=options.gpu_memory_utilization,
         kv_cache_memory_bytes=int(cache_gib * 2**30) if cache_gib else None,
@@ -105,7 +106,6 @@ def engine_args(
         **({} if config.codec.images is None else IMAGES),
         **as_transformers_reads(architecture),
         generation_config="vllm",
-        enable_sleep_mode=on_gpu,
         worker_extension_cls=WORKER,
         weight_transfer_config={"backend": TRANSFER},
         **(_over_hosts(options.hosts, rank, meeting) if meeting else {}),
@@ -115,10 +115,26 @@ def engine_args(
         **(drafting(options.speculative, on_gpu=on_gpu) if options.speculative else {}),
         **{
             "disable_log_stats": True,
-            **({} if on_gpu else whole_prefills(config, options, context)),
+            **(sleeping(options, workers) if on_gpu else {}),
+            **batching(config, options, context, on_gpu=on_gpu),
             **options.engine_args,
         },
     )
+
+
+def sleeping(options: VllmOptions, workers: int) -> dict[str, Any]:
+    """What lets an engine on GPUs give back as much as it can while it sleeps, of what this vLLM knows.
+
+    Captured graphs go to the host and come back to their places; so does what communicators of several workers hold,
+    where their NCCL can (2.29.7). Without these an engine over two GPUs keeps 2 to 7 GiB of each.
+    """
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    wanted = {
+        "enable_sleep_mode": True,
+        "sleep_mode_offload_cudagraph": not options.enforce_eager,
+        "enable_nccl_comm_suspend": workers > 1,
+    }
+    return {name: value for name, value in wanted.items() if value and name in known}
 
 
 def as_transformers_reads(architecture: PreTrainedConfig) -> dict[str, Any]:
@@ -175,13 +191,16 @@ def drafting(speculation: Speculation, *, on_gpu: bool) -> dict[str, Any]:
     return {"speculative_config": {"method": "draft_model", **drafted, **own}, **kept}
 
 
-def whole_prefills(config: EngineConfig, options: VllmOptions, context: int) -> dict[str, Any]:
-    """What keeps a CPU from prefilling a prompt in parts.
+def batching(config: EngineConfig, options: VllmOptions, context: int, *, on_gpu: bool) -> dict[str, Any]:
+    """Tokens of a pass, and on a CPU no prefill in parts.
 
     vLLM 0.32 sets a seeded request's generator back after a part, which a CPU's cannot do: the engine would end.
     """
     drafted = options.speculative.tokens if options.speculative else 0
-    tokens = max(CPU_BATCH_TOKENS, context, config.max_concurrency * (1 + drafted))
+    decoded = config.max_concurrency * (1 + drafted)
+    if on_gpu:
+        return {"max_num_batched_tokens": max(GPU_BATCH_TOKENS, decoded)}
+    tokens = max(CPU_BATCH_TOKENS, context, decoded)
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
 
 

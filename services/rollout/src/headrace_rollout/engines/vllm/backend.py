@@ -118,6 +118,11 @@ class VllmBackend(Backend):
 
     @property
     @override
+    def cache_tokens(self) -> int:
+        return (self._llm.vllm_config.cache_config.kv_cache_size_tokens or 0) if self._llm else 0
+
+    @property
+    @override
     def pids(self) -> Sequence[int]:
         cores = _engine_cores()
         return descendants(sorted(cores - self._others if self._cores is None else cores & self._cores))

@@ -146,6 +146,10 @@ FIGURES: dict[str, tuple[str, Callable[[RunView], float | None]]] = {
     "headrace_run_stalled": ("1 while the step in hand stands still, else 0", lambda run: run.stalled),
     "headrace_run_step": ("Committed steps", lambda run: run.step),
     "headrace_run_recoveries": ("Recoveries", lambda run: run.recoveries),
+    "headrace_run_engine_restarts": (
+        "Processes of engines that were started again",
+        lambda run: run.engine_restarts,
+    ),
     "headrace_run_reward_mean": (
         "Mean reward of the last step",
         lambda run: getattr(run.last_step, "reward_mean", None),

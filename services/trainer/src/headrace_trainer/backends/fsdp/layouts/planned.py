@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from headrace_modelkit.loading import DTYPES
+from headrace_schema.learner_size import VERSIONS
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 
@@ -172,9 +173,8 @@ def plan_memory(
     if config.weights.publish == "ranks":
         published = -(-published // ranks)
     host = {
-        # Of what rollouts install, the base and the current version, and one that a commit casts or whose memory is
-        # used again for it: in shared memory of the leader's host.
-        "published versions": 3 * published,
+        # In shared memory of the leader's host: what rollouts install, and one that a commit casts or the one before.
+        "published versions": VERSIONS * published,
         "hold": shard * (FP32 + MOMENTS_BYTES) if algorithm.passes.several else 0,
         "kept groups": kept_bytes(config, algorithm) if sizes.answers else 0,
     }
