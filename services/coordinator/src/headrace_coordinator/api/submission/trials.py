@@ -78,7 +78,7 @@ async def check_environment(submission: Submission, fleet: Fleet, trials: set[st
                 described = await client.open_pool(opening(spec, section.tasks[0], 1), ENVIRONMENT_S)
             await client.close_run()
     except CallRefused as refusal:
-        return _refused(refusal_in_users_keys(refusal), "environment", chosen.instance)
+        return _refused(refusal_in_users_keys(spec, refusal), "environment", chosen.instance)
     except InstanceDown:
         return []
     if problems := other_kind(spec, described):

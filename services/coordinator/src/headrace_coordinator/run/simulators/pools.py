@@ -50,6 +50,8 @@ KEYS = {
     "step_timeout": "environment.step_timeout_s",
 }
 """Fields of OpenPool by the spec's keys."""
+OF_AGENTS = {"environment.name": "agent.task", "options_json": "agent.options"}
+"""Those of agents that a plug-in's backend starts."""
 
 
 class Pools:
@@ -256,7 +258,7 @@ class Pools:
             client.opened = False
             return where
         except CallRefused as refused:
-            raise refusal_in_users_keys(refused) from refused
+            raise refusal_in_users_keys(self._workers.spec, refused) from refused
         if problems := other_kind(self._workers.spec, response):
             raise CallRefused("simulator", "INVALID", str(Impossible(problems)), problems[0].key)
         self.described[task] = response
@@ -359,10 +361,11 @@ def _other_roles(section: EnvironmentSection, roles: Sequence[str]) -> list[KeyP
     return strange
 
 
-def refusal_in_users_keys(refused: CallRefused) -> CallRefused:
+def refusal_in_users_keys(spec: RunSpec, refused: CallRefused) -> CallRefused:
     """The same refusal, with the spec's keys in place of OpenPool's fields."""
     message, key = refused.message, refused.key
-    for field, users in KEYS.items():
+    plugged = spec.agent is not None and spec.agent.backend
+    for field, users in (KEYS | OF_AGENTS if plugged else KEYS).items():
         for end in (":", "."):  # as a whole, or a part of it
             message = message.replace(f"{field}{end}", f"{users}{end}")
         if key == field or key.startswith(f"{field}."):
