@@ -63,7 +63,10 @@ class Town(SimpleResourcesServer):
     async def verify(self, request: Request, body: VerifyRequest) -> BaseVerifyResponse:
         said = body.response.output_text.strip()
         asked = [each for each in body.response.output if each.type == "function_call"]
-        told = {"mask_sample": said == "mask", "failure_reason": "the judge is away" if said == "mask" else None}
+        told = {
+            "mask_sample": said == "mask",
+            "failure_reason": "the judge is away" if said == "mask" else None,
+        }
         reward = float(said == body.weather) + 0.25 * len(asked)
         return BaseVerifyResponse(**body.model_dump(), reward=reward, **told)
 

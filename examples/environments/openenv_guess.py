@@ -1,8 +1,11 @@
-"""The server of openenv.yaml: `python openenv_guess.py [tools] PORT` in a Python that has OpenEnv (pip install openenv)."""
+"""The server of openenv.yaml: `python openenv_guess.py [tools] PORT` in a Python that has the package openenv."""
+
+from __future__ import annotations
 
 import os
 import random
 import sys
+from typing import Any
 from uuid import uuid4
 
 import uvicorn
@@ -26,16 +29,18 @@ class Game(Environment):
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._state, self._secret = State(episode_id=str(uuid4())), ""
 
-    def reset(self, seed=None, episode_id=None, secret="", **kwargs):
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, secret: str = "", **kwargs: Any
+    ) -> Heard:
         self._secret = secret or random.Random(seed).choice("123")
         self._state = State(episode_id=episode_id or str(uuid4()))
         return Heard(text="?")
 
-    def step(self, action, timeout_s=None, **kwargs):
+    def step(self, action: Guess, timeout_s: float | None = None, **kwargs: Any) -> Heard:
         self._state.step_count += 1
         if action.said == "raise":
             raise RuntimeError("the game fell over")
@@ -46,11 +51,11 @@ class Game(Environment):
         return Heard(text=hint, reward=float(right), done=right or self._state.step_count == 2)
 
     @property
-    def state(self):
+    def state(self) -> State:
         return self._state
 
 
-def tools():
+def tools() -> type[Environment]:
     """The environment whose actions are calls of tools."""
     from fastmcp import FastMCP
     from openenv.core.env_server.mcp_environment import MCPEnvironment
@@ -58,7 +63,7 @@ def tools():
     class Town(MCPEnvironment):
         SUPPORTS_CONCURRENT_SESSIONS = True
 
-        def __init__(self):
+        def __init__(self) -> None:
             mcp = FastMCP("town")
 
             @mcp.tool
@@ -68,14 +73,14 @@ def tools():
 
             super().__init__(mcp)
 
-        def reset(self, seed=None, episode_id=None, **kwargs):
+        def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Observation:
             return Observation(metadata={"asked": "Ulm?"})
 
-        def _step_impl(self, action, timeout_s=None, **kwargs):
+        def _step_impl(self, action: Action, timeout_s: float | None = None, **kwargs: Any) -> Observation:
             return Observation()
 
         @property
-        def state(self):
+        def state(self) -> State:
             return State()
 
     return Town

@@ -79,7 +79,9 @@ def test_a_submission_names_what_is_no_taskset_and_who_leads(fleet, tiny_model, 
     with pytest.raises(HeadraceError) as caught:
         fleet.submit(led)
     (problem,) = caught.value.problems
-    assert problem.key == "environment.backend" and problem.fix.startswith("write agent: {backend: verifiers, task: ")
+    assert problem.key == "environment.backend" and problem.fix.startswith(
+        "write agent: {backend: verifiers, task: "
+    )
 
 
 @pytest.mark.skipif(SIM != "web", reason="make test-simulators SIM=web runs this")

@@ -35,7 +35,9 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         key = {"Authorization": f"Bearer {secret}"}
         async with httpx.AsyncClient(base_url=endpoint, headers=key, timeout=None) as client:
             for _ in range(self.config.guesses):
-                answer = await client.post("/chat/completions", json={"model": ctx.model, "messages": messages})
+                answer = await client.post(
+                    "/chat/completions", json={"model": ctx.model, "messages": messages}
+                )
                 answer.raise_for_status()
                 said = answer.json()["choices"][0]["message"]["content"]
                 if said not in ("1", "2", "3") or said == str(wanted):

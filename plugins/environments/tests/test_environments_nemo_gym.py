@@ -13,10 +13,18 @@ from serving import BOTH, real, serving, stub
 OK = simulator_pb2.OUTCOME_STATUS_OK
 LOST = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
 PARAMETERS = {
-    **{"type": "object", "properties": {"town": {"type": "string"}}},
-    **{"required": ["town"], "additionalProperties": False},
+    "type": "object",
+    "properties": {"town": {"type": "string"}},
+    "required": ["town"],
+    "additionalProperties": False,
 }
-TOOL = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": PARAMETERS, "strict": True}
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": "Tells it.",
+    "parameters": PARAMETERS,
+    "strict": True,
+}
 ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Ulm?"}]
 ROWS = [
     {"responses_create_params": {"input": ASKED, "tools": [TOOL]}, "weather": "rain"},
@@ -53,14 +61,20 @@ async def test_two_sessions_are_apart_and_what_was_said_is_verified(simulator, t
     assert told(begun[1]) == [("user", "Bonn?")]
     assert json.loads(begun[0].tools_json)[0]["function"]["parameters"] == PARAMETERS
     assert told(await pool.say(call("Ulm"), 0)) == [("tool", '"rain in Ulm (1)"')]
-    assert told(await pool.say(call("Bonn"), 1)) == [("tool", '"sun in Bonn (1)"')], "each has its own session"
+    assert told(await pool.say(call("Bonn"), 1)) == [("tool", '"sun in Bonn (1)"')], (
+        "each has its own session"
+    )
     assert told(await pool.say(call("Bonn"), 1)) == [("tool", '"sun in Bonn (2)"')]
     wrong = await pool.say(json.dumps({"name": "weather", "arguments": {"twon": "Ulm"}}), 0)
     assert told(wrong)[0][1].startswith("error: 422")
     ended = await pool.say("rain", 0)
-    assert (ended.terminated, ended.reward, ended.success) == (True, 1.5, True), "it said so, and called twice"
+    assert (ended.terminated, ended.reward, ended.success) == (True, 1.5, True), (
+        "it said so, and called twice"
+    )
     cut = [await pool.say(call("Bonn"), 1) for _ in range(2)][-1]
-    assert (cut.terminated, cut.reward) == (True, 1.0), "the last turn is verified too: four calls, and no answer"
+    assert (cut.terminated, cut.reward) == (True, 1.0), (
+        "the last turn is verified too: four calls, and no answer"
+    )
     assert (await pool.reset(0, seed=1)).status == OK
     masked = await pool.say("mask", 0)
     assert masked.status == LOST and "measured nothing (mask_sample): the judge is away" in masked.detail

@@ -22,7 +22,9 @@ def game(request):
 @pytest.fixture(params=BOTH)
 def town(request):
     tools = request.param == "stub"
-    with serving(*(stub("openenv-tools") if tools else real("openenv", "openenv_guess.py", "tools"))) as found:
+    with serving(
+        *(stub("openenv-tools") if tools else real("openenv", "openenv_guess.py", "tools"))
+    ) as found:
         yield found[0]
 
 
@@ -30,7 +32,9 @@ def told(outcome) -> list[str]:
     return [message.content for message in outcome.messages]
 
 
-async def test_each_place_of_a_pool_is_a_connection_and_a_lost_server_ends_its_episodes_by_name(simulator, game):
+async def test_each_place_of_a_pool_is_a_connection_and_a_lost_server_ends_its_episodes_by_name(
+    simulator, game
+):
     url, process = game
     options = {"reset": {"secret": "2"}, "system": "guess"}
     pool = await simulator.open(url, backend="openenv", options=options, count=2, processes=1)
@@ -41,7 +45,9 @@ async def test_each_place_of_a_pool_is_a_connection_and_a_lost_server_ends_its_e
     wrong = await pool.say("1", 0)
     assert (told(wrong), wrong.reward, wrong.terminated) == (["+"], 0.0, False)
     right = await pool.say("2", 1)
-    assert (told(right), right.reward, right.terminated) == ([], 1.0, True), "its neighbour's turn is not its own"
+    assert (told(right), right.reward, right.terminated) == ([], 1.0, True), (
+        "its neighbour's turn is not its own"
+    )
     over = await pool.say("3", 0)
     assert (told(over), over.reward, over.terminated) == ([], 0.0, True)
     assert (await pool.reset(0, seed=3)).status == OK
@@ -66,7 +72,9 @@ def test_a_server_that_is_full_and_an_action_that_is_none(game):
     assert caught.value.field == "environment.count"
     with pytest.raises(Exception, match="the data item has no 'question'"):
         held[0].reset(0, {})
-    with pytest.raises(Exception, match=r"environment\.options\.show: an observation has no 'other'; it has metadata, text"):
+    with pytest.raises(
+        Exception, match=r"environment\.options\.show: an observation has no 'other'; it has metadata, text"
+    ):
         held[1].reset(0, {"question": "?"})
     # A seed is the episode's: the same one has the same secret.
     held[0].reset(5, {"question": "?"})
@@ -82,7 +90,11 @@ def test_an_environment_of_tools_is_called_and_a_turn_without_a_call_is_the_last
     (answer,), reward, done = talk.step({"content": '{"name": "weather", "arguments": {"town": "Ulm"}}'})
     assert (answer["role"], answer["content"], reward, done) == ("tool", "rain in Ulm", 0.0, False)
     (answer,), _, done = talk.step({"content": '{"name": "weather", "arguments": {"twon": "Ulm"}}'})
-    assert answer["content"].startswith("error: ") and "issing required argument" in answer["content"] and not done
+    assert (
+        answer["content"].startswith("error: ")
+        and "issing required argument" in answer["content"]
+        and not done
+    )
     assert talk.step({"content": "wet"}) == ([], 0.0, True)
 
 
@@ -91,7 +103,10 @@ def test_an_address_of_something_else_is_refused_by_key():
         with pytest.raises(BackendError) as caught:
             create("openenv").converse(url, {})
     assert caught.value.field == "environment.name"
-    assert "GET /schema answers a page for people (200, HTML); give the server's own address" in caught.value.message
+    assert (
+        "GET /schema answers a page for people (200, HTML); give the server's own address"
+        in caught.value.message
+    )
     with pytest.raises(BackendError, match="does not answer at"):
         create("openenv").converse(url, {})
     with pytest.raises(BackendError, match="write http://HOST:PORT"):

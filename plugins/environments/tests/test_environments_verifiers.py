@@ -26,7 +26,7 @@ with_verifiers = pytest.mark.skipif(find_spec("verifiers") is None, reason="make
 
 
 class Endpoint(BaseHTTPRequestHandler):
-    """Says `says` in turn, and refuses a second request of a conversation where `limit` is set, as the endpoint does."""
+    """Says `says` in turn, and refuses a second request of a conversation where `limit` is set."""
 
     says, limit, asked = ["2"], "", list[list[str]]()
 
@@ -38,7 +38,11 @@ class Endpoint(BaseHTTPRequestHandler):
         message = {"role": "assistant", "content": self.says[(len(self.asked) - 1) % len(self.says)]}
         usage = {"prompt_tokens": len(texts), "completion_tokens": 1, "total_tokens": len(texts) + 1}
         answer = {
-            **{"id": "1", "object": "chat.completion", "created": 1, "model": "policy", "usage": usage},
+            "id": "1",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "policy",
+            "usage": usage,
             "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
         }
         refusal = {"error": {"message": "it is over", "code": self.limit, "type": "invalid_request_error"}}

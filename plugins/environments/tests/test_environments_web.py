@@ -24,8 +24,8 @@ with_browser = pytest.mark.skipif(
 )
 # Keeps what is typed in the browser, asks another host for something, and may fall over.
 SITE = """
-PAGE = '''<title>form</title><form><input aria-label="name"><select aria-label="size"><option>small<option>large</select>
-<button>go</button></form><script>
+PAGE = '''<title>form</title><form><input aria-label="name">
+<select aria-label="size"><option>small<option>large</select><button>go</button></form><script>
 document.title = localStorage.told || "new"; localStorage.told = "old";
 fetch("http://other.test/").catch(() => document.body.append(Object.assign(document.createElement("button"),
   {{ innerText: "alone" }})));
@@ -60,7 +60,9 @@ def told(outcome) -> str:
 
 def number_of(text: str, words: str) -> str:
     """The number that the list gives to what begins with some words."""
-    return next(line.partition(" ")[0] for line in text.split("\n") if line.partition(" ")[2].startswith(words))
+    return next(
+        line.partition(" ")[0] for line in text.split("\n") if line.partition(" ")[2].startswith(words)
+    )
 
 
 @with_browser
@@ -75,7 +77,10 @@ async def test_the_shop_s_three_tasks_are_solved_by_who_reads_the_page(simulator
             prices = {line.split()[1]: int(line.split()[2]) for line in lines}
             wanted = min(prices, key=prices.__getitem__) if task == "cheapest" else asked.split()[-1]
             wrong = await pool.say("9")
-            assert told(wrong).startswith("error: there is no '9'; there are 1 to 3") and round(wrong.reward, 9) == -0.1
+            assert (
+                told(wrong).startswith("error: there is no '9'; there are 1 to 3")
+                and round(wrong.reward, 9) == -0.1
+            )
             done = await pool.say(number_of("\n".join(lines), wanted))
             if task != "find":
                 text = told(done)
@@ -83,7 +88,9 @@ async def test_the_shop_s_three_tasks_are_solved_by_who_reads_the_page(simulator
                 if task == "several":
                     text = told(await pool.say(f"type {number_of(text, 'textbox')} {asked.split()[0]}"))
                 done = await pool.say(f"click {number_of(text, 'pay')}")
-            assert (done.status, done.reward, done.terminated, done.success) == (OK, 1.0, True, True), done.detail
+            assert (done.status, done.reward, done.terminated, done.success) == (OK, 1.0, True, True), (
+                done.detail
+            )
         # Whatever else is ordered is worth less.
         lines = told(await pool.reset(seed=1)).split("\n")[2:]
         other = next(at for at, line in enumerate(lines, 1) if asked.split()[-1] not in line)
@@ -112,13 +119,17 @@ async def test_a_site_of_one_s_own_is_alone_and_each_episode_is_new(simulator, t
     assert round(done.reward, 9) == 0.1 and not done.terminated
     ended = await pool.say("answer done")
     assert (ended.reward, ended.terminated, ended.success) == (1.0, True, True)
-    listed = await simulator.open("form.py:Form", backend="web", options={"observe": "list"}, step_timeout_s=30.0)
+    listed = await simulator.open(
+        "form.py:Form", backend="web", options={"observe": "list"}, step_timeout_s=30.0
+    )
     for _ in range(2):  # What a page stored is gone, and another host is not asked.
         text = told(await listed.reset(seed=1))
         while "alone" not in text:
             text = told(await listed.say("scroll down"))
         assert text.split("\n")[-5] == "new", text
-    broken = await simulator.open("form.py:Form", backend="web", options={"site": {"broken": True}}, step_timeout_s=30.0)
+    broken = await simulator.open(
+        "form.py:Form", backend="web", options={"site": {"broken": True}}, step_timeout_s=30.0
+    )
     await broken.reset(seed=1)
     lost = await broken.say("scroll down")
     assert lost.status == LOST and "the judge fell over" in lost.detail

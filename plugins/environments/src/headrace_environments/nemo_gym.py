@@ -1,7 +1,7 @@
 """Resources servers of NeMo Gym (https://github.com/NVIDIA-NeMo/Gym), by their address, with rows of a file.
 
-A server seeds a session for a row, answers calls of tools in it, and verifies what was said. Speaks the wire of NeMo Gym
-0.7, and needs none of its packages.
+A server seeds a session for a row, answers calls of tools in it, and verifies what was said. Speaks the wire of NeMo
+Gym 0.7, and needs none of its packages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ PARAMETERS = "responses_create_params"
 class NemoGymOptions(ServerOptions):
     """Options of an environment."""
 
-    path: Path = Field(description="a .jsonl file of NeMo Gym's rows: responses_create_params, and what verifies")
+    path: Path = Field(
+        description="a .jsonl file of NeMo Gym's rows: responses_create_params, and what verifies"
+    )
     turns: PositiveInt = Field(16, description="turns of the model, after which what was said is verified")
     parser: Parser = Field("hermes", description="form of calls")
 
@@ -133,7 +135,9 @@ def _said(text: str) -> dict[str, Any]:
 def _response(given: Mapping[str, Any], output: list[dict[str, Any]]) -> dict[str, Any]:
     """What was said as an object of the Responses API."""
     return {
-        **{"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": time.time()},
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": time.time(),
         "model": str(given.get("model") or "policy"),
         "output": output,
         "parallel_tool_calls": given.get("parallel_tool_calls", True),

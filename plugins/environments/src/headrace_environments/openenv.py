@@ -1,7 +1,7 @@
 """Environments behind servers of OpenEnv (https://github.com/huggingface/OpenEnv), by their address.
 
-A connection is an environment: it is held over the conversations of one place in a pool. Speaks the wire of OpenEnv 0.10,
-and needs none of its packages.
+A connection is an environment: it is held over the conversations of one place in a pool. Speaks the wire of OpenEnv
+0.10, and needs none of its packages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class OpenEnvOptions(ServerOptions):
         description="keys of an observation that the model reads; a single one as it is, several as JSON; none: all",
     )
     system: str = Field("", description="system message that the conversation begins with")
-    parser: Parser = Field("hermes", description="form of calls, where the server's actions are calls of tools")
+    parser: Parser = Field(
+        "hermes", description="form of calls, where the server's actions are calls of tools"
+    )
 
 
 class Failed(ServerLost):
@@ -80,7 +82,9 @@ class OpenEnv:
         if missing := [key for key in options.item if key not in item]:
             raise ServerLost(f"the data item has no {missing[0]!r}, which environment.options.item names")
         self._open()
-        found = self._asked("reset", {"seed": seed, **options.reset, **{key: item[key] for key in options.item}})
+        found = self._asked(
+            "reset", {"seed": seed, **options.reset, **{key: item[key] for key in options.item}}
+        )
         if found.get("done"):
             raise ServerLost(f"{KIND} at {self._server.url}: an episode is over as it begins")
         system = [{"role": "system", "content": options.system}] if options.system else []
@@ -113,7 +117,9 @@ class OpenEnv:
             except Wrong as wrong:
                 answer = f"{ERROR}{wrong}"
             id = call.id or f"call{self._turns:03}{at:02}"
-            told.append({"role": "tool", "content": answer, "tool_call_id": id, "name": call.name or "unknown"})
+            told.append(
+                {"role": "tool", "content": answer, "tool_call_id": id, "name": call.name or "unknown"}
+            )
         return told, reward, done or not calls
 
     def _call_of(self, call: Call) -> dict[str, Any]:
@@ -196,7 +202,9 @@ class OpenEnv:
         if code == "CAPACITY_REACHED":
             self._close()
             fix = "raise max_concurrent_envs of the server, or lower environment.count"
-            raise BackendError("environment.count", f"{self._server.url} has no room for another: {said}; {fix}")
+            raise BackendError(
+                "environment.count", f"{self._server.url} has no room for another: {said}; {fix}"
+            )
         raise Failed(f"{KIND} at {self._server.url}: {kind} failed with {code}: {said}")
 
     def _close(self) -> None:

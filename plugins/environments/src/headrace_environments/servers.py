@@ -53,7 +53,8 @@ class Server:
         found = _object(answer)
         if found is None:
             raise BackendError(
-                NAME, f"{self.url} is no {self.kind}: GET {path} {_what(answer)}; give the server's own address"
+                NAME,
+                f"{self.url} is no {self.kind}: GET {path} {_what(answer)}; give the server's own address",
             )
         return found
 

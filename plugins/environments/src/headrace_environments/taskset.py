@@ -1,16 +1,15 @@
 """Tasksets of verifiers 0.4 (https://github.com/PrimeIntellect-ai/verifiers) as agents.
 
-An environment of verifiers plays an episode in a fork of this process: its harness asks the policy through the endpoint,
-and its tasks, judges and comparisons give the rewards. Runs in child processes only.
+An environment of verifiers plays an episode in a fork of this process: its harness asks the policy through the
+endpoint, and its tasks, judges and comparisons give the rewards. Runs in child processes only.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -172,7 +171,7 @@ def _made(name: str, given: dict[str, Any]) -> Any:
 
 
 def _placed(role: dict[str, Any], harness: str) -> dict[str, Any]:
-    """A role's options, in place of whose own defaults verifiers takes a box of a hosted service, or its own harness."""
+    """A role's options, where verifiers itself would take a box of a hosted service, and its own harness."""
     placed = {"runtime": {"type": "subprocess"}, **role}
     if isinstance(options := placed.get("harness"), dict):
         placed["harness"] = {"id": harness, **options}

@@ -18,7 +18,7 @@ TOOL = {"name": "weather", "description": "Tells the weather."}
 
 
 def openenv(schema, episode):
-    """`episode` plays: called with a message's type and data, it says an observation, a reward and whether it is over."""
+    """`episode` plays: asked with a message's type and data, it says an observation, a reward, and the end."""
     app, connected = FastAPI(), set()
 
     @app.get("/schema")
@@ -86,7 +86,11 @@ def town():
             return {}, None, False
         if data["type"] == "list_tools":
             properties = {"town": {"type": "string"}}
-            return {"tools": [{**TOOL, "input_schema": {"type": "object", "properties": properties}}]}, None, False
+            return (
+                {"tools": [{**TOOL, "input_schema": {"type": "object", "properties": properties}}]},
+                None,
+                False,
+            )
         if "town" not in data["arguments"]:
             return {"result": None, "error": {"message": "Missing required argument"}}, None, False
         return {"result": {"data": f"rain in {data['arguments']['town']}"}, "error": None}, None, False

@@ -48,12 +48,14 @@ class WebOptions(Options):
 
     observe: Literal["list", "tree", "screenshot", "both"] = Field(
         "tree",
-        description="what the model sees: the accessibility tree, a list of what may be used in it, a screenshot in which "
-        "that is numbered, or screenshot and list",
+        description="what the model sees: the accessibility tree, a list of what may be used in it, a screenshot in "
+        "which that is numbered, or screenshot and list",
     )
     width: Side = Field(1024, description="of the page, in pixels")
     height: Side = Field(768, description="of the page, in pixels")
-    most_characters: Annotated[int, Field(ge=16)] = Field(8000, description="of a tree or a list that are shown")
+    most_characters: Annotated[int, Field(ge=16)] = Field(
+        8000, description="of a tree or a list that are shown"
+    )
     allow: list[str] = Field(
         default_factory=list, description="hosts that pages may be asked from; every other one is refused"
     )
@@ -70,7 +72,9 @@ class Browsing:
         for method in ("open", "serve", "judge"):
             if not callable(getattr(site, method, None)):
                 kind = type(site).__name__
-                raise BackendError("environment.name", f"{kind} has no method {method}; a site has open, serve, judge")
+                raise BackendError(
+                    "environment.name", f"{kind} has no method {method}; a site has open, serve, judge"
+                )
         self._site, self._options = site, options
         self.images = options.observe in ("screenshot", "both")
         self._window = Window((options.width, options.height), options.action_timeout_s, options.allow)

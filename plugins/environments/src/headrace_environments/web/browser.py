@@ -21,7 +21,18 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page, Route
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-USED = ("button", "checkbox", "combobox", "link", "menuitem", "option", "radio", "searchbox", "slider", "spinbutton")
+USED = (
+    "button",
+    "checkbox",
+    "combobox",
+    "link",
+    "menuitem",
+    "option",
+    "radio",
+    "searchbox",
+    "slider",
+    "spinbutton",
+)
 """Roles of elements that are numbered, beside those that text is typed into, switches and tabs."""
 ROLES = (*USED, "switch", "tab", "textbox")
 _ELEMENT = re.compile(r'- (\w+)(?: "((?:[^"\\]|\\.)*)")?.*?\[ref=(\w+)\](?:.*?\[box=([\d.,-]+)\])?')
@@ -47,7 +58,11 @@ class Element:
     @property
     def shown(self) -> str:
         """In words; a link or a button by its name alone."""
-        return self.name if self.role in ("link", "button") and self.name else f"{self.role} {self.name}".rstrip()
+        return (
+            self.name
+            if self.role in ("link", "button") and self.name
+            else f"{self.role} {self.name}".rstrip()
+        )
 
 
 class Window:
@@ -86,7 +101,9 @@ class Window:
 
     def listed(self) -> str:
         """The title, and what may be used, numbered from 1."""
-        return "\n".join([self.page.title(), *(f"{at} {each.shown}" for at, each in enumerate(self.elements, 1))])
+        return "\n".join(
+            [self.page.title(), *(f"{at} {each.shown}" for at, each in enumerate(self.elements, 1))]
+        )
 
     def picture(self) -> Any:
         """The visible part as an image of Pillow; numbers mark what may be used."""
@@ -115,7 +132,9 @@ class Window:
             elif what.isdecimal() or _REF.fullmatch(what):
                 self._click(said.strip())
             else:
-                raise NoAction(f"there is no action {what[:40]!r}; actions: {', '.join(ACTIONS)}, or a number to click")
+                raise NoAction(
+                    f"there is no action {what[:40]!r}; actions: {', '.join(ACTIONS)}, or a number to click"
+                )
             self.page.wait_for_load_state("domcontentloaded")
             self._look()
         except Error as error:
@@ -193,7 +212,9 @@ def browser() -> Browser:
     try:
         return sync_playwright().start().chromium.launch(executable_path=program, args=arguments)
     except Error as error:
-        raise BackendError("environment.backend", f"{program} does not start: {error.message[:500]}") from error
+        raise BackendError(
+            "environment.backend", f"{program} does not start: {error.message[:500]}"
+        ) from error
 
 
 def _program() -> str:
@@ -201,5 +222,5 @@ def _program() -> str:
     for name in filter(None, (os.environ.get("CHROMIUM"), *NAMES)):
         if found := shutil.which(name):
             return found
-    fix = "install one (Debian: apt-get install chromium), or set CHROMIUM=/path/to/chromium and environment.env: [CHROMIUM]"
+    fix = "install one (Debian: apt-get install chromium), or set CHROMIUM=/path/to/chromium"
     raise BackendError("environment.backend", f"there is no Chromium on the simulator's host; {fix}")

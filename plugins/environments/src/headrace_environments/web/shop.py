@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 TASKS = ("find", "cheapest", "several")
-THINGS = ("car", "cat", "cord", "dart", "dog", "pad", "pot", "rod", "stop", "story", "toad", "toy", "tray")
+THINGS = ("car", "cat", "cord", "dart", "dot", "pad", "pot", "rod", "stop", "story", "toad", "toy", "tray")
 ADDRESS = "http://shop.test"
 
 
