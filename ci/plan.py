@@ -22,6 +22,7 @@ PACKAGES = (
     "headrace_environments",
     "headrace_megatron",
     "headrace_sglang",
+    "headrace_search",
     "headrace_simulation",
     "headrace_fake_world",
 )
@@ -34,6 +35,7 @@ UNITS = {
     "environments": "plugins/environments",
     "megatron-refusals": "plugins/megatron",
     "sglang-parts": "plugins/sglang",
+    "search": "plugins/search",
     "reward": "services/reward",
     "servicekit": "libs/servicekit",
     "rollout": "services/rollout",

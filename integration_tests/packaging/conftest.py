@@ -20,6 +20,8 @@ DISTS = {
     "headrace-environments": "plugins/environments",
     "headrace-megatron": "plugins/megatron",
     "headrace-sglang": "plugins/sglang",
+    "headrace-search": "plugins/search",
+    "headrace-containers": "plugins/containers",
     "headrace-coordinator": "services/coordinator",
     "headrace-rollout": "services/rollout",
     "headrace-trainer": "services/trainer",
