@@ -97,7 +97,7 @@ def test_a_model_is_trained_in_a_browser(fleet, tiny_model):
 @pytest.mark.nightly  # quick: test_a_model_is_trained_in_a_browser
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(SIM != "web", reason="make test-simulators SIM=web runs this")
-def test_a_tiny_model_learns_to_order(fleet, tiny_model):
+def test_a_tiny_model_learns_to_shop(fleet, tiny_model):
     spec = yaml.safe_load((EXAMPLES / "shop.yaml").read_text(encoding="utf-8"))
     spec["model"]["path"] = str(tiny_model)
     run = fleet.succeed(fleet.submit(spec), 3000.0)
