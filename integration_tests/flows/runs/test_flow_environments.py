@@ -83,11 +83,12 @@ def test_a_model_is_trained_by_what_a_server_of_nemo_gym_verifies(fleet, tiny_mo
 def test_a_server_that_is_gone_ends_the_run_by_its_name(fleet, tiny_model, served):
     url, process = served
     spec = example("openenv", tiny_model, url) | {"steps": 100_000}
+    spec["environment"]["options"]["patience_s"] = 0.0
     run = fleet.submit(spec)
     fleet.reach(run, 1)
     process.kill()
-    ended = fleet.end(run)
-    assert ended.state == "FAILED" and url in ended.reason and "OpenEnv" in ended.reason, ended.reason
+    ended = fleet.state(run, "FAILED")
+    assert url in ended.reason and "server of OpenEnv" in ended.reason, ended.reason
     for task, words in [(url, "does not answer at"), ("guess", "write http://HOST:PORT")]:
         spec["environment"]["tasks"] = [task]
         with pytest.raises(HeadraceError) as caught:

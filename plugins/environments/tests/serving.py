@@ -21,10 +21,10 @@ BOTH = ["stub", pytest.param("real", marks=pytest.mark.nightly)]
 
 
 @contextmanager
-def serving(*command: str | Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A server's address, once it answers, and its process. The command gets the port behind its first two words."""
-    port = free_port()
-    process = subprocess.Popen([*command[:2], *command[2:], str(port)])
+def serving(*command: str | Path, at: str = "") -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server's address, once it answers, and its process. The command gets the port: that of `at`, or a free one."""
+    port = int(at.rpartition(":")[2]) if at else free_port()
+    process = subprocess.Popen([*command, str(port)])
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     try:
         while True:

@@ -54,7 +54,7 @@ def told(outcome) -> list[tuple[str, str]]:
 
 async def test_two_sessions_are_apart_and_what_was_said_is_verified(simulator, town, rows):
     url, process = town
-    options = {"path": rows, "parser": "json", "turns": 4}
+    options = {"path": rows, "parser": "json", "turns": 4, "patience_s": 0.0}
     pool = await simulator.open(url, backend="nemo_gym", options=options, count=2, processes=1)
     begun = [await pool.reset(place, seed=place) for place in range(2)]
     assert told(begun[0]) == [("system", "Be short."), ("user", "Ulm?")], begun[0].detail

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from headrace.simulator.v1 import simulator_pb2
 from headrace_simulator.backends import create
@@ -36,7 +38,7 @@ async def test_each_place_of_a_pool_is_a_connection_and_a_lost_server_ends_its_e
     simulator, game
 ):
     url, process = game
-    options = {"reset": {"secret": "2"}, "system": "guess"}
+    options = {"reset": {"secret": "2"}, "system": "guess", "patience_s": 0.0}
     pool = await simulator.open(url, backend="openenv", options=options, count=2, processes=1)
     assert pool.opened.conversation and not pool.opened.agents
     for place in range(2):
@@ -61,6 +63,19 @@ async def test_each_place_of_a_pool_is_a_connection_and_a_lost_server_ends_its_e
     assert "is gone" in (await pool.say("1", 1)).detail
     again = await pool.reset(0, seed=3)
     assert again.status == LOST and "Connection refused" in again.detail
+
+
+async def test_a_server_that_is_started_again_goes_on_with_the_next_episode(simulator):
+    with serving(*stub("openenv")) as (url, process):
+        pool = await simulator.open(url, backend="openenv", options={"patience_s": 60.0}, step_timeout_s=90.0)
+        assert (await pool.reset(seed=3)).status == OK
+        process.kill()
+        process.wait()
+        assert "is gone" in (await pool.say("1")).detail
+        begins = asyncio.create_task(pool.reset(seed=3))
+        with serving(*stub("openenv"), at=url):
+            begun = await begins
+            assert begun.status == OK and told(begun) == ["?"], begun.detail
 
 
 def test_a_server_that_is_full_and_an_action_that_is_none(game):

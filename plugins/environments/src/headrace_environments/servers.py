@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,11 +11,14 @@ from urllib.parse import urlsplit
 import httpx
 from headrace_servicekit.registry import Options
 from headrace_simulator.backends.base import BackendError
-from pydantic import Field, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 NAME = "environment.name"
 _SHOWN = 200
 """Characters of an answer that are shown."""
+_PAUSE_S = 0.2
+_ANSWERED: set[str] = set()
+"""Addresses of servers that have answered this process: one that is gone may be started again."""
 
 
 class ServerLost(Exception):
@@ -26,6 +30,10 @@ class ServerOptions(Options):
 
     headers: dict[str, str] = Field(default_factory=dict, description="headers of each request")
     request_timeout_s: PositiveFloat = Field(30.0, description="limit of one request")
+    patience_s: NonNegativeFloat = Field(
+        20.0,
+        description="how long an episode waits to begin while a server that has answered is started again",
+    )
 
 
 class Server:
@@ -45,17 +53,24 @@ class Server:
 
     def described(self, path: str) -> Mapping[str, Any]:
         """What the server says of itself, a JSON object. Raises BackendError where it is another server, or none."""
-        try:
-            with self.client() as client:
-                answer = client.get(path)
-        except httpx.HTTPError as error:
-            raise BackendError(NAME, f"{self.kind} does not answer at {self.url}: {_words(error)}") from error
+        until = time.monotonic() + (self._options.patience_s if self.url in _ANSWERED else 0.0)
+        while True:
+            try:
+                with self.client() as client:
+                    answer = client.get(path)
+                break
+            except httpx.HTTPError as error:
+                if time.monotonic() >= until:
+                    reason = f"{self.kind} does not answer at {self.url}: {_words(error)}"
+                    raise BackendError(NAME, reason) from error
+                time.sleep(_PAUSE_S)
         found = _object(answer)
         if found is None:
             raise BackendError(
                 NAME,
                 f"{self.url} is no {self.kind}: GET {path} {_what(answer)}; give the server's own address",
             )
+        _ANSWERED.add(self.url)
         return found
 
     def ask(self, client: httpx.Client, path: str, body: Any) -> httpx.Response:
