@@ -25,8 +25,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PIP := .venv/bin/python -m pip
 PINNED := -c constraints/base.txt
-DISTS := proto libs/servicekit libs/schema libs/planner libs/modelkit plugins/robots services/coordinator services/rollout \
-	services/trainer services/simulator services/reward plugins/megatron plugins/sglang plugins/containers cli plugins/search tools/simulation tools/fake_world
+DISTS := proto libs/servicekit libs/schema libs/planner libs/modelkit services/coordinator services/rollout services/trainer \
+	services/simulator services/reward plugins/robots plugins/environments plugins/containers plugins/search plugins/megatron \
+	plugins/sglang cli tools/simulation tools/fake_world
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
@@ -35,7 +36,7 @@ TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(
 help: ## List the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 	@echo "  PRESET=smollm2|tiny and SEED=N choose the run; ENGINE=vllm|sglang the engine,"
-	@echo "  DEVICE=cpu|cuda|rocm and ELSEWHERE=1 its devices; SIM=metaworld|maniskill|libero the"
+	@echo "  DEVICE=cpu|cuda|rocm and ELSEWHERE=1 its devices; SIM=metaworld|maniskill|libero|verifiers|web the"
 	@echo "  simulator; PYTHON=, TORCH_FIND_LINKS=DIR and TORCH_INDEX_URL=URL the set-up; CHROMIUM=PATH the browser."
 
 setup: .venv/.complete ## Make .venv with all packages, editable (what run, test and lint call).
@@ -97,10 +98,10 @@ screenshots: setup browser ## Pictures of the dashboard over real runs into .cac
 	.venv/bin/python integration_tests/browser/screenshots.py .cache/screenshots
 	mv .cache/screenshots/dashboard-*.png docs/img/
 
-simulators: ## Make .envs/SIM with one simulator and the service (SIM=metaworld, maniskill or libero).
+simulators: ## Make .envs/SIM with one simulator and the service (SIM=metaworld, maniskill, libero, verifiers or web).
 	@TORCH_FROM="$(TORCH_FROM)" sh ci/simulators.sh "$(SIM)" "$(PYTHON)"
 
-test-simulators: ## The contract suite of the simulator service against SIM=metaworld, maniskill or libero.
+test-simulators: ## The tests of one simulator in its environment (SIM=…, also openenv and nemo-gym, whose servers run apart).
 	@TORCH_FROM="$(TORCH_FROM)" PYTHON="$(PYTHON)" sh ci/test_simulators.sh "$(SIM)"
 
 recording: setup ## Draw docs/img/run.svg anew: a live run of examples/tiny.yaml in a terminal, on a fleet of its own.

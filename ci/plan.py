@@ -19,6 +19,7 @@ PACKAGES = (
     ),
     *("headrace_trainer", "headrace_simulator", "headrace_reward", "headrace_cli", "headrace.client"),
     "headrace_robots",
+    "headrace_environments",
     "headrace_megatron",
     "headrace_sglang",
     "headrace_containers",
@@ -32,6 +33,7 @@ UNITS = {
     "trainer": "services/trainer",
     "simulator": "services/simulator",
     "robots": "plugins/robots",
+    "environments": "plugins/environments",
     "megatron-refusals": "plugins/megatron",
     "sglang-parts": "plugins/sglang",
     "containers-parts": "plugins/containers",
@@ -103,6 +105,11 @@ _SIMULATORS = (
     "services/simulator/tests/test_simulator_knobs.py",
     *(f"constraints/{name}.txt" for name in ("metaworld", "maniskill", "libero")),
 )
+_OTHERS = (
+    *("plugins/environments", "examples/environments", "integration_tests/engines/test_environments_run.py"),
+    *(f":(glob){_WORLDS}/*.py", f":(glob){_WORLDS}/backends/*.py", ":(glob)ci/*simulators.sh"),
+    *(f"constraints/{name}.txt" for name in ("verifiers", "web", "openenv", "nemo-gym")),
+)
 _BROWSER = (
     *("integration_tests/browser", f"{_COORDINATOR}/dashboard", "docs/http-api.md"),
     *("constraints/browser.txt", "ci/browser.sh"),
@@ -138,6 +145,12 @@ def _simulator(name: str, *options: str, timeout_s: int) -> Part:
     """The contract suite against a real simulator, whose environment it makes first."""
     command = ("sh", "ci/test_simulators.sh", name, "--durations=10", "--durations-min=5", *options)
     return Part(f"simulator-{name}", command, timeout_s, "services/simulator/tests", True, inputs=_SIMULATORS)
+
+
+def _others(name: str, *options: str, timeout_s: int) -> Part:
+    """The tests of environments of others in an environment of their own, which it makes first."""
+    command = ("sh", "ci/test_simulators.sh", name, "--durations=10", "--durations-min=5", *options)
+    return Part(f"simulator-{name}", command, timeout_s, "integration_tests/engines", True, True, _OTHERS)
 
 
 def _megatron(*options: str, timeout_s: int) -> Part:
@@ -227,6 +240,7 @@ TEST = [
     _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True, waits=True),
     *_UNITS[2:],
     _simulator("metaworld", timeout_s=900),
+    *(_others(name, timeout_s=900) for name in ("verifiers", "web")),
     _tests("flows", "integration_tests/flows", timeout_s=1800, shares=True, waits=True),
     _tests("contracts", "integration_tests/contracts", timeout_s=900, shares=True),
     _tests("deploy", "integration_tests/deploy", shares=True),
@@ -289,6 +303,8 @@ NIGHTLY = [
     ),
     *(_simulator(name, "-m", "", timeout_s=3600) for name in ("metaworld", "maniskill", "libero")),
     _RESOLUTION,
+    *(_others(name, "-m", "", timeout_s=3600) for name in ("verifiers", "web", "openenv", "nemo-gym")),
+    _nightly("environments", "plugins/environments/tests", timeout_s=1800),
     _BROWSER_ENVIRONMENT,
     _BROWSER_TESTS,
 ]

@@ -137,8 +137,10 @@ def test_a_conversation_fits_80_columns_and_what_tools_say_steers_no_terminal():
         {"role": "tool", "content": "391\x1b[31m\u202e" + "x" * 900},
         {"role": "assistant", "content": "391", "tokens": 4, "reward": 1.0},
     ]  # fmt: skip
-    talk = trajectory(messages=given, versions=[(7, 16)], finish_reason="TERMINATED")
+    figures = {"turns": 2, "output_tokens": 1234.0}
+    talk = trajectory(messages=given, versions=[(7, 16)], finish_reason="TERMINATED", figures=figures)
     lines = drawn(trajectories_list([talk], 80), 80)
+    assert lines.pop() == "  its agent: turns 2, output_tokens 1234"
     text = "\n".join(lines)
     assert max(map(len, lines)) <= 80 and "TERMINATED, version 7" in lines[0]
     assert "[12 tokens with loss, reward -0.25]" in text and "[4 tokens with loss, reward 1]" in text

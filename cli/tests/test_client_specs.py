@@ -95,13 +95,11 @@ def test_paths_in_files_become_absolute(tmp_path, monkeypatch):
         "mcp": [{"command": ["python", "-m", str(tmp_path / "mine.py"), "mine.py"]}],
     }
     (tmp_path / "mine.py").touch()
-    file.write_text(
-        "agent: {python: 'mine.py:play', command: [python, ./mine.py, --fast], verifiers: 'mine.py:load'}"
-    )
+    file.write_text("agent: {python: 'mine.py:play', command: [python, ./mine.py, --fast], task: ./mine.py}")
     agent = {
         "python": f"{tmp_path / 'mine.py'}:play",
         "command": ["python", str(tmp_path / "mine.py"), "--fast"],
-        "verifiers": f"{tmp_path / 'mine.py'}:load",
+        "task": str(tmp_path / "mine.py"),
     }
     assert load_spec(file)["agent"] == agent
     monkeypatch.setenv("MODELS", str(tmp_path / "models"))

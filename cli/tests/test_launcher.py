@@ -323,13 +323,15 @@ def test_a_training_backend_is_found_in_its_environment_or_named_with_what_makes
 
 def test_a_simulator_is_found_in_its_environment_or_named_with_what_makes_it(tmp_path):
     assert simulator_python("gymnasium") == ""
+    with pytest.raises(CommandError, match=r"install headrace-environments\[verifiers\], or in a checkout"):
+        simulator_python("verifiers", tmp_path)
     with pytest.raises(CommandError, match="make simulators SIM=libero"):
         simulator_python("libero", tmp_path)
     python = tmp_path / ".envs" / "libero" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
     assert simulator_python("libero", tmp_path) == str(python)
-    with pytest.raises(CommandError, match="gymnasium, metaworld, maniskill, libero"):
+    with pytest.raises(CommandError, match="gymnasium, metaworld, maniskill, libero, verifiers, web"):
         simulator_python("mujoco")
 
 

@@ -17,6 +17,7 @@ DISTS = {
     "headrace-planner": "libs/planner",
     "headrace-modelkit": "libs/modelkit",
     "headrace-robots": "plugins/robots",
+    "headrace-environments": "plugins/environments",
     "headrace-megatron": "plugins/megatron",
     "headrace-sglang": "plugins/sglang",
     "headrace-search": "plugins/search",

@@ -28,7 +28,6 @@ OF_EXTRAS = (
         f"headrace_simulator.backends.conversation.{name}"
         for name in ("reasoning_gym", "skyrl_gym", "textarena")
     ),
-    "headrace_simulator.backends.verifiers",
 )
 """What only an extra can import."""
 HAS = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1]) is not None)"

@@ -71,11 +71,6 @@ def test_a_rollout_is_told_how_messages_become_prompts():
             "leave it out (episodes)",
         ),
         ({"environment": {"tasks": ["skyrl_gym:gsm8k"]}}, "data.source", "has seeds alone"),
-        (
-            {"environment": {"tasks": ["verifiers:wordle"]}},
-            "environment.tasks[0]",
-            "write agent: {verifiers: wordle}",
-        ),
     ],
 )
 def test_keys_that_make_no_sense_are_named_with_the_fix(more, key, words):
@@ -101,9 +96,10 @@ def test_an_agent_says_what_its_environment_is():
     assert command.environment is not None and command.environment.tasks == ["command: python 'my agent.py'"]
     assert command.environment.options == {"command": ["python", "my agent.py"]}
     assert RolloutConfig.of(spec).agent == spec.agent
-    verifiers = RunSpec.model_validate({**AGENT, "agent": {"verifiers": "wordle", "options": {"rows": 3}}})
-    assert verifiers.environment is not None and verifiers.environment.tasks == ["verifiers:wordle"]
-    assert verifiers.environment.options == {"arguments": {"rows": 3}}
+    plugged = {"backend": "verifiers", "task": "wordle", "options": {"runtime": {"type": "docker"}}}
+    verifiers = RunSpec.model_validate({**AGENT, "agent": plugged})
+    assert verifiers.environment is not None and verifiers.environment.backend == "verifiers"
+    assert verifiers.environment.tasks == ["wordle"] and verifiers.environment.options == plugged["options"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +107,9 @@ def test_an_agent_says_what_its_environment_is():
     [
         ({"agent": {}}, "agent", "give one"),
         ({"agent": {"python": "a.py:f", "command": ["a"]}}, "agent", "python and command are given"),
-        ({"agent": {"verifiers": "v.py"}}, "agent.verifiers", "write path/to/file.py:load_environment"),
+        ({"agent": {"python": "a.py:f", "backend": "verifiers"}}, "agent", "python and backend are given"),
+        ({"agent": {"backend": "verifiers"}}, "agent.task", "name it"),
+        ({"agent": {"python": "a.py:f", "task": "wordle"}}, "agent.task", "remove it"),
         ({"agent": {"python": "a.py:f", "options": {"rows": 3}}}, "agent.options", "remove it"),
         ({"agent": {"python": "agent.py"}}, "agent.python", "path/to/file.py:function"),
         ({"agent": {"pyhton": "agent.py:f"}}, "agent.pyhton", "python"),

@@ -30,7 +30,7 @@ AGENT = {
     "workflow": "agentic",
     "model": {"path": "models/tiny"},
     "data": {"source": "jsonl", "options": {}},
-    "agent": {"verifiers": "house", "options": {}},
+    "agent": {"backend": "verifiers", "task": "house", "options": {}},
 }
 TOOLS = {
     "workflow": "agentic",

@@ -29,7 +29,7 @@ workflow: agentic
 deterministic: true
 model: {policy: {kind: mlp}, gguf_file: f, max_context: 9}
 policies: {b: {}}
-agent: {online: {}, python: "a.py:f", command: [a], verifiers: v}
+agent: {online: {}, python: "a.py:f", command: [a], backend: v}
 environment:
   {alternating: 3, reward: dense, stop_on_success: true, state: [x], cameras: {a: b}, instructions: {a: b}, videos: {},
    variants: {v: {}}, rewritten_turns: append, max_episode_s: 9.0,

@@ -18,9 +18,10 @@ from headrace_coordinator.projections.thumbnails import with_thumbnails
 from headrace_coordinator.projections.trajectories import Call, Message
 from headrace_coordinator.run.modality import Conversations
 from headrace_coordinator.run.simulators.pools import opening, other_kind
+from headrace_coordinator.run.step.certificate import agent_figures
 from headrace_coordinator.run.step.scoring.rewards import added_up, by_turn, turns_problem
 from headrace_coordinator.run.step.scoring.scoring import score_item
-from headrace_coordinator.run.step.trajectories import Shown, Trajectory, told
+from headrace_coordinator.run.step.trajectories import Shown, Trajectories, Trajectory, told
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.requests import MAX_NUMBER
@@ -218,7 +219,36 @@ def test_each_agent_has_a_process_of_its_own():
         {"workflow": "agentic", "model": {"path": "model"}, "agent": {"command": ["agent", "--fast"]}}
     )
     assert agents.environment is not None
-    request = opening(agents.environment, agents.environment.tasks[0], 7)
+    request = opening(agents, agents.environment.tasks[0], 7)
     assert (request.environment.backend, request.environment.name) == ("agent", "command: agent --fast")
     assert (request.count, request.processes) == (7, 7)
     assert json.loads(request.options_json) == {"command": ["agent", "--fast"]}
+    plugged = agents.model_dump(exclude={"environment", "data"}) | {
+        "agent": {"backend": "verifiers", "task": "t"}
+    }
+    request = opening(RunSpec.model_validate(plugged), "t", 7)
+    assert (request.environment.backend, request.processes) == ("verifiers", 7)
+
+
+def test_who_leads_the_conversation_has_to_be_what_the_spec_says():
+    talks = simulator.OpenPoolResponse(conversation=True)
+    agents = simulator.OpenPoolResponse(conversation=True, agents=True)
+    led = {"workflow": "agentic", "model": {"path": "model"}, "agent": {"backend": "verifiers", "task": "t"}}
+    assert not other_kind(RunSpec.model_validate(led), agents)
+    (wrong,) = other_kind(RunSpec.model_validate(led), talks)
+    assert (wrong.key, wrong.fix) == ("agent.backend", "write environment: {backend: verifiers, tasks: [t]}")
+    (wrong,) = other_kind(spec("agentic", "verifiers"), agents)
+    assert (wrong.key, wrong.fix) == (
+        "environment.backend",
+        "write agent: {backend: verifiers, task: a.py:A}",
+    )
+
+
+def test_what_agents_say_of_themselves_is_told_as_the_mean_of_a_step():
+    slots = [Slot(prompt=0, sample=sample) for sample in range(3)]
+    said = [{"turns": 2.0}, {"turns": 4.0, "errors": 1.0}, {}]
+    trajectories = Trajectories(1 << 20)
+    for slot, figures in zip(slots, said, strict=True):
+        trajectories.put(Trajectory(slot, None, 0, 1, [], figures=figures))
+    assert agent_figures(slots, trajectories) == {"agent_errors": 1.0, "agent_turns": 3.0}
+    assert agent_figures(slots[2:], trajectories) == {}

@@ -55,7 +55,9 @@ def play(seed, item):
             time.sleep(600)
         if item.get("posts"):
             CLIENT.post(f"sessions/{os.environ['HEADRACE_SESSION']}/reward", json={"reward": 0.5 * (turn + 1)})
-    return None if item.get("posts") or wrong == "unrewarded" else {"reward": 4.0, "success": True}
+    if item.get("posts") or wrong == "unrewarded":
+        return None
+    return {"reward": 4.0, "success": True, "figures": {"turns": turns}}
 """
 TASK = "agent.py:play"
 
@@ -150,6 +152,7 @@ async def test_what_an_agent_says_is_one_trajectory_of_the_policys_own_ids(servi
         assert all(codec.decode(ids) == " +" for number, ids in turns if not number)
         assert rewards(trajectory) == [0.5, 1.0, 1.5] and not talk.success
         assert rewards(again[key]) == [0.0, 0.0, 4.0] and again[key].conversation.success
+        assert again[key].conversation.figures == {"turns": 3.0} and not talk.figures
         assert trajectory.finish_reason in (
             common_pb2.FINISH_REASON_TERMINATED,
             common_pb2.FINISH_REASON_LENGTH,

@@ -24,6 +24,8 @@ import time
 
 CLIENT = (os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
 RETURNS = {"number": 2, "nothing": {}, "both": {"reward": -1.5, "success": True}, "text": "much",
+           "figures": {"reward": 1, "figures": {"turns": 2, "seconds": 0.5}},
+           "false figures": {"reward": 1, "figures": {"turns": "two"}}, "one figure": {"reward": 1, "figures": 2},
            "not finite": float("inf"), "another key": {"reward": 1, "score": 2}}
 
 
@@ -84,6 +86,8 @@ WRONG = {
     "text": "returned 'much' (str); return a number as its reward",
     "not finite": "returned a reward of inf",
     "another key": "returned the keys score",
+    "false figures": "the figure 'turns' (str) as 'two' (str); figures are finite numbers",
+    "one figure": "returned figures that are no mapping",
 }
 UNKNOWN = [
     ("agent.py:gone", {}, "there is no function 'gone'"),
@@ -119,7 +123,7 @@ def alive(pid: int) -> bool:
 
 
 async def test_an_agent_finds_its_endpoint_and_its_return_is_its_reward(agent, tmp_path):
-    assert agent.opened.conversation
+    assert agent.opened.conversation and agent.opened.agents
     file = tmp_path / "said"
     outcome = await ended(agent, does="says", file=str(file))
     assert outcome.terminated and json.loads(outcome.info_json) == {"rewarded": True}
@@ -134,6 +138,8 @@ async def test_an_agent_finds_its_endpoint_and_its_return_is_its_reward(agent, t
     assert (outcome.reward, outcome.success_reported) == (2.0, False)
     outcome = await ended(agent, does="both")
     assert (outcome.reward, outcome.success, outcome.success_reported) == (-1.5, True, True)
+    outcome = await ended(agent, does="figures")
+    assert json.loads(outcome.info_json) == {"rewarded": True, "figures": {"turns": 2.0, "seconds": 0.5}}
     assert (await ended(agent, does="awaits")).reward == 3.5, "a coroutine is run"
     assert [(await ended(agent, does="imports")).reward for _ in range(2)] == [0.0, 1.0], (
         "what one agent imports as it runs is there for the next"

@@ -98,7 +98,7 @@ PATHS = (
     ),
     "agent.python",
     "agent.command.*",
-    "agent.verifiers",
+    "agent.task",
 )
 """Keys whose values may be paths (behind @: the keys below it), beside all of `PATH_KEYS`; in those of `NAMES` a word
 without a slash or a suffix may be something else.
@@ -107,7 +107,7 @@ PATH_KEYS = re.compile(r"path|\w+_path")
 """Last parts of keys, wherever they stand, whose values are paths."""
 FILE_REFERENCE = re.compile(r"((?:\w+ )?file:)(?!//)(\S[^\n]*)")
 """A secret that lies in a file."""
-NAMES = ("name", "dataset", "verifiers")
+NAMES = ("name", "dataset", "task")
 
 
 def _make_paths_absolute(spec: Any, folder: Path) -> None:

@@ -65,8 +65,8 @@ class FleetOptions:
     sim: Annotated[
         str,
         typer.Option(
-            help="Simulator that the simulator instances must have: metaworld, maniskill or libero from this Python "
-            "or from .envs/SIM."
+            help="Simulator that the simulator instances must have: metaworld, maniskill, libero, verifiers or web "
+            "from this Python or from .envs/SIM."
         ),
     ] = "gymnasium"
     backend: Annotated[

@@ -27,8 +27,12 @@ SIMULATORS = {
     "metaworld": "metaworld",
     "maniskill": "mani_skill",
     "libero": "libero",
+    "verifiers": "verifiers",
+    "web": "playwright",
 }
 """Simulators by name, and the module that each is."""
+OF_OTHERS = ("verifiers", "web")
+"""Those that are extras of headrace-environments."""
 DEFAULT_BACKEND = "fsdp"
 BACKENDS = {"megatron": "megatron"}
 """Training backends that are an extra, and the module that each is."""
@@ -207,7 +211,8 @@ def simulator_python(simulator: str, folder: Path = Path()) -> str:
         raise user_error("--sim", f"{simulator!r} is no simulator", f"write one of {', '.join(SIMULATORS)}")
     if simulator == DEFAULT_SIMULATOR:
         return ""  # A service without it starts all the same, and offers what it has.
-    fix = f"install headrace-simulator[{simulator}], or in a checkout: make simulators SIM={simulator}"
+    dist = "headrace-environments" if simulator in OF_OTHERS else "headrace-simulator"
+    fix = f"install {dist}[{simulator}], or in a checkout: make simulators SIM={simulator}"
     return _python_with(simulator, SIMULATORS[simulator], folder, "--sim", fix)
 
 

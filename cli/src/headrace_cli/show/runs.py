@@ -200,6 +200,9 @@ def _trajectory_lines(trajectories: Sequence[Trajectory], width: int) -> Rendera
         parts.append(Text(line[:width], style="bold"))
         if item.messages:
             parts += [Text(line) for line in _conversation_lines(item, width)]
+            if item.figures:
+                said = ", ".join(f"{_escaped(name)} {value:g}" for name, value in item.figures.items())
+                parts.append(Text(f"  its agent: {said}"[:width]))
             continue
         reference = f" (reference {item.reference})" if item.reference else ""
         said = f"{_tail(item.prompt)} → {_answer(item)}{reference}"

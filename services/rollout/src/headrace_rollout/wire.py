@@ -304,6 +304,7 @@ def _fill_talk(message: common_pb2.Conversation, talk: Conversation) -> str:
             reward=turn.reward,
         )
     message.success, message.failure = talk.success, talk.failure
+    message.figures.update(talk.figures)
     return "\n".join(
         f"{f'{each.party} ({each.role})' if each.party else each.role}: {each.content}"
         for each in message.messages

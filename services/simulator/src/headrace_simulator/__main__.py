@@ -46,7 +46,8 @@ async def mount(instance: Instance) -> Close:
     instance.capabilities["tasks"] = task_capabilities(catalogue)
     local = LocalStreams(blobs.folder.parent)
     await local.listen()
-    servicer = SimulatorServicer(instance, pools, catalogue, settings, blobs, local)
+    named = [(backend, name) for backend, name in catalogue if name]
+    servicer = SimulatorServicer(instance, pools, named, settings, blobs, local)
     instance.on_grant, instance.on_revoke = servicer.on_grant, servicer.on_revoke
     instance.add_service(
         simulator_pb2_grpc.add_SimulatorServiceServicer_to_server,

@@ -303,6 +303,9 @@ class TrajectoryView(Resource):
     images: list[str] = Field(
         default=[], description="small copies of the prompt's first four images, as data URLs"
     )
+    figures: dict[str, float] = Field(
+        default={}, description="what an agent says that it was, such as turns, tokens and errors, by name"
+    )
 
 
 class TrajectoryListView(Resource):

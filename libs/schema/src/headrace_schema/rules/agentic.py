@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules.asked import EPISODES
-from headrace_schema.sections.agent import AGENTS, AgentSection
+from headrace_schema.sections.agent import AgentSection
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.policies import OWN
 from headrace_schema.sections.run import RunSections
@@ -71,31 +71,25 @@ def _policies(spec: RunSections) -> Iterator[KeyProblemView]:
 
 
 def _agent(agent: AgentSection, environment: EnvironmentSection) -> Iterator[KeyProblemView]:
-    given = [key for key in ("python", "command", "verifiers") if getattr(agent, key)]
+    given = [key for key in ("python", "command", "backend") if getattr(agent, key)]
     if len(given) != 1:
         reason = f"{' and '.join(given)} are given" if given else "it does not say what to start"
         yield problem(
             "agent",
             reason,
-            "give one: python: path/to/file.py:function, command: [program, argument], or verifiers: NAME",
+            "give one: python: path/to/file.py:function, command: [program, argument], or backend: NAME with its task",
         )
         return
-    if agent.options and not agent.verifiers:
-        reason = "are the arguments of an environment of verifiers, and none is named"
-        yield problem("agent.options", reason, "remove it")
-    if agent.verifiers.endswith((".py", ".py:")):
-        reason = f"{agent.verifiers!r} names no function in a file"
-        yield problem("agent.verifiers", reason, "write path/to/file.py:load_environment")
+    for key in ("task", "options"):
+        if getattr(agent, key) and not agent.backend:
+            yield problem(f"agent.{key}", "is what agent.backend starts, and none is named", "remove it")
+    if agent.backend and not agent.task:
+        reason = f"it does not say what {agent.backend} starts"
+        yield problem("agent.task", reason, "name it, such as a taskset of verifiers")
     if agent.python and ".py:" not in agent.python:
         reason = f"{agent.python!r} names no function in a file"
         yield problem("agent.python", reason, "write path/to/file.py:function")
-    follows = {
-        "backend": AGENTS,
-        "tasks": [agent.task],
-        "options": agent.starting,
-        "processes": 0,
-    }
-    for key, value in follows.items():
+    for key, value in {**agent.started, "processes": 0}.items():
         if getattr(environment, key) != value:
             reason = "it follows from agent" if value else "each agent has a process of its own"
             yield problem(f"environment.{key}", reason, "remove it")
@@ -104,7 +98,7 @@ def _agent(agent: AgentSection, environment: EnvironmentSection) -> Iterator[Key
 def _tasks(spec: RunSections) -> Iterator[KeyProblemView]:
     assert spec.environment is not None
     tasks, source = spec.environment.tasks, spec.data.source
-    for index, task in enumerate(tasks):
+    for task in tasks:
         library = task.partition(":")[0]
         if library in SEEDED and source != EPISODES:
             reason = f"{task} makes what it asks from the seed, and would not ask what {source} says"
@@ -112,11 +106,6 @@ def _tasks(spec: RunSections) -> Iterator[KeyProblemView]:
         elif library in ASKING and source == EPISODES:
             reason = f"{task} asks what a data item says, and {EPISODES} has seeds alone"
             yield problem("data.source", reason, "name the source of its questions, such as jsonl")
-        elif library == "verifiers":
-            reason = f"{task}: an environment of verifiers leads the conversation itself"
-            yield problem(
-                f"environment.tasks[{index}]", reason, f"write agent: {{verifiers: {task[10:] or 'NAME'}}}"
-            )
     if {scorer.name for scorer in spec.reward.scorers} == {"episode"} and {*tasks} <= {*UNREWARDED}:
         reason = f"the scorer episode takes the environment's rewards, and {tasks[0]} gives none"
         yield problem("reward.scorers", reason, "name scorers that judge what was said, such as exact")

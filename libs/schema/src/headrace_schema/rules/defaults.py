@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from headrace_schema.rules.asked import EPISODES
-from headrace_schema.sections.agent import AGENT_SECONDS, AGENTS, ONLINE, AgentSection
+from headrace_schema.sections.agent import AGENT_SECONDS, ONLINE, AgentSection
 from headrace_schema.workflow import CONVERSATIONS, acts_in_environments
 
 BACKEND = "conversation"
@@ -78,5 +78,4 @@ def _started(agent: Any) -> dict[str, Any]:
         section = AgentSection.model_validate(agent)
     except ValidationError:
         return {}
-    follow = {"backend": AGENTS, "tasks": [section.task], "options": section.starting}
-    return {**follow, "max_episode_s": AGENT_SECONDS}
+    return {**section.started, "max_episode_s": AGENT_SECONDS}

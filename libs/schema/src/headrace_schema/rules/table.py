@@ -165,7 +165,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.CREDIT: ("turns are those of agentic runs, and workflow is {spec.kind}", "remove it"),
     },
     f.ONLINE: {
-        **{key(f"agent.{name}"): "nothing is started then" for name in ("python", "command", "verifiers")},
+        **{key(f"agent.{name}"): "nothing is started then" for name in ("python", "command", "backend")},
         f.ENVIRONMENT: "outside clients speak with the policy, and nothing else does",
         f.OWN_SOURCE: "what is asked comes from the clients",
         f.HELDOUT: (_UNASKED, _LATER),

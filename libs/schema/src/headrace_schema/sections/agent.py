@@ -44,14 +44,13 @@ class AgentSection(Section):
         default_factory=list,
         description="program and arguments; reads {seed, item} as JSON from its standard input, and posts its reward",
     )
-    verifiers: str = Field(
+    backend: str = Field(
         default="",
-        description="an environment of the package verifiers, by the name that it is installed under, or as "
-        "path/to/file.py:load_environment: its own rollout code speaks, and its rubric gives the reward",
+        description="a simulator backend of a plug-in that starts agents, such as verifiers: what it starts speaks, "
+        "and says its reward",
     )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="arguments of the environment that verifiers names"
-    )
+    task: str = Field(default="", description="what the backend starts, such as a taskset of verifiers")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of what the backend starts")
     online: OnlineSection | None = Field(
         default=None,
         description="nothing is started: clients from outside speak with the policy (headrace run endpoint RUN), and "
@@ -71,17 +70,13 @@ class AgentSection(Section):
     )
 
     @property
-    def task(self) -> str:
-        """What is started, as text."""
-        if self.online is not None:
-            return ONLINE
-        if self.verifiers:
-            return f"verifiers:{self.verifiers}"
-        return self.python or f"command: {shlex.join(self.command)}"
-
-    @property
-    def starting(self) -> dict[str, Any]:
-        """The environment's options that follow."""
-        if self.command:
-            return {"command": self.command}
-        return {"arguments": self.options} if self.options else {}
+    def started(self) -> dict[str, Any]:
+        """The environment's keys that follow: by which backend, what is started, and with which options."""
+        if self.backend:
+            return {"backend": self.backend, "tasks": [self.task], "options": self.options}
+        what = self.python or f"command: {shlex.join(self.command)}"
+        return {
+            "backend": AGENTS,
+            "tasks": [what],
+            "options": {"command": self.command} if self.command else {},
+        }

@@ -167,9 +167,10 @@ class RunSections(Section):
         """The form in which the policy of a conversation calls tools; empty where the spec does not say."""
         if self.agent is not None:
             return self.agent.tool_calls
-        if self.environment is None or "tools" not in self.environment.tasks:
+        if self.environment is None:
             return ""
-        return str(self.environment.options.get("parser", "hermes"))
+        default = "hermes" if "tools" in self.environment.tasks else ""
+        return str(self.environment.options.get("parser", default))
 
     @property
     def main_stage(self) -> str:

@@ -386,16 +386,25 @@ class Trajectory(_message.Message):
     def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., producer: _Optional[str] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., completion_text: _Optional[str] = ..., raw_prompt_text: _Optional[str] = ..., raw_completion_text: _Optional[str] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., body_digest: _Optional[str] = ...) -> None: ...
 
 class Conversation(_message.Message):
-    __slots__ = ("messages", "turns", "success", "failure")
+    __slots__ = ("messages", "turns", "success", "failure", "figures")
+    class FiguresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
     SUCCESS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     turns: _containers.RepeatedCompositeFieldContainer[Turn]
     success: bool
     failure: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., success: _Optional[bool] = ..., failure: _Optional[str] = ...) -> None: ...
+    figures: _containers.ScalarMap[str, float]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., success: _Optional[bool] = ..., failure: _Optional[str] = ..., figures: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Turn(_message.Message):
     __slots__ = ("message", "branch", "tokens", "reward")

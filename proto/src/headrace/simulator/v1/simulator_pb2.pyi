@@ -108,7 +108,7 @@ class Space(_message.Message):
     def __init__(self, name: _Optional[str] = ..., data_type: _Optional[_Union[_common_pb2.DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., low: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., high: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., categories: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenPoolResponse(_message.Message):
-    __slots__ = ("pool", "pool_incarnation", "observation_spaces", "action_space", "init_state_count", "instruction", "conversation", "roles", "images")
+    __slots__ = ("pool", "pool_incarnation", "observation_spaces", "action_space", "init_state_count", "instruction", "conversation", "roles", "images", "agents")
     POOL_FIELD_NUMBER: _ClassVar[int]
     POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     OBSERVATION_SPACES_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class OpenPoolResponse(_message.Message):
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    AGENTS_FIELD_NUMBER: _ClassVar[int]
     pool: str
     pool_incarnation: str
     observation_spaces: _containers.RepeatedCompositeFieldContainer[Space]
@@ -127,7 +128,8 @@ class OpenPoolResponse(_message.Message):
     conversation: bool
     roles: _containers.RepeatedScalarFieldContainer[str]
     images: bool
-    def __init__(self, pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., observation_spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., action_space: _Optional[_Union[Space, _Mapping]] = ..., init_state_count: _Optional[int] = ..., instruction: _Optional[str] = ..., conversation: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., images: _Optional[bool] = ...) -> None: ...
+    agents: bool
+    def __init__(self, pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., observation_spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., action_space: _Optional[_Union[Space, _Mapping]] = ..., init_state_count: _Optional[int] = ..., instruction: _Optional[str] = ..., conversation: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., images: _Optional[bool] = ..., agents: _Optional[bool] = ...) -> None: ...
 
 class StepRequest(_message.Message):
     __slots__ = ("header", "pool", "pool_incarnation", "operations")

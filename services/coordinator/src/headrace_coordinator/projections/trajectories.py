@@ -74,6 +74,7 @@ class SettledTrajectory(Slot, frozen=True, omit_defaults=True):
     messages: list[Message] = []
     masked: bool = False
     images: list[str] = []
+    figures: dict[str, float] = {}
 
 
 encode_line = msgspec.json.Encoder().encode

@@ -236,7 +236,7 @@ class Conversation:
     """What a session said: all messages, those of the prompt first, and the policy's turns in time.
 
     `opened` is what was read before the first turn where there is none; `cut` the branch that a limit has cut;
-    `failure` says why there is nothing to learn from.
+    `failure` says why there is nothing to learn from; `figures` are what an agent says of itself, by name.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -245,6 +245,7 @@ class Conversation:
     cut: Branch | None = None
     success: bool = False
     failure: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
 
     @property
     def branches(self) -> list[Branch]:

@@ -1,4 +1,4 @@
-"""Agents: a user's function or an environment of verifiers in a fork of this process, or a command.
+"""Agents: a user's function in a fork of this process, or a command.
 
 Runs in child processes only.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -35,7 +34,6 @@ from headrace_simulator.child.episodes import Raised, call
 # A client that a file makes as it is imported needs some address and key; the fork imports the file anew.
 _NONE_YET = {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1", "OPENAI_API_KEY": "none-yet"}
 
-VERIFIERS = "verifiers"
 _LAST_WORDS_S, _MOST_WORDS = 1.0, 500
 """How long a program's standard error is read once it has ended, and how much of its last line is told."""
 _MOST_BYTES = 1 << 16
@@ -43,13 +41,11 @@ _MOST_BYTES = 1 << 16
 
 
 class AgentOptions(BaseModel):
-    """Options of an agent; without a command its name is path/to/file.py:function, or verifiers:NAME."""
+    """Options of an agent; without a command its name is path/to/file.py:function."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     command: list[str] = []
-    arguments: dict[str, Any] = {}
-    """Of load_environment, for verifiers:NAME alone."""
 
 
 class ForkedAgent(ABC):
@@ -181,7 +177,7 @@ class CommandAgent:
 
 
 class Agents:
-    """Agents by path/to/file.py:function or verifiers:NAME, or as a command by the option of that name."""
+    """Agents by path/to/file.py:function, or as a command by the option of that name."""
 
     def environments(self) -> list[str]:
         """What an agent may be beside a file: all are users' own."""
@@ -192,13 +188,10 @@ class Agents:
         chosen = parse(AgentOptions, options)
         if chosen.command:
             return CommandAgent(chosen.command)
-        library, _, environment = name.partition(":")
-        if library == VERIFIERS:
-            return _verifiers(environment, chosen.arguments)
         if not is_user_environment(name):
             raise BackendError(
                 "environment.name",
-                f"{name} is no agent; give path/to/file.py:function, verifiers:NAME, or a command",
+                f"{name} is no agent; give path/to/file.py:function, or a command",
             )
         return PythonAgent(name)
 
@@ -206,16 +199,6 @@ class Agents:
 def build(options: Options) -> Agents:
     """The backend."""
     return Agents()
-
-
-def _verifiers(name: str, arguments: Mapping[str, Any]) -> Agent:
-    if importlib.util.find_spec(VERIFIERS) is None:
-        fix = "pip install 'headrace-simulator[verifiers]'"
-        raise BackendError(
-            "environment.name", f"verifiers:{name} needs a package that is not installed: {fix}"
-        )
-    made: Agent = importlib.import_module("headrace_simulator.backends.verifiers").agent(name, arguments)
-    return made
 
 
 def _awaited(found: Any) -> Any:
@@ -226,19 +209,20 @@ def _awaited(found: Any) -> Any:
 
 
 def _result_of(function: Any) -> dict[str, Any]:
-    """What an agent returned as JSON: reward and success, or its error."""
+    """What an agent returned as JSON: reward, success and figures, or its error."""
     try:
         found = call(function)
     except (Raised, BackendError) as error:
         return {"error": f"raised {error}"}
     given = dict(found) if isinstance(found, Mapping) else {"reward": found}
-    reward, success = given.pop("reward", None), given.pop("success", None)
+    reward, success, figures = (given.pop(key, None) for key in ("reward", "success", "figures"))
     if given:
         return {
-            "error": f"returned the keys {', '.join(map(str, given))}; return a number, or reward and success"
+            "error": f"returned the keys {', '.join(map(str, given))}; return a number, or reward, success and figures"
         }
+    more = {} if figures is None else {"figures": figures}
     if reward is None:
-        return {"success": success} if isinstance(success, bool) else {}
+        return more | ({"success": success} if isinstance(success, bool) else {})
     try:
         value = float(reward)
     except (TypeError, ValueError):
@@ -247,4 +231,4 @@ def _result_of(function: Any) -> dict[str, Any]:
         }
     if not math.isfinite(value):
         return {"error": f"returned a reward of {value}, which is not finite"}
-    return {"reward": value, **({"success": bool(success)} if success is not None else {})}
+    return {"reward": value, **more, **({"success": bool(success)} if success is not None else {})}

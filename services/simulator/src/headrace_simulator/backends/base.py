@@ -222,7 +222,10 @@ class Agent(Protocol):
         ...
 
     def result(self) -> Mapping[str, Any]:
-        """What the process that ended has said of itself: `reward`, `success`, `error`; each may be missing."""
+        """What the process that ended has said of itself: `reward`, `success`, `error`; each may be missing.
+
+        `figures` may hold numbers by name that people are shown, such as turns, tokens and errors.
+        """
         ...
 
 

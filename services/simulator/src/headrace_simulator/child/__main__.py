@@ -77,6 +77,7 @@ class Host:
                 conversation=True,
                 roles=opened.roles if talks else (),
                 images=talks and opened.images,
+                agents=not talks,
             )
         first = opened.environment
         return simulator_pb2.OpenPoolResponse(
@@ -237,11 +238,11 @@ def _compute_with(threads: int) -> None:
 
 
 def catalogue() -> list[tuple[str, str]]:
-    """Backend and name of every environment of the installed backends."""
+    """Backend and name of every environment of the installed backends; a name is "" where a backend lists none."""
     listed: list[tuple[str, str]] = []
     for name in backends.BACKENDS.names():
         try:
-            listed += [(name, each) for each in call(backends.create(name).environments)]
+            listed += [(name, each) for each in call(backends.create(name).environments) or [""]]
         except (BackendError, Raised) as error:
             # A backend whose extra is not installed is no fault: it is not offered.
             sys.stderr.write(f"backend {name} is left out: {error}\n")

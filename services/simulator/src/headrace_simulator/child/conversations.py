@@ -278,6 +278,8 @@ def _shown(value: Any) -> str:
     )
 
 
+MOST_FIGURES, LONGEST_NAME = 32, 64
+"""Of what an agent says of itself."""
 _END_S = 5.0
 
 
@@ -329,7 +331,8 @@ class Agents:
         outcome.terminated, outcome.executed_length = True, 1
         outcome.reward = found.get("reward", 0.0)
         outcome.success, outcome.success_reported = bool(found.get("success")), "success" in found
-        outcome.info_json = json.dumps({"rewarded": "reward" in found})
+        said = {"figures": _figures(found["figures"])} if "figures" in found else {}
+        outcome.info_json = json.dumps({"rewarded": "reward" in found, **said})
 
     def _end(self) -> None:
         """Kills the agent and whatever it has started: this process is the parent of all that it left behind."""
@@ -342,6 +345,25 @@ class Agents:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             time.sleep(0.001)
+
+
+def _figures(given: Any) -> dict[str, float]:
+    """The numbers that an agent says of itself, checked."""
+    if not isinstance(given, Mapping) or len(given) > MOST_FIGURES:
+        raise Raised(
+            f"the agent returned figures that are no mapping of at most {MOST_FIGURES} names to numbers"
+        )
+    if strange := [each for each in given.items() if not _is_figure(*each)]:
+        name, value = strange[0]
+        raise Raised(
+            f"the agent returned the figure {_shown(name)} as {_shown(value)}; figures are finite numbers"
+        )
+    return {name: float(value) for name, value in given.items()}
+
+
+def _is_figure(name: Any, value: Any) -> bool:
+    number = isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and number
 
 
 def _ended_within(process: int, wait_s: float) -> bool:

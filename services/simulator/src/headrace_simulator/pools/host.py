@@ -177,7 +177,7 @@ def _payload(frame: tuple[Kind, bytes]) -> bytes:
 
 
 async def list_environments(timeout_s: float) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Backend and name of every environment, and modules of brokers by backend, from a child made for the question.
+    """Backend and name of every environment, and modules of brokers by backend; see `child.__main__.catalogue`.
 
     Raises:
         WorkerGone, WorkerTimeout: the child could not tell.
@@ -195,10 +195,11 @@ async def list_environments(timeout_s: float) -> tuple[list[tuple[str, str]], di
 def task_capabilities(catalogue: Iterable[tuple[str, str]]) -> list[str]:
     """What an instance registers of its environments: "BACKEND=" and the JSON list of their names, for each backend.
 
-    A backend whose list is too long for a registration is left out: its tasks are checked as pools are opened.
+    A backend that lists none, or too many for a registration, is left out: its tasks are checked as pools are opened.
     """
     names: dict[str, list[str]] = {}
     for backend, name in catalogue:
-        names.setdefault(backend, []).append(name)
+        if name:
+            names.setdefault(backend, []).append(name)
     listed = [f"{backend}={json.dumps(sorted(found))}" for backend, found in sorted(names.items())]
     return [text for text in listed if len(text) <= MAX_LISTED]

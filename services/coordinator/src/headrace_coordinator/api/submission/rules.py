@@ -20,7 +20,7 @@ from headrace_coordinator.trackers import tracker_problems
 
 BACKEND_EXTRAS = ("megatron",)
 """Training backends that are an extra of headrace-trainer."""
-SIMULATORS = ("metaworld", "maniskill", "libero")
+SIMULATORS = ("metaworld", "maniskill", "libero", "verifiers", "web")
 """Backends of environments that `headrace up --sim` starts from a Python of their own."""
 LEARNING = ("trainer.", "algorithm.", "optimizer.")
 """Sections that a run reads only where it trains."""
@@ -44,7 +44,8 @@ def names(submission: Submission) -> Iterator[KeyProblemView]:
         if policy.algorithm is not None
     ]
     if spec.environment:
-        wanted.append(("environment.backend", spec.environment.backend, "simulator", "backends"))
+        key = "agent.backend" if spec.agent is not None and spec.agent.backend else "environment.backend"
+        wanted.append((key, spec.environment.backend, "simulator", "backends"))
     for part, scorers in spec.reward.sets().items():
         for index, scorer in enumerate(scorers):
             if ".py:" not in scorer.name:  # A user's own file: the scorer check tries it.
@@ -59,7 +60,7 @@ def names(submission: Submission) -> Iterator[KeyProblemView]:
                 fix += f"rollout.engine: {' or '.join(sorted(known))}"
             if key == "trainer.backend" and name in BACKEND_EXTRAS:
                 fix = f"install headrace-trainer[{name}] where the trainers run and restart them; {fix}"
-            if key == "environment.backend" and name in SIMULATORS:
+            if kind == "simulator" and name in SIMULATORS:
                 fix = (
                     f"start the fleet with headrace up --sim {name} (once: make simulators SIM={name}); {fix}"
                 )

@@ -75,10 +75,10 @@ async def check_environment(submission: Submission, fleet: Fleet, trials: set[st
     try:
         with _before_a_run(SimulatorClient, chosen, fleet, trials) as client:
             async with fleet.deaths.opening(client.run, chosen):
-                described = await client.open_pool(opening(section, section.tasks[0], 1), ENVIRONMENT_S)
+                described = await client.open_pool(opening(spec, section.tasks[0], 1), ENVIRONMENT_S)
             await client.close_run()
     except CallRefused as refusal:
-        return _refused(refusal_in_users_keys(refusal), "environment", chosen.instance)
+        return _refused(refusal_in_users_keys(spec, refusal), "environment", chosen.instance)
     except InstanceDown:
         return []
     if problems := other_kind(spec, described):

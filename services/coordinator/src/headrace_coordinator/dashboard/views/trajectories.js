@@ -158,6 +158,7 @@ function body(spec, each, action) {
       ...(each.advantage === null || each.advantage === undefined ? [] : [["Advantage", number(each.advantage)]]),
       ...parts.map(([name, value]) => scorerFact(spec, name, value)),
       [robot ? "Actions" : "Tokens", `${each.tokens}`],
+      ...Object.entries(each.figures ?? {}).map(([name, value]) => [`Agent: ${name}`, number(value)]),
       ["Finish reason", each.finish_reason],
       ["Attempt", `${each.attempt}`],
       ["Trained on version", `${each.version}`],

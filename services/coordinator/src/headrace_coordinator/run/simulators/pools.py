@@ -14,7 +14,6 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.resources.views import KeyProblemView
-from headrace_schema.sections.agent import AGENTS
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.scoring import short_names
 from headrace_schema.spec import RunSpec
@@ -51,6 +50,8 @@ KEYS = {
     "step_timeout": "environment.step_timeout_s",
 }
 """Fields of OpenPool by the spec's keys."""
+OF_AGENTS = {"environment.name": "agent.task", "options_json": "agent.options"}
+"""Those of agents that a plug-in's backend starts."""
 
 
 class Pools:
@@ -243,8 +244,8 @@ class Pools:
     async def _open_pool(self, place: Place, count: int) -> str:
         """Opens a pool; the simulator's incarnation where that gives no answer."""
         where, _, task = place
-        client, section = self._client(where), self._environment
-        request = opening(section, task, count)
+        client = self._client(where)
+        request = opening(self._workers.spec, task, count)
         request.blob_bytes = BLOB_BYTES if self._one_host(place) else 0
         request.leased = bool(client.devices)
         name = client.instance.instance
@@ -257,7 +258,7 @@ class Pools:
             client.opened = False
             return where
         except CallRefused as refused:
-            raise refusal_in_users_keys(refused) from refused
+            raise refusal_in_users_keys(self._workers.spec, refused) from refused
         if problems := other_kind(self._workers.spec, response):
             raise CallRefused("simulator", "INVALID", str(Impossible(problems)), problems[0].key)
         self.described[task] = response
@@ -300,8 +301,10 @@ def _shares(count: int, parts: int) -> list[int]:
     return [share + (index < extra) for index in range(parts)]
 
 
-def opening(section: EnvironmentSection, task: str, count: int) -> simulator.OpenPoolRequest:
+def opening(spec: RunSpec, task: str, count: int) -> simulator.OpenPoolRequest:
     """What asks for environments of a task, without authority."""
+    section = spec.environment
+    assert section is not None
     request = simulator.OpenPoolRequest(
         environment=simulator.Environment(backend=section.backend, name=section.variant_of(task)[0]),
         count=count,
@@ -309,7 +312,7 @@ def opening(section: EnvironmentSection, task: str, count: int) -> simulator.Ope
         max_episode_steps=section.max_episode_steps,
         reward_mode=REWARDS[section.reward],
         # An agent has a process of its own: what waits for its end waits for no other.
-        processes=count if section.backend == AGENTS else section.processes and min(section.processes, count),
+        processes=count if spec.agent is not None else section.processes and min(section.processes, count),
         without_info=True,
         vectorized=section.vectorized,
         variables=section.env,
@@ -323,14 +326,25 @@ def other_kind(spec: RunSpec, described: simulator.OpenPoolResponse) -> list[Key
     other roles than the run says.
     """
     assert spec.environment is not None
-    if described.conversation == (spec.workflow == CONVERSATIONS):
-        return _other_roles(spec.environment, list(described.roles))
     backend, key = spec.environment.backend, "environment.backend"
+    if described.conversation == (spec.workflow == CONVERSATIONS):
+        if described.conversation and described.agents != (spec.agent is not None):
+            return [_who_leads(spec, backend, described)]
+        return _other_roles(spec.environment, list(described.roles))
     if described.conversation:
         reason = f"{backend} has conversations, and the run's policy is a robot's"
         return [problem(key, reason, f"set workflow: {CONVERSATIONS}, or name a simulator of robots")]
     reason = f"{backend} has environments of robots, and the run's policy speaks"
     return [problem(key, reason, "leave it out, or set workflow: embodied")]
+
+
+def _who_leads(spec: RunSpec, backend: str, described: simulator.OpenPoolResponse) -> KeyProblemView:
+    assert spec.environment is not None
+    if described.agents:
+        fix = f"write agent: {{backend: {backend}, task: {spec.environment.tasks[0]}}}"
+        return problem("environment.backend", f"{backend} starts agents, which lead the conversation", fix)
+    fix = f"write environment: {{backend: {backend}, tasks: [{spec.environment.tasks[0]}]}}"
+    return problem("agent.backend", f"{backend} has environments, and starts no agents", fix)
 
 
 def _other_roles(section: EnvironmentSection, roles: Sequence[str]) -> list[KeyProblemView]:
@@ -347,10 +361,11 @@ def _other_roles(section: EnvironmentSection, roles: Sequence[str]) -> list[KeyP
     return strange
 
 
-def refusal_in_users_keys(refused: CallRefused) -> CallRefused:
+def refusal_in_users_keys(spec: RunSpec, refused: CallRefused) -> CallRefused:
     """The same refusal, with the spec's keys in place of OpenPool's fields."""
     message, key = refused.message, refused.key
-    for field, users in KEYS.items():
+    plugged = spec.agent is not None and spec.agent.backend
+    for field, users in (KEYS | OF_AGENTS if plugged else KEYS).items():
         for end in (":", "."):  # as a whole, or a part of it
             message = message.replace(f"{field}{end}", f"{users}{end}")
         if key == field or key.startswith(f"{field}."):

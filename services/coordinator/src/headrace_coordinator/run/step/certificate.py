@@ -121,6 +121,7 @@ def step_view(
     response: trainer.CommitStepResponse,
     slots: list[Slot],
     timer: StepTimer,
+    trajectories: Trajectories,
 ) -> StepView:
     """The step as people see it."""
     trained = [slot for slot in slots if slot.state == ACCUMULATED]
@@ -152,10 +153,20 @@ def step_view(
             **{name: value for name, value in response.figures.items() if name not in unjudged},
             **weight_figures(context.workers.rollouts),
             **timer.figures,
+            **agent_figures(trained, trajectories),
             **({GENERATE_OPEN: generate_open} if "generate" in stages else {}),
             **(online.figures() if (online := context.fleet.online.get(context.run_id)) else {}),
         },
     )
+
+
+def agent_figures(slots: Iterable[Slot], trajectories: Trajectories) -> dict[str, float]:
+    """The means of what agents said of trained trajectories, each over those that said it."""
+    said: dict[str, list[float]] = {}
+    for slot in slots:
+        for name, value in trajectories[slot.key].figures.items() if slot.key in trajectories else ():
+            said.setdefault(f"agent_{name}", []).append(value)
+    return {name: fmean(values) for name, values in sorted(said.items())}
 
 
 def settled_lines(
@@ -191,6 +202,7 @@ def settled_lines(
             advantage=shown.advantage,
             messages=told(form, shown.said, trajectory.turn_rewards),
             masked=carries_no_loss(context, slot.sample, shown.finish_reason),
+            figures=trajectory.figures,
         )
         for slot, trajectory, shown in kept
     ]

@@ -192,6 +192,7 @@ class Receiver:
         if message.HasField("conversation"):
             trajectory.turn_rewards = [turn.reward for turn in message.conversation.turns]
             trajectory.turn_roles = turn_roles(message.conversation)
+            trajectory.figures = dict(message.conversation.figures)
         trajectory.shown = Shown.of(message) if self._is_shown(trajectory.slot) else None
         if trajectory.shown is None:
             trajectory.versions = ()

@@ -221,7 +221,8 @@ class Step:
         self._first_step_agrees(certificate)
         self._mismatch_is_bounded(certificate)
         self._first_kl_is_zero(certificate.ordinal, response.figures.get("reference_kl"))
-        view = self.view = step_view(context, certificate, response, slots, self._timer)
+        view = step_view(context, certificate, response, slots, self._timer, self._trajectories)
+        self.view = view
         self.learned_after_s = self._timer.after("learn", "generate")
         context.keep_time("step", certificate.ordinal, self._timer)
         await self._event_log.commit(

@@ -85,6 +85,8 @@ class Trajectory:
     """Rewards of a conversation's turns: the environment's; once it is scored, those that add up to the reward."""
     turn_roles: list[str] = field(default_factory=list)
     """The role of each turn, in a conversation of several roles."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """What a conversation's agent says that it was, such as turns and tokens, by name."""
     stage_rewards: dict[str, float] | None = None
     """What each stage gave it, in a workflow with several reward stages."""
 

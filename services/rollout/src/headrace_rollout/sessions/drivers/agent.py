@@ -96,8 +96,10 @@ class AgentDriver(EnvironmentDriver):
                     raise
                 return session.limit  # It did not take the refusal well.
             if outcome.terminated:
-                if json.loads(outcome.info_json or "{}").get("rewarded") and session.talk.turns:
+                told = json.loads(outcome.info_json or "{}")
+                if told.get("rewarded") and session.talk.turns:
                     session.reward(outcome.reward)
+                session.talk.figures = told.get("figures", {})
                 if outcome.success_reported:
                     session.talk.success = outcome.success
                 return session.finish
