@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
@@ -16,6 +17,8 @@ SEEDED = ("reasoning_gym", "textarena")
 """Libraries whose environments begin by their seed alone; tasks are LIBRARY:NAME."""
 ASKING = ("skyrl_gym",)
 """Libraries whose environments ask what a data item says."""
+CONVERSATION = "conversation"
+"""The backend of conversations, which starts no agents."""
 UNREWARDED = ("tools", "exchange")
 """Built-in environments that give no reward: scorers judge what was said."""
 
@@ -89,12 +92,12 @@ def _agent(agent: AgentSection, environment: EnvironmentSection) -> Iterator[Key
     if agent.python and ".py:" not in agent.python:
         reason = f"{agent.python!r} names no function in a file"
         yield problem("agent.python", reason, "write path/to/file.py:function")
-    follows = {
-        "backend": AGENTS,
-        "tasks": [agent.task],
-        "options": agent.starting,
-        "processes": 0,
-    }
+    elsewhere = environment.backend not in (AGENTS, CONVERSATION)
+    if elsewhere and not agent.command:
+        reason = f"{environment.backend} starts commands, and agent names none"
+        yield problem("environment.backend", reason, "give agent.command, or remove it")
+    follows: dict[str, Any] = {"tasks": [agent.task], "processes": 0}
+    follows |= {} if elsewhere else {"backend": AGENTS, "options": agent.starting}
     for key, value in follows.items():
         if getattr(environment, key) != value:
             reason = "it follows from agent" if value else "each agent has a process of its own"

@@ -14,7 +14,6 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.resources.views import KeyProblemView
-from headrace_schema.sections.agent import AGENTS
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.scoring import short_names
 from headrace_schema.spec import RunSpec
@@ -308,8 +307,7 @@ def opening(section: EnvironmentSection, task: str, count: int) -> simulator.Ope
         options_json=json.dumps(section.options_of(task)),
         max_episode_steps=section.max_episode_steps,
         reward_mode=REWARDS[section.reward],
-        # An agent has a process of its own: what waits for its end waits for no other.
-        processes=count if section.backend == AGENTS else section.processes and min(section.processes, count),
+        processes=section.processes and min(section.processes, count),
         without_info=True,
         vectorized=section.vectorized,
         variables=section.env,
