@@ -4,8 +4,9 @@
     python examples/coding/make_tasks.py TASKS --one-line  # eight tasks that one word solves, for a tiny model
     python examples/coding/make_tasks.py TASKS --swe       # TASKS/rows.jsonl in SWE-bench's form; the image has pytest
 
-The hidden tests show how a task is kept from being cheated: they are root's alone, call the repository's code as another
-user in a process of its own, with arguments drawn anew, and compare what it returns with what a reference returns.
+The hidden tests show how a task is kept from being cheated: they are root's alone, call the repository's code as
+another user in a process of its own, with arguments drawn anew, and compare what it returns with what a reference
+returns.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ FAULTS = (
         "roman",
         "write",
         "write(number) writes Roman numerals from 1 to 39, but 4 as IIII and 9 as VIIII. They are IV and IX.",
-        'def write(number):\n    tens, rest = divmod(number, 10)\n    fives, ones = divmod(rest, 5)\n'
+        "def write(number):\n    tens, rest = divmod(number, 10)\n    fives, ones = divmod(rest, 5)\n"
         '    return "X" * tens + "V" * fives + "I" * ones\n',
-        'def write(number):\n    tens, rest = divmod(number, 10)\n    if rest in (4, 9):\n'
+        "def write(number):\n    tens, rest = divmod(number, 10)\n    if rest in (4, 9):\n"
         '        return "X" * tens + ("IV" if rest == 4 else "IX")\n'
         '    fives, ones = divmod(rest, 5)\n    return "X" * tens + "V" * fives + "I" * ones\n',
         "[r.randint(1, 39)]",
@@ -127,7 +128,8 @@ FAULTS = (
         "def caesar(text, shift):\n"
         "    return ''.join(chr((ord(c) - 97 + shift) % 26 + 97) if 'a' <= c <= 'z' else c for c in text)\n",
         "def caesar(text, shift):\n    def one(c):\n        for first in (65, 97):\n"
-        "            if first <= ord(c) < first + 26:\n                return chr((ord(c) - first + shift) % 26 + first)\n"
+        "            if first <= ord(c) < first + 26:\n"
+        "                return chr((ord(c) - first + shift) % 26 + first)\n"
         "        return c\n    return ''.join(map(one, text))\n",
         '["".join(r.choice("abzAZ ,") for _ in range(r.randint(1, 9))), r.randint(0, 30)]',
         ('"abc", 1', '"bcd"'),
@@ -327,7 +329,11 @@ def make_swe(into: Path, image: str, test_command: str = "python -m pytest") -> 
     """Writes ten git repositories, and rows.jsonl: each with a commit, the change that is wanted, and tests."""
     rows = []
     for fault in FAULTS:
-        repository, file, test = into / "repositories" / fault.name, f"{fault.name}.py", f"tests/test_{fault.name}.py"
+        repository, file, test = (
+            into / "repositories" / fault.name,
+            f"{fault.name}.py",
+            f"tests/test_{fault.name}.py",
+        )
         given, expected = fault.shown
         seen = SWE_TEST.format(name=fault.name, function=fault.function, given=given, expected=expected)
         hidden = SWE_HIDDEN.format(function=fault.function, arguments=fault.arguments, right=fault.right)
@@ -358,7 +364,9 @@ def _committed(repository: Path) -> str:
     env = {**os.environ, **who, "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1"}
     for command in (("init", "-q", "-b", "main"), ("add", "-A"), ("commit", "-q", "-m", "As it is")):
         subprocess.run(["git", *command], cwd=repository, env=env, check=True)
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, env=env, check=True, capture_output=True)
+    found = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=repository, env=env, check=True, capture_output=True
+    )
     return found.stdout.decode().strip()
 
 

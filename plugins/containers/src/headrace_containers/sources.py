@@ -1,4 +1,4 @@
-"""Data sources of coding tasks, for the coordinator: each item is a task, which the simulator's containers are made of."""
+"""Data sources of coding tasks, for the coordinator: each item is a task that simulators have in containers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Unproven = Literal["refuse", "leave_out", "allow"]
 class _Tasks(DataSource):
     unproven: Unproven = Field(
         default="refuse",
-        description="of a task that `headrace tasks prove` has not proven, or which its proof shows to be useless: refuse "
-        "the run, leave the task out, or learn from it all the same",
+        description="of a task that `headrace tasks prove` has not proven, or which its proof shows to be useless: "
+        "refuse the run, leave the task out, or learn from it all the same",
     )
     exclude: list[str] = Field(default_factory=list, description="names of tasks that are left out")
     _left_out: dict[str, int] = PrivateAttr(default_factory=dict)
@@ -57,7 +57,9 @@ class _Tasks(DataSource):
             elif why is not None and self.unproven == "leave_out":
                 self._left_out[why[0]] = self._left_out.get(why[0], 0) + 1
             elif why is not None:
-                wrong.append(problem(f"{KEY}.path", f"{name}: {why[0]}", f"{why[1]}, or name it in {KEY}.exclude"))
+                wrong.append(
+                    problem(f"{KEY}.path", f"{name}: {why[0]}", f"{why[1]}, or name it in {KEY}.exclude")
+                )
         if wrong:
             raise Impossible(wrong[:_MOST_PROBLEMS])
         for each in found:

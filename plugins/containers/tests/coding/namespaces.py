@@ -43,7 +43,9 @@ mount -t tmpfs tmpfs "$1/root/tmp" && chmod 1777 "$1/root/tmp"
 for hidden in $3; do mount -t tmpfs tmpfs "$1/root$hidden"; done
 mount -t proc proc "$1/root/proc"
 mount -t tmpfs tmpfs "$1/root/dev"
-for device in null zero random urandom; do touch "$1/root/dev/$device"; mount --bind /dev/$device "$1/root/dev/$device"; done
+for device in null zero random urandom; do
+    touch "$1/root/dev/$device"; mount --bind /dev/$device "$1/root/dev/$device"
+done
 ip link set lo up
 echo ready
 exec chroot "$1/root" sleep infinity
@@ -146,7 +148,9 @@ class Namespace:
     def read(self, path: str, *, most_bytes: int = 64 * MIB) -> bytes:
         """See the protocol."""
         ran = self.exec(
-            ("sh", "-c", '[ -f "$0" ] && [ ! -L "$0" ] && cat -- "$0"', path), user="root", most_bytes=most_bytes
+            ("sh", "-c", '[ -f "$0" ] && [ ! -L "$0" ] && cat -- "$0"', path),
+            user="root",
+            most_bytes=most_bytes,
         )
         if ran.exit_code or ran.left_out:
             raise BadPath(f"{path} is no regular file, or too large")
@@ -184,7 +188,11 @@ class Namespaces:
             if spec.build is not None:
                 _build(container, spec.build)
             for each in spec.owned or (container.workdir,):
-                script = 'mkdir -p "$0" && chown -R "$1" "$0"' if spec.owned else 'mkdir -p "$0" && chown "$1" "$0"'
+                script = (
+                    'mkdir -p "$0" && chown -R "$1" "$0"'
+                    if spec.owned
+                    else 'mkdir -p "$0" && chown "$1" "$0"'
+                )
                 container.exec(("sh", "-c", script, each, spec.user), cwd="/", user="root")
         except BaseException:
             container.close()
@@ -223,7 +231,8 @@ def _build(container: Namespace, folder: Path) -> None:
             source, target = rest.split()
             files = [each for each in sorted((folder / source).rglob("*")) if each.is_file()]
             container.write(
-                [File(f"{target}/{each.relative_to(folder / source)}", each.read_bytes()) for each in files], user="root"
+                [File(f"{target}/{each.relative_to(folder / source)}", each.read_bytes()) for each in files],
+                user="root",
             )
         elif word == "RUN":
             ran = container.exec(("sh", "-c", rest), cwd=cwd, user="root")
@@ -231,7 +240,7 @@ def _build(container: Namespace, folder: Path) -> None:
         elif word == "WORKDIR":
             cwd = rest
             container.exec(("mkdir", "-p", cwd), cwd="/", user="root")
-            if not container._spec.workdir:  # noqa: SLF001
+            if not container._spec.workdir:
                 container.workdir = cwd
 
 

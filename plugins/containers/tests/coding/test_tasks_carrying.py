@@ -71,7 +71,11 @@ def test_what_leads_elsewhere_or_is_the_images_is_left_out(entry):
 
 def test_what_is_the_agents_is_carried_without_its_rights():
     found, left = carried(
-        ("a", FOLDER, b""), ("a/b.py", FILE, b"code"), ("a/again.py", HARD, "a/b.py"), ("a/link", LINK, "../c"), ("c", FILE, b"2")
+        ("a", FOLDER, b""),
+        ("a/b.py", FILE, b"code"),
+        ("a/again.py", HARD, "a/b.py"),
+        ("a/link", LINK, "../c"),
+        ("c", FILE, b"2"),
     )
     assert found.keys() == {"a", "a/b.py", "a/again.py", "a/link", "c"}
     assert {each.mode for each in found.values() if each.isreg()} == {0o755}, "no set-user-id"
@@ -80,7 +84,9 @@ def test_what_is_the_agents_is_carried_without_its_rights():
 
 def test_nothing_is_written_through_a_link():
     """A folder that is a link would lead into one that the image keeps: tests/ by another name."""
-    found, _ = carried(("d", LINK, "tests"), ("d/test_a.py", FILE, b"1"), ("e", FILE, b"1"), ("e/f", FILE, b"2"))
+    found, _ = carried(
+        ("d", LINK, "tests"), ("d/test_a.py", FILE, b"1"), ("e", FILE, b"1"), ("e/f", FILE, b"2")
+    )
     assert found.keys() == {"d", "e"}
     found, _ = carried(("twice", FILE, b"1"), ("twice", LINK, "other"))
     assert found["twice"].isreg()

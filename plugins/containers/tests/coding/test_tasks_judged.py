@@ -29,9 +29,17 @@ def tasks(making, tmp_path):
 
 def test_the_solutions_of_ten_tasks_are_rewarded_and_doing_nothing_is_not(start, tasks):
     with ThreadPoolExecutor(4) as threads:
-        proofs = dict(zip(tasks.names, threads.map(lambda name: prove(start, tasks.read(name)), tasks.names), strict=True))
+        proofs = dict(
+            zip(
+                tasks.names,
+                threads.map(lambda name: prove(start, tasks.read(name)), tasks.names),
+                strict=True,
+            )
+        )
     assert len(proofs) == 10
-    assert {name: (each.oracle, each.nothing) for name, each in proofs.items()} == dict.fromkeys(tasks.names, (1.0, 0.0))
+    assert {name: (each.oracle, each.nothing) for name, each in proofs.items()} == dict.fromkeys(
+        tasks.names, (1.0, 0.0)
+    )
     assert not any(each.wrong for each in proofs.values())
 
 
@@ -58,7 +66,9 @@ class Test(unittest.TestCase):
 """
 
 
-def test_tests_in_the_repository_are_the_agents_unless_the_task_says_that_they_are_restored(start, tasks, making):
+def test_tests_in_the_repository_are_the_agents_unless_the_task_says_that_they_are_restored(
+    start, tasks, making
+):
     """The way is real: it is rewarded by tests that the agent may write."""
     folder = tasks.path / "words"
     (folder / "tests" / "test.sh").write_text(NAIVE)
@@ -77,7 +87,7 @@ def test_tests_in_the_repository_are_the_agents_unless_the_task_says_that_they_a
 def test_a_shared_task_is_judged_where_the_agent_was(start, tasks, making):
     with (tasks.path / "words" / "task.toml").open("a") as file:
         file.write('\n[verifier]\nenvironment_mode = "shared"\n')
-    text = (tasks.path / "words" / "task.toml").read_text().replace('[verifier]\ntimeout_sec = 60\n', "", 1)
+    text = (tasks.path / "words" / "task.toml").read_text().replace("[verifier]\ntimeout_sec = 60\n", "", 1)
     (tasks.path / "words" / "task.toml").write_text(text)
     task = tasks.read("words")
     assert task.shared and prove(start, task).wrong is None

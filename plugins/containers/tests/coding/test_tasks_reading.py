@@ -14,7 +14,8 @@ from headrace_containers.tasks import harbor
 from headrace_containers.tasks.harbor import NOT_RUN, PASSED_OVER, TaskToml
 from headrace_containers.tasks.proving import Proof, read_proofs, unproven, write_proofs
 from headrace_containers.tasks.reading import NoTasks, TaskSet
-from headrace_containers.tasks.task import BadTask
+from headrace_containers.tasks.scripts import HarborTests
+from headrace_containers.tasks.task import RESTORED, BadTask
 from pydantic import BaseModel
 
 RECORDED = Path(__file__).with_name("recorded") / "harbor_task_toml.json"
@@ -35,7 +36,11 @@ def config(folder, text):
 
 def keys_of(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, field in model.model_fields.items():
-        inner = [each for each in (field.annotation, *getattr(field.annotation, "__args__", ())) if isinstance(each, type)]
+        inner = [
+            each
+            for each in (field.annotation, *getattr(field.annotation, "__args__", ()))
+            if isinstance(each, type)
+        ]
         parts = [each for each in inner if issubclass(each, BaseModel)]
         if parts and name != "artifacts":
             yield from keys_of(parts[0], f"{above}{name}.")
@@ -79,14 +84,25 @@ def test_a_task_is_read_as_its_author_wrote_it(folder):
     """
     task = config(folder, f'artifacts = ["/data/made"]\n{text}')
     assert task.spec.limits == Limits(cpus=2, memory_mib=2048, disk_mib=77)
-    assert (task.spec.workdir, task.spec.owned, task.spec.user) == ("/elsewhere", ("/elsewhere",), "1234:1234")
+    assert (task.spec.workdir, task.spec.owned, task.spec.user) == (
+        "/elsewhere",
+        ("/elsewhere",),
+        "1234:1234",
+    )
     assert task.spec.env == {"A": "1", "B": "two"} and task.spec.network == Network()
     assert (task.agent_s, task.carried, task.shared) == (12.0, ("/data/made",), False)
     assert task.judged_in.network == Network(allow=("pypi.org",)) and task.judged_in.user == "root"
     assert task.health is not None and task.health.within_s == 35.0
     assert task.instruction.startswith("The repository in /app has a fault")
     tests = task.tests
-    assert isinstance(tests, harbor.HarborTests) and (tests.user, tests.timeout_s) == ("root", 34.0)
+    assert isinstance(tests, HarborTests) and (tests.user, tests.timeout_s) == ("root", 34.0)
+
+
+def test_a_task_says_what_stays_as_the_image_has_it(folder):
+    task = config(folder, '[metadata]\ncarried = ["pyproject.toml"]\nrestored = ["tests/**"]')
+    assert {*RESTORED} - {*task.restored} == {"pyproject.toml"} and {*task.restored} - {*RESTORED} == {
+        "tests/**"
+    }
 
 
 def test_a_canary_is_not_read_and_a_changed_file_is_another_task(folder):
@@ -108,7 +124,10 @@ def test_the_working_directory_is_the_dockerfiles_last():
     [
         ("tests/test.sh", "there is no tests/test.sh, which judges it; write one that makes a reward file"),
         ("instruction.md", "there is no instruction.md; say there what is to be done"),
-        ("environment/Dockerfile", "there is no environment/Dockerfile; write one, or name environment.docker_image"),
+        (
+            "environment/Dockerfile",
+            "there is no environment/Dockerfile; write one, or name environment.docker_image",
+        ),
         ("task.toml", "there is no task.toml"),
     ],
 )
@@ -128,9 +147,17 @@ def test_what_a_task_lacks_is_named(folder, missing, words):
         ("[environment]\nos = 'windows'", "environment.os is windows"),
         ("[environment]\ncpus = 'many'", "environment.cpus"),
         ("[environment]\nallowed_hosts = ['a.org']", "environment.allowed_hosts is of an allowlist alone"),
-        ("[environment]\nenv = {A = '${NOT_THERE}'}", "environment.env.A is .*; name NOT_THERE in environment.env"),
-        ("[verifier.environment]\ncpus = 1", "no tests/Dockerfile; write one, or name verifier.environment.docker_image"),
+        (
+            "[environment]\nenv = {A = '${NOT_THERE}'}",
+            "environment.env.A is .*; name NOT_THERE in environment.env",
+        ),
+        (
+            "[verifier.environment]\ncpus = 1",
+            "no tests/Dockerfile; write one, or name verifier.environment.docker_image",
+        ),
         ("artifacts = ['data/../made']", "artifacts: 'data/../made' is no absolute path"),
+        ("[metadata]\nrestored = 'tests'", "metadata.restored is no list of names"),
+        ("[metadata]\ncarried = ['a.py']", "metadata.carried: a.py is carried in any case"),
         ("[environment", "task.toml is no TOML"),
     ],
 )
@@ -150,7 +177,7 @@ def test_a_link_out_of_a_task_and_several_containers_are_refused(folder):
 
 
 def test_a_path_without_tasks_is_named(tmp_path):
-    with pytest.raises(NoTasks, match="there is no .*give a folder of tasks in Harbor's form"):
+    with pytest.raises(NoTasks, match=r"there is no .*give a folder of tasks in Harbor's form"):
         TaskSet.at(tmp_path / "nowhere")
     with pytest.raises(NoTasks, match="has no folder in it"):
         TaskSet.at(tmp_path)
@@ -164,7 +191,10 @@ def test_a_path_without_tasks_is_named(tmp_path):
         (Proof("", 1.0, 1.0), "its tests give 1 to an agent that does nothing"),
         (Proof("", 0.5, None), "its tests give 0.5 to an agent that does nothing"),
         (Proof("", 0.0, None), "it has no solution"),
-        (Proof("", 0.0, 0.0, "cannot import words"), "its tests give 0 to its own solution: cannot import words"),
+        (
+            Proof("", 0.0, 0.0, "cannot import words"),
+            "its tests give 0 to its own solution: cannot import words",
+        ),
         (Proof("", 0.2, 1.0), ""),
     ],
 )
@@ -181,4 +211,6 @@ def test_the_examples_tasks_are_toml_that_harbor_reads(folder):
     """No key of ours that harbor has not."""
     given = tomllib.loads((folder / "task.toml").read_text())
     recorded = json.loads(RECORDED.read_text())["defaults"]
-    assert {f"{section}.{key}" for section in ("agent", "verifier", "environment") for key in given[section]} <= set(recorded)
+    assert {
+        f"{section}.{key}" for section in ("agent", "verifier", "environment") for key in given[section]
+    } <= set(recorded)

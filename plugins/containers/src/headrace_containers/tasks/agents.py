@@ -6,18 +6,22 @@ The model that the command asks is the run's policy, behind its session's endpoi
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from headrace_servicekit.registry import Options
 from headrace_simulator.backends.agent import ForkedAgent
+from headrace_simulator.backends.base import Agent, BackendError
+from headrace_simulator.backends.options import parse
 from typing_extensions import override
 
 from headrace_containers.provider import ENDPOINT_PORT, Container, ContainerLost, EngineLost
+from headrace_containers.tasks.coding import RIGHT, shortened
 from headrace_containers.tasks.options import AgentOptions, Tasks
-from headrace_containers.tasks.shell import RIGHT, shortened
 from headrace_containers.tasks.shim import Shim
 from headrace_containers.tasks.task import Start, Task
 from headrace_containers.tasks.verifying import begin, judge, settled
@@ -64,7 +68,9 @@ class TaskAgent(ForkedAgent):
         variables = {name: os.environ[name] for name in _GIVEN if name in os.environ}
         for name in _ADDRESSES:
             if name in variables:
-                inside = urlsplit(variables[name])._replace(scheme="http", netloc=f"127.0.0.1:{ENDPOINT_PORT}")
+                inside = urlsplit(variables[name])._replace(
+                    scheme="http", netloc=f"127.0.0.1:{ENDPOINT_PORT}"
+                )
                 variables[name] = urlunsplit(inside)
         ran = container.exec(
             filled(self._options.command, task),
@@ -114,3 +120,24 @@ def _own(task: Task) -> dict[str, str]:
 
 def _loopback() -> dict[str, str]:
     return {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+
+
+class TaskAgents:
+    """The backend `container_agent`."""
+
+    def environments(self) -> list[str]:
+        """What an agent may be here."""
+        return ["command"]
+
+    def agent(self, name: str, options: Mapping[str, Any]) -> Agent:
+        """The agent of a run; see `AgentBackend`."""
+        chosen = parse(AgentOptions, options)
+        if chosen.runs == "host" and shutil.which(chosen.command[0]) is None:
+            reason = f"there is no program {chosen.command[0]!r} on the simulator's host that can be run"
+            raise BackendError("options_json.command", f"{reason}; name one, or set runs: container")
+        return TaskAgent(chosen, chosen.source.start)
+
+
+def build(options: Options) -> TaskAgents:
+    """The backend."""
+    return TaskAgents()

@@ -135,10 +135,12 @@ def _entry(member: tarfile.TarInfo, name: str) -> tarfile.TarInfo | None:
 
 
 def _stays(name: str, target: str) -> bool:
-    """Whether a link leads to a place in the folder: up at its beginning alone, as a folder on the way may be a link."""
+    """Whether a link stays in the folder: it goes up at its beginning alone, as a folder on the way may be a link."""
     parts = PurePosixPath(target).parts
     up = next((at for at, part in enumerate(parts) if part != ".."), len(parts))
-    return not target.startswith("/") and ".." not in parts[up:] and up <= len(PurePosixPath(name).parent.parts)
+    return (
+        not target.startswith("/") and ".." not in parts[up:] and up <= len(PurePosixPath(name).parent.parts)
+    )
 
 
 def put(container: Container, left: Left, user: str, restored: Sequence[str]) -> None:
@@ -148,13 +150,20 @@ def put(container: Container, left: Left, user: str, restored: Sequence[str]) ->
     """
     old = [name for name in _there(container, left.folder, "! -type d") if not is_restored(name, restored)]
     _remove(container, left.folder, old, "-f")
-    _remove(container, left.folder, [name for name in _there(container, left.folder, "-type d") if name in left.files], "-rf")
+    _remove(
+        container,
+        left.folder,
+        [name for name in _there(container, left.folder, "-type d") if name in left.files],
+        "-rf",
+    )
     script = 'tar -C "$0" -xof - && chown -Rh "$1" "$0"'
     ran = container.exec(
         ("sh", "-c", script, left.folder, user), stdin=left.archive, cwd="/", user=ROOT, timeout_s=_TIMEOUT_S
     )
     if ran.exit_code:
-        raise NotCarried(f"{left.folder} cannot be written: {ran.stderr.decode(errors='replace')[-200:].strip()}")
+        raise NotCarried(
+            f"{left.folder} cannot be written: {ran.stderr.decode(errors='replace')[-200:].strip()}"
+        )
 
 
 def _there(container: Container, folder: str, kind: str) -> Iterator[str]:
@@ -169,4 +178,6 @@ def _there(container: Container, folder: str, kind: str) -> Iterator[str]:
 def _remove(container: Container, folder: str, names: Sequence[str], how: str) -> None:
     if names:
         given = "\0".join(f"{folder}/{name}" for name in names).encode(errors="surrogateescape")
-        container.exec(("xargs", "-0", "rm", how, "--"), stdin=given, cwd="/", user=ROOT, timeout_s=_TIMEOUT_S)
+        container.exec(
+            ("xargs", "-0", "rm", how, "--"), stdin=given, cwd="/", user=ROOT, timeout_s=_TIMEOUT_S
+        )

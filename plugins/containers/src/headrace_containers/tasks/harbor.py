@@ -4,37 +4,36 @@ tests, solution. What is not run here is refused by name.
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headrace_containers.files import gather
-from headrace_containers.provider import BadPath, Container, File, Limits, Network, Spec
+from headrace_containers.provider import BadPath, File, Limits, Network, Spec
+from headrace_containers.tasks.scripts import HarborTests, Script
 from headrace_containers.tasks.task import (
     RESTORED,
     ROOT,
     BadTask,
     Health,
-    Judged,
     Task,
     agent_user,
     digest_of,
     variables,
 )
 
-CONFIG, INSTRUCTION, ENVIRONMENT, TESTS, SOLUTION = "task.toml", "instruction.md", "environment", "tests", "solution"
-LOGS = "/logs/verifier"
-REWARDS = (f"{LOGS}/reward.json", f"{LOGS}/reward.txt")
-"""Where tests write the reward; the first that is there counts."""
-_MOST_REWARD_BYTES = 1 << 16
-_MOST_SAID = 4000
+CONFIG, INSTRUCTION, ENVIRONMENT, TESTS, SOLUTION = (
+    "task.toml",
+    "instruction.md",
+    "environment",
+    "tests",
+    "solution",
+)
 _CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
 _SIZE = re.compile(r"([\d.]+)([GM])")
@@ -148,81 +147,6 @@ class TaskToml(_Part):
     artifacts: list[str | ArtifactPart] = Field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Script:
-    """solution/solve.sh, with the files beside it."""
-
-    files: tuple[File, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    timeout_s: float = 600.0
-
-    def solve(self, container: Container, user: str, workdir: str) -> str:
-        """Runs it in the working directory."""
-        container.write([File(f"/solution/{each.path}", each.data, each.mode) for each in self.files], user=ROOT)
-        run = 'if [ -x "$0" ]; then exec "$0"; else exec sh "$0"; fi'
-        ran = container.exec(
-            ("sh", "-c", run, "/solution/solve.sh"),
-            cwd=workdir,
-            env=self.env,
-            user=user,
-            timeout_s=self.timeout_s,
-        )
-        said = (ran.stdout + ran.stderr).decode(errors="replace").strip()[-_MOST_SAID:]
-        return f"{said} (exit code {ran.exit_code})"
-
-
-@dataclass(frozen=True)
-class HarborTests:
-    """tests/test.sh, which writes a reward file."""
-
-    files: tuple[File, ...]
-    user: str = ROOT
-    env: Mapping[str, str] = field(default_factory=dict)
-    timeout_s: float = 600.0
-
-    def judge(self, container: Container, workdir: str) -> Judged:
-        """Its folders are the tests' user's alone: code of the agent that runs as another user reads and writes none."""
-        fresh = f"rm -rf /tests /logs/verifier && mkdir -p -m 700 /tests {LOGS} && chown {self.user} /tests {LOGS}"
-        made = container.exec(("sh", "-c", fresh), cwd="/", user=ROOT)
-        if made.exit_code:
-            raise BadPath(f"/tests cannot be made: {made.stderr.decode(errors='replace')[-200:]}")
-        container.write([File(f"/tests/{each.path}", each.data, each.mode) for each in self.files], user=self.user)
-        ran = container.exec(
-            ("sh", "-c", "chmod u+x /tests/test.sh && exec /tests/test.sh"),
-            cwd=workdir,
-            env=self.env,
-            user=self.user,
-            timeout_s=self.timeout_s,
-        )
-        said = (ran.stdout + ran.stderr).decode(errors="replace")[-_MOST_SAID:]
-        if ran.ended == "time":
-            return Judged(said=f"{said}\nthe tests took longer than {self.timeout_s:g} s")
-        for path in REWARDS:
-            if text := read_file(container, path):
-                rewards = _rewards(text, path)
-                return Judged(rewards, said) if rewards else Judged(said=f"{said}\n{path} holds no finite numbers")
-        return Judged(said=f"{said}\nthe tests wrote no {' or '.join(REWARDS)}")
-
-
-def _rewards(text: bytes, path: str) -> dict[str, float]:
-    """Numbers by name, as Harbor reads them; none for anything else."""
-    try:
-        given = json.loads(text) if path.endswith(".json") else float(text)
-        found = dict(given) if isinstance(given, dict) else {"reward": given}
-    except (ValueError, TypeError):
-        return {}
-    right = all(isinstance(each, int | float) and math.isfinite(each) for each in found.values())
-    return {str(name): float(each) for name, each in found.items()} if right else {}
-
-
-def read_file(container: Container, path: str) -> bytes:
-    """A small file; empty where it is not there."""
-    try:
-        return container.read(path, most_bytes=_MOST_REWARD_BYTES)
-    except BadPath:
-        return b""
-
-
 def folders(path: Path) -> list[Path]:
     """The folders of tasks in a folder, or itself where it is one; sorted by name."""
     if (path / CONFIG).is_file():
@@ -236,7 +160,9 @@ def read_task(folder: Path) -> Task:
     environment, verifier = config.environment, config.verifier
     script = folder / TESTS / "test.sh"
     if not script.is_file():
-        raise BadTask(name, f"there is no {TESTS}/test.sh, which judges it", "write one that makes a reward file")
+        raise BadTask(
+            name, f"there is no {TESTS}/test.sh, which judges it", "write one that makes a reward file"
+        )
     if not (folder / INSTRUCTION).is_file():
         raise BadTask(name, f"there is no {INSTRUCTION}", "say there what is to be done")
     try:
@@ -244,11 +170,12 @@ def read_task(folder: Path) -> Task:
     except BadPath as error:
         raise BadTask(name, str(error), "copy what it leads to into the task") from error
     text = (folder / INSTRUCTION).read_text(encoding="utf-8")
-    whole = [(f"{part}/{each.path}:{each.mode:o}", each.data) for part, found in files.items() for each in found]
+    whole = [
+        (f"{part}/{each.path}:{each.mode:o}", each.data) for part, found in files.items() for each in found
+    ]
     whole += [(CONFIG, (folder / CONFIG).read_bytes()), (INSTRUCTION, text.encode())]
     spec = _spec(name, folder, config)
     own_judge = _spec(name, folder, config, verifier.environment) if verifier.environment else spec
-    restored = config.metadata.get("restored", ())
     return Task(
         name=name,
         instruction=_without_canary(text),
@@ -264,7 +191,7 @@ def read_task(folder: Path) -> Task:
         agent_s=config.agent.timeout_sec or 0.0,
         shared=verifier.environment_mode == "shared",
         carried=tuple(_carried(name, config)),
-        restored=(*RESTORED, *map(str, restored)) if isinstance(restored, list) else RESTORED,
+        restored=_restored(name, config.metadata),
         judge=replace(own_judge, network=_network(verifier)),
         health=environment.healthcheck.health if environment.healthcheck else None,
     )
@@ -289,7 +216,11 @@ def _config(folder: Path) -> TaskToml:
             raise BadTask(name, f"{CONFIG}: {key}: it {reason}, which are not run here", "leave the task out")
     if config.environment.os.lower() != "linux":
         raise BadTask(name, f"{CONFIG}: environment.os is {config.environment.os}", "leave the task out")
-    for phase, part in (("environment", config.environment), ("agent", config.agent), ("verifier", config.verifier)):
+    for phase, part in (
+        ("environment", config.environment),
+        ("agent", config.agent),
+        ("verifier", config.verifier),
+    ):
         if part.allowed_hosts and part.network_mode != "allowlist":
             fix = 'set network_mode = "allowlist"'
             raise BadTask(name, f"{CONFIG}: {phase}.allowed_hosts is of an allowlist alone", fix)
@@ -306,7 +237,9 @@ def _spec(name: str, folder: Path, config: TaskToml, own: EnvironmentPart | None
     if not image and not (build / "Dockerfile").is_file():
         fix = f"write one, or name {'verifier.environment' if own else 'environment'}.docker_image"
         raise BadTask(name, f"there is no {part}/Dockerfile", fix)
-    workdir = environment.workdir or ("" if image else _workdir((build / "Dockerfile").read_text(encoding="utf-8")))
+    workdir = environment.workdir or (
+        "" if image else _workdir((build / "Dockerfile").read_text(encoding="utf-8"))
+    )
     known = Limits()
     return Spec(
         image=image,
@@ -346,13 +279,29 @@ def _solution(name: str, files: tuple[File, ...], config: TaskToml) -> Script | 
     return Script(files, env, config.agent.timeout_sec or 600.0)
 
 
+def _restored(name: str, metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names that stay as the image has them: of a task that is about such files, without those that it names."""
+    more, fewer = (metadata.get(key, []) for key in ("restored", "carried"))
+    for key, given in (("restored", more), ("carried", fewer)):
+        if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+            raise BadTask(name, f"{CONFIG}: metadata.{key} is no list of names", 'write it as ["tests/**"]')
+    if strange := [each for each in fewer if each not in RESTORED]:
+        fix = f"name some of {', '.join(RESTORED)}"
+        raise BadTask(name, f"{CONFIG}: metadata.carried: {strange[0]} is carried in any case", fix)
+    return (*(each for each in RESTORED if each not in fewer), *more)
+
+
 def _carried(name: str, config: TaskToml) -> Iterator[str]:
     for each in config.artifacts:
         part = ArtifactPart(source=each) if isinstance(each, str) else each
         if part.service not in (None, "main"):
-            raise BadTask(name, f"{CONFIG}: artifacts: {part.source} is of another container", "leave the task out")
+            raise BadTask(
+                name, f"{CONFIG}: artifacts: {part.source} is of another container", "leave the task out"
+            )
         if not part.source.startswith("/") or ".." in part.source.split("/"):
-            raise BadTask(name, f"{CONFIG}: artifacts: {part.source!r} is no absolute path", "write it in full")
+            raise BadTask(
+                name, f"{CONFIG}: artifacts: {part.source!r} is no absolute path", "write it in full"
+            )
         yield part.source
 
 

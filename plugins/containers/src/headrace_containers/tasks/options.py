@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from headrace_servicekit.registry import Options
 from headrace_simulator.backends.base import BackendError
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from headrace_containers.provider import Limits, Network
+from headrace_containers.client import Source
+from headrace_containers.provider import Network
 from headrace_containers.tasks.reading import NoTasks, TaskSet
 from headrace_containers.tasks.task import BadTask, Task
 
@@ -30,11 +31,23 @@ class TaskOptions(Options):
     )
     cpus: NonNegativeFloat = Field(0.0, description="cores of a container; 0: as its task says, else 1")
     memory_mib: NonNegativeInt = Field(0, description="memory of a container; 0: as its task says, else 1024")
-    user: str = Field("", description="who solves tasks: UID[:GID], or root; default: as its task says, else 1000:1000")
+    user: str = Field(
+        "", description="who solves tasks: UID[:GID], or root; default: as its task says, else 1000:1000"
+    )
+    provider: str = Field("docker", description="where containers run, as of the task `shell`")
+    provider_options: dict[str, Any] = Field(default_factory=dict, description="options of the provider")
+    warm: NonNegativeInt = Field(
+        0, le=16, description="containers of the current tasks that are started before they are asked for"
+    )
+
+    @property
+    def source(self) -> Source:
+        """Where containers come from."""
+        return Source(self.provider, self.provider_options, self.warm)
 
 
-class ShellOptions(TaskOptions):
-    """Of the conversation `shell`."""
+class CodingOptions(TaskOptions):
+    """Of the task `coding`."""
 
     turns: PositiveInt = Field(30, description="turns, after which the tests judge what is there")
     parser: Parser = Field(
@@ -43,9 +56,13 @@ class ShellOptions(TaskOptions):
         "alone end the conversation",
     )
     system: str = Field("", description="system message that the conversation begins with")
-    deadline_s: PositiveFloat = Field(60.0, description="seconds that the commands of one turn may take together")
+    deadline_s: PositiveFloat = Field(
+        60.0, description="seconds that the commands of one turn may take together"
+    )
     most_calls: PositiveInt = Field(8, description="calls of one turn that are answered")
-    most_characters: PositiveInt = Field(8000, description="characters of an answer that are kept: its two ends")
+    most_characters: PositiveInt = Field(
+        8000, description="characters of an answer that are kept: its two ends"
+    )
 
 
 class AgentOptions(TaskOptions):
@@ -58,9 +75,12 @@ class AgentOptions(TaskOptions):
         "into the container",
     )
     seconds: NonNegativeFloat = Field(
-        0.0, description="seconds that the command may take; 0: as its task says, else 300; then the tests judge"
+        0.0,
+        description="seconds that the command may take; 0: as its task says, else 300; then the tests judge",
     )
-    variables: dict[str, str] = Field(default_factory=dict, description="environment variables of the command")
+    variables: dict[str, str] = Field(
+        default_factory=dict, description="environment variables of the command"
+    )
 
 
 class Tasks:

@@ -36,7 +36,10 @@ class Proof:
             reason = f"its tests give {self.nothing:g} to an agent that does nothing"
             return reason, "write tests that fail until the task is done"
         if self.oracle is None:
-            return "it has no solution that shows that its tests can pass", "write one, or set unproven: allow"
+            return (
+                "it has no solution that shows that its tests can pass",
+                "write one, or set unproven: allow",
+            )
         if self.oracle <= 0:
             said = f": {self.said}" if self.said else ""
             fix = "correct the solution, the tests, or what they are given (docs/coding-agents.md, What the tests find)"
@@ -82,7 +85,9 @@ def prove(start: Start, task: Task) -> Proof:
         container.close()
         raise
     oracle = judge(start, task, container)
-    return Proof(task.digest, nothing.reward, oracle.reward, _explained(oracle, said) if oracle.reward <= 0 else "")
+    return Proof(
+        task.digest, nothing.reward, oracle.reward, _explained(oracle, said) if oracle.reward <= 0 else ""
+    )
 
 
 def _explained(oracle: Judged, said: str) -> str:
@@ -93,7 +98,11 @@ def unproven(task: Task, proofs: Mapping[str, Proof]) -> tuple[str, str] | None:
     """Why a task may not be learned from, and what to do; None where its proof holds."""
     proof = proofs.get(task.name)
     if proof is None or proof.digest != task.digest:
-        reason = "nothing has shown that its tests can tell" if proof is None else "it has changed since it was proven"
+        reason = (
+            "nothing has shown that its tests can tell"
+            if proof is None
+            else "it has changed since it was proven"
+        )
         return reason, f"run `{COMMAND}` on the tasks"
     return proof.wrong
 

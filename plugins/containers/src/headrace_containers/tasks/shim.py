@@ -1,13 +1,14 @@
 """`docker run` and `docker exec` of agents on this host, which lead into the container of their task and nowhere else.
 
-An agent that keeps its work in a container (mini-swe-agent, and what is built on it) starts one by the command `docker`.
-It gets this one: `run` starts nothing, as the task's container is there, and `exec` runs a command in it.
+An agent that keeps its work in a container (mini-swe-agent, and what is built on it) starts one by the command
+`docker`. It gets this one: `run` starts nothing, as the task's container is there, and `exec` runs a command in it.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import socket
 import sys
@@ -21,7 +22,18 @@ from types import TracebackType
 from headrace_containers.provider import Container, ContainerError
 
 ID = "task"
-_WITH_VALUE = ("-w", "--workdir", "-e", "--env", "--name", "-u", "--user", "--platform", "--entrypoint", "--network")
+_WITH_VALUE = (
+    "-w",
+    "--workdir",
+    "-e",
+    "--env",
+    "--name",
+    "-u",
+    "--user",
+    "--platform",
+    "--entrypoint",
+    "--network",
+)
 _ENDING = ("stop", "rm", "kill", "cp", "ps", "pull", "inspect", "version", "info")
 _EXEC_S = 600.0
 _MOST_BYTES = 8 << 20
@@ -56,15 +68,14 @@ class Shim:
 
     @property
     def variables(self) -> dict[str, str]:
-        """By which agents find it."""
-        import os
-
+        """By which agents find it; mini-swe-agent asks nobody, and loads nothing."""
         return {
             "PATH": f"{self.folder}:{os.environ.get('PATH', '')}",
             "MSWEA_DOCKER_EXECUTABLE": str(self.folder / "docker"),
             "MSWEA_CONFIGURED": "true",
             "MSWEA_COST_TRACKING": "ignore_errors",
             "MSWEA_SILENT_STARTUP": "1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "MSWEA_GLOBAL_CONFIG_DIR": str(self.folder),
         }
 
@@ -90,7 +101,11 @@ class Shim:
         with asking, suppress(OSError, ValueError):
             given = json.loads(asking.makefile("rb").readline())
             code, out, err = self._carried_out(given["argv"], base64.b64decode(given["stdin"]))
-            answer = {"code": code, "out": base64.b64encode(out).decode(), "err": base64.b64encode(err).decode()}
+            answer = {
+                "code": code,
+                "out": base64.b64encode(out).decode(),
+                "err": base64.b64encode(err).decode(),
+            }
             asking.sendall(json.dumps(answer).encode() + b"\n")
 
     def _carried_out(self, argv: Sequence[str], stdin: bytes) -> tuple[int, bytes, bytes]:

@@ -84,7 +84,9 @@ def rows(path: Path) -> Iterator[tuple[int, Row]]:
                 first = error.errors()[0]
                 key = ".".join(map(str, first["loc"]))
                 empty = key == "FAIL_TO_PASS"
-                fix = "name a test that fails before the change and passes behind it" if empty else "correct it"
+                fix = (
+                    "name a test that fails before the change and passes behind it" if empty else "correct it"
+                )
                 raise BadTask(place, f"{key or 'it'}: {first['msg']}", fix) from error
 
 
@@ -96,7 +98,9 @@ def read_task(row: Row, folder: Path) -> Task:
         where = f"there is no repository {repository}" if row.repo else "it names no repository"
         raise BadTask(row.instance_id, f"{where}, and no image has it", "give repo as a path, or image")
     if not row.image:
-        raise BadTask(row.instance_id, "it names no image", "give image: one with what its tests need, such as pytest")
+        raise BadTask(
+            row.instance_id, "it names no image", "give image: one with what its tests need, such as pytest"
+        )
     files = sorted({each.partition("::")[0] for each in row.wanted})
     restored = (*RESTORED, *files, *names_in(row.test_patch))
     return Task(
@@ -204,13 +208,19 @@ def apply(container: Container, patch: str, user: str, workdir: str, task: str) 
             _inside(here, name, task).parent.mkdir(parents=True, exist_ok=True)
             (here / name).write_bytes(data)
         ran = subprocess.run(
-            (*_GIT, "apply", "--whitespace=nowarn", "-"), cwd=here, input=patch.encode(), capture_output=True, timeout=_GIT_S
+            (*_GIT, "apply", "--whitespace=nowarn", "-"),
+            cwd=here,
+            input=patch.encode(),
+            capture_output=True,
+            timeout=_GIT_S,
         )
         if ran.returncode:
             why = ran.stderr.decode(errors="replace").strip()[-300:]
             raise BadTask(task, f"a patch does not apply: {why}", "make it for base_commit")
         after = {name: _inside(here, name, task) for name in names}
-        made = [File(f"{workdir}/{name}", path.read_bytes()) for name, path in after.items() if path.is_file()]
+        made = [
+            File(f"{workdir}/{name}", path.read_bytes()) for name, path in after.items() if path.is_file()
+        ]
         container.write(made, user=user)
         if gone := [f"{workdir}/{name}" for name in before if not after[name].is_file()]:
             container.exec(("rm", "-f", "--", *gone), cwd="/", user=user)

@@ -16,7 +16,16 @@ from headrace_containers.provider import DEFAULT_USER, Container, Network, Spec
 
 RESTORED = (
     *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", "__pycache__", ".git"),
-    *("pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml", ".coveragerc"),
+    *(
+        "pytest.ini",
+        ".pytest.ini",
+        "pytest.toml",
+        ".pytest.toml",
+        "tox.ini",
+        "setup.cfg",
+        "pyproject.toml",
+        ".coveragerc",
+    ),
 )
 """Names of what may change how tests are run: the image's own are judged, never what an agent made of them."""
 ROOT = "root"

@@ -66,7 +66,9 @@ def _wait_until_healthy(container: Container, task: Task) -> None:
     until = time.monotonic() + health.within_s
     while container.exec(("sh", "-c", health.command), timeout_s=health.timeout_s).exit_code:
         if time.monotonic() > until:
-            raise ContainerLost(f"{task.name}: its health check does not succeed within {health.within_s:g} s")
+            raise ContainerLost(
+                f"{task.name}: its health check does not succeed within {health.within_s:g} s"
+            )
         time.sleep(health.every_s)
 
 
@@ -100,7 +102,11 @@ def judge(start: Start, task: Task, container: Container) -> Judged:
     finally:
         fresh.close()
     names = [name for each in folders for name in each.kept_out][:_MOST_NAMES]
-    return replace(judged, said=f"{judged.said}\n(kept as the image has it: {', '.join(names)})") if names else judged
+    return (
+        replace(judged, said=f"{judged.said}\n(kept as the image has it: {', '.join(names)})")
+        if names
+        else judged
+    )
 
 
 def _left(container: Container, task: Task) -> tuple[list[Left], list[File]]:

@@ -9,10 +9,17 @@ from typing import Any
 from headrace_servicekit.tool_calls import beside_calls
 from headrace_simulator.backends.base import Message
 from headrace_simulator.backends.base import Tool as ToolSchema
-from headrace_simulator.backends.conversation.calls import AnyTool, Content, Limits, ServiceLost, Tool, answers
+from headrace_simulator.backends.conversation.calls import (
+    AnyTool,
+    Content,
+    Limits,
+    ServiceLost,
+    Tool,
+    answers,
+)
 
 from headrace_containers.provider import Container, ContainerLost, EngineLost
-from headrace_containers.tasks.options import ShellOptions, Tasks
+from headrace_containers.tasks.options import CodingOptions, Tasks
 from headrace_containers.tasks.task import Start, Task
 from headrace_containers.tasks.verifying import begin, judge, settled
 
@@ -41,7 +48,9 @@ class Hands:
         """Replaces a text in a file; it has to be there once. An empty `old` makes the file anew."""
         if not old:
             return self._write(path, new, "made")
-        ran = self._container.exec(("cat", "--", path), timeout_s=min(left_s, _EDIT_S), most_bytes=_MOST_BYTES)
+        ran = self._container.exec(
+            ("cat", "--", path), timeout_s=min(left_s, _EDIT_S), most_bytes=_MOST_BYTES
+        )
         if ran.exit_code or ran.left_out:
             why = ran.stderr.decode(errors="replace").strip() or "it is larger than a megabyte"
             return f"error: {path} cannot be read: {why}"
@@ -55,7 +64,9 @@ class Hands:
         ran = self._container.exec(
             ("sh", "-c", script, path), stdin=text.encode(errors="surrogateescape"), timeout_s=_EDIT_S
         )
-        return f"error: {ran.stderr.decode(errors='replace').strip()}" if ran.exit_code else f"{path} is {done}"
+        return (
+            f"error: {ran.stderr.decode(errors='replace').strip()}" if ran.exit_code else f"{path} is {done}"
+        )
 
 
 class InTurn(Tool):
@@ -74,10 +85,10 @@ class InTurn(Tool):
         return answer
 
 
-class Shell:
+class Coding:
     """One task at a time."""
 
-    def __init__(self, options: ShellOptions, start: Start) -> None:
+    def __init__(self, options: CodingOptions, start: Start) -> None:
         self._options, self._start, self._tasks = options, start, Tasks(options)
         self._task: Task | None = None
         self._container: Container | None = None
@@ -92,7 +103,9 @@ class Shell:
         self._task = settled(self._start, task)
         self._container, self._turns = begin(self._start, self._task), 0
         hands = Hands(self._container, self._options.most_characters)
-        self._tools = {tool.name: tool for tool in (InTurn(hands.bash, bounded=True), InTurn(hands.edit, bounded=True))}
+        self._tools = {
+            tool.name: tool for tool in (InTurn(hands.bash, bounded=True), InTurn(hands.edit, bounded=True))
+        }
         system = [{"role": "system", "content": self._options.system}] if self._options.system else []
         schemas = [] if self._options.parser == "line" else [tool.schema for tool in self._tools.values()]
         return [*system, {"role": "user", "content": self._task.instruction}], schemas

@@ -5,21 +5,29 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from headrace_containers.provider import ContainerLost, EngineLost
 from headrace_containers.tasks.agents import TaskAgent, filled
-from headrace_containers.tasks.options import AgentOptions, ShellOptions
+from headrace_containers.tasks.coding import Coding
+from headrace_containers.tasks.options import AgentOptions, CodingOptions
 from headrace_containers.tasks.proving import prove, write_proofs
 from headrace_containers.tasks.reading import TaskSet
-from headrace_containers.tasks.shell import Shell
 from headrace_containers.tasks.shim import Shim
 from headrace_simulator.backends.base import BackendError
 from headrace_simulator.backends.conversation.calls import ServiceLost
+from scripted import scripted
+
+EXAMPLES = Path(__file__).resolve().parents[4] / "examples" / "coding"
 
 
 def call(name, **arguments):
-    return {"role": "assistant", "content": f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"}
+    return {
+        "role": "assistant",
+        "content": f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>",
+    }
 
 
 def item(folder, name="words"):
@@ -34,7 +42,7 @@ def folder(making, tmp_path):
 
 @pytest.fixture
 def shell(start, folder):
-    made = Shell(ShellOptions(path=folder, turns=4, most_characters=300), start)
+    made = Coding(CodingOptions(path=folder, turns=4, most_characters=300), start)
     yield made
     made.close()
 
@@ -46,7 +54,9 @@ def test_a_model_solves_a_task_with_a_shell_and_an_edit(shell, folder):
     assert tools[0]["function"]["parameters"]["required"] == ["command"]
     told, reward, done = shell.step(call("bash", command="pwd; id -u; cat words.py; exit 3"))
     assert (reward, done) == (0.0, False) and told[0]["role"] == "tool" and told[0]["name"] == "bash"
-    assert told[0]["content"].startswith("/app\n1000\ndef count(text)") and told[0]["content"].endswith("(exit code 3)")
+    assert told[0]["content"].startswith("/app\n1000\ndef count(text)") and told[0]["content"].endswith(
+        "(exit code 3)"
+    )
     told, *_ = shell.step(call("edit", path="words.py", old='split(" ")', new="split()"))
     assert told[0]["content"] == "words.py is changed"
     assert shell.step({"role": "assistant", "content": "It is done."}) == ([], 1.0, True, {"success": True})
@@ -73,18 +83,20 @@ def test_what_is_wrong_with_a_call_is_told_to_the_model(shell, folder):
 
 
 def test_a_command_that_does_not_end_is_killed(start, folder):
-    shell = Shell(ShellOptions(path=folder, deadline_s=1.0), start)
+    shell = Coding(CodingOptions(path=folder, deadline_s=1.0), start)
     shell.reset(1, item(folder))
-    told, reward, done = shell.step(call("bash", command="echo begun; sleep 600"))
+    told, _, done = shell.step(call("bash", command="echo begun; sleep 600"))
     assert "begun\n(killed after 1 s)" in told[0]["content"].replace("\n\n", "\n") and not done
     shell.close()
 
 
 def test_a_turn_is_a_line_for_the_shell(start, folder):
-    shell = Shell(ShellOptions(path=folder, parser="line", turns=1), start)
+    shell = Coding(CodingOptions(path=folder, parser="line", turns=1), start)
     messages, tools = shell.reset(1, item(folder))
     assert not tools and messages[0]["role"] == "user"
-    told, reward, done, _ = shell.step({"role": "assistant", "content": "sed -i 's/split(\" \")/split()/' words.py; echo 1"})
+    told, reward, done, _ = shell.step(
+        {"role": "assistant", "content": "sed -i 's/split(\" \")/split()/' words.py; echo 1"}
+    )
     assert (told[0]["content"], reward, done) == ("1\n", 1.0, True)
 
 
@@ -114,13 +126,13 @@ def test_a_container_that_an_agent_loses_is_its_fault_and_an_engine_is_not(shell
 
 
 def test_tasks_that_differ_from_the_coordinators_are_named(start, folder, tmp_path):
-    shell = Shell(ShellOptions(path=folder), start)
+    shell = Coding(CodingOptions(path=folder), start)
     given = {"metadata": {"task": "words", "digest": "another"}}
     with pytest.raises(BackendError, match="give both the same files") as caught:
         shell.reset(1, given)
     assert caught.value.field == "options_json.path"
     with pytest.raises(BackendError, match="there is no"):
-        Shell(ShellOptions(path=tmp_path / "nowhere"), start)
+        Coding(CodingOptions(path=tmp_path / "nowhere"), start)
 
 
 def test_docker_of_an_agent_on_this_host_leads_into_the_container(start, folder):
@@ -133,8 +145,12 @@ def test_docker_of_an_agent_on_this_host_leads_into_the_container(start, folder)
         def run(*command, stdin=b""):
             return subprocess.run([docker, *command], input=stdin, capture_output=True, env={})
 
-        made = run("run", "-d", "--name", "x", "-w", "/", "--rm", "any", "sleep", "2h").stdout.decode().strip()
-        ran = run("exec", "-w", "/app/tests", "-e", "A=b c", made, "bash", "-lc", 'pwd; echo "$A"; ls /work; exit 5')
+        made = (
+            run("run", "-d", "--name", "x", "-w", "/", "--rm", "any", "sleep", "2h").stdout.decode().strip()
+        )
+        ran = run(
+            "exec", "-w", "/app/tests", "-e", "A=b c", made, "bash", "-lc", 'pwd; echo "$A"; ls /work; exit 5'
+        )
         assert (ran.stdout, ran.returncode) == (b"/app/tests\nb c\n", 5)
         assert run("exec", "-i", made, "cat", stdin=b"given").stdout == b"given"
         assert run("stop", made).returncode == 0
@@ -150,7 +166,8 @@ docker = os.environ["MSWEA_DOCKER_EXECUTABLE"]
 box = subprocess.run([docker, "run", "-d", "image", "sleep", "1"], capture_output=True, text=True).stdout.strip()
 assert sys.argv[1].startswith("The repository"), sys.argv
 assert os.environ["OPENAI_API_KEY"] == "sk-1"
-subprocess.run([docker, "exec", "-w", sys.argv[2], box, "sh", "-c", "sed -i 's/split(\\" \\")/split()/' words.py"], check=True)
+change = "sed -i 's/split(\\" \\")/split()/' words.py"
+subprocess.run([docker, "exec", "-w", sys.argv[2], box, "sh", "-c", change], check=True)
 sys.exit(int(sys.argv[3]))
 """
 
@@ -204,14 +221,46 @@ def test_a_command_in_the_container_finds_the_sessions_endpoint(start, folder, p
         playing(start, broken, item(folder))
 
 
+MINI = Path(__file__).resolve().parents[4] / ".envs" / "mini" / "bin" / "mini"
+
+
+@pytest.mark.nightly  # quick: the command on the host above, which uses the same `docker`
+def test_mini_swe_agent_solves_a_task_as_it_is(start, folder, monkeypatch):
+    """Unmodified, with the command of examples/coding/mini.yaml and a policy that knows the answer."""
+    if not MINI.exists():
+        pytest.skip("there is no .envs/mini: `bash ci/agents.sh` makes it")
+    spec = yaml.safe_load((EXAMPLES / "mini.yaml").read_text())
+    command = [str(MINI), *spec["agent"]["command"][1:]]
+    says = [
+        "cat words.py",
+        "sed -i 's/split(\" \")/split()/' words.py",
+        "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+    ]
+    agent = TaskAgent(
+        AgentOptions(**spec["environment"]["options"] | {"path": folder, "command": command}), start
+    )
+    with scripted(says) as (url, asked):
+        for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE"):
+            monkeypatch.setenv(name, url)
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
+        assert agent.called(1, item(folder)) == {"reward": 1.0, "success": True}
+    first, last = asked[0]["messages"], asked[-1]["messages"]
+    assert "The repository in /app has a fault" in first[-1]["content"] and len(asked) == 3
+    assert "def count(text)" in last[3]["content"], "its commands ran in the task's container"
+
+
 def test_places_of_a_command(folder):
     task = TaskSet.at(folder).read("words")
-    assert filled(["a", "{instruction}", "--cwd={workdir}", "{task}"], task) == ["a", task.instruction, "--cwd=/app", "words"]
+    assert filled(["a", "{instruction}", "--cwd={workdir}", "{task}"], task) == [
+        "a",
+        task.instruction,
+        "--cwd=/app",
+        "words",
+    ]
 
 
 def test_the_source_gives_proven_tasks_alone(start, folder):
     from headrace_containers.sources import Harbor
-    from headrace_coordinator.data.contract import check_source
     from headrace_schema.problems import Impossible
 
     with pytest.raises(Impossible) as caught:
