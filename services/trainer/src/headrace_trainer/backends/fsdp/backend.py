@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,6 +81,8 @@ class FsdpBackend(FsdpState, HelpingBackend):
         self._square_nodes = math.inf
         """Length at which attention costs as much as all else."""
         self._reference: Reference | None = None
+        self._bodies: list[PreTrainedModel] = []
+        """Of policy and critic."""
         self._initial_adapters: dict[str, Tensor] | None = None
         """With adapters the policy itself is its reference: without them, or with those of the warm-up."""
         self._contributed: dict[str, Tensor] = {}
@@ -143,11 +146,9 @@ class FsdpBackend(FsdpState, HelpingBackend):
         bodies = [model] if critic is None or critic.body is None else [model, critic.body]
         for module in [model, critic] if critic else [model]:
             float_what_learns(module)
+        self._bodies = bodies
         if self.layout.checkpointing:
-            for body in bodies:
-                untyped: Any = body
-                untyped.gradient_checkpointing_enable({"use_reentrant": False})
-                body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
+            self._recompute()
         for body in bodies:
             use_fp32_products(body, self._ranks.device)
             if self._options.compile:
@@ -169,6 +170,29 @@ class FsdpBackend(FsdpState, HelpingBackend):
         )
         self._optimizer = self._new_optimizer()
         self._dirty = False
+
+    def _recompute(self) -> None:
+        for body in self._bodies:
+            untyped: Any = body
+            untyped.gradient_checkpointing_enable({"use_reentrant": False})
+            body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
+
+    @property
+    def may_recompute(self) -> bool:  # type: ignore[override]
+        """Unless it does."""
+        return not self.layout.checkpointing
+
+    @override
+    def reduce(self, micro_batch_tokens: int, *, recomputes: bool) -> None:
+        if recomputes and self.may_recompute:
+            self._recompute()
+            self._layout = replace(self.layout, checkpointing=True)
+
+    @override
+    def recover(self) -> None:
+        if self._model is not None:
+            self._model.recover()
+        super().recover()
 
     @override
     def _check_forms(self) -> None:
