@@ -21,6 +21,7 @@ PACKAGES = (
     "headrace_robots",
     "headrace_megatron",
     "headrace_sglang",
+    "headrace_containers",
     "headrace_search",
     "headrace_simulation",
     "headrace_fake_world",
@@ -33,6 +34,7 @@ UNITS = {
     "robots": "plugins/robots",
     "megatron-refusals": "plugins/megatron",
     "sglang-parts": "plugins/sglang",
+    "containers-parts": "plugins/containers",
     "search": "plugins/search",
     "reward": "services/reward",
     "servicekit": "libs/servicekit",
@@ -220,7 +222,13 @@ TEST = [
     Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run"), 1200, shares=True, inputs=_VLLM),
     _tests("faults", "integration_tests/faults", timeout_s=1500, shares=True, waits=True),
     _tests(
-        "compose", "integration_tests/compose", f"--ignore={_IMAGES}", timeout_s=1200, shares=True, waits=True
+        "compose",
+        "integration_tests/compose",
+        "integration_tests/containers",
+        f"--ignore={_IMAGES}",
+        timeout_s=1200,
+        shares=True,
+        waits=True,
     ),
     _megatron(timeout_s=900),
 ]
