@@ -90,7 +90,7 @@ class Tasks:
         self._options = options
         try:
             self._set = TaskSet.at(options.path)
-        except (NoTasks, BadTask, OSError) as error:
+        except (NoTasks, BadTask) as error:
             raise BackendError("options_json.path", str(error)) from error
 
     def named(self, name: str, digest: str) -> Task:

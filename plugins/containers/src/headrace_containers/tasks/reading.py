@@ -28,6 +28,13 @@ class TaskSet:
     @classmethod
     def at(cls, path: Path) -> TaskSet:
         """Raises NoTasks, and BadTask for a line that is none."""
+        try:
+            return cls._at(path)
+        except OSError as error:
+            raise NoTasks(f"{path} cannot be read: {error.strerror or error}; give {FORMS}") from error
+
+    @classmethod
+    def _at(cls, path: Path) -> TaskSet:
         if path.is_dir():
             folders = {each.name: each for each in harbor.folders(path)}
             if not folders:
