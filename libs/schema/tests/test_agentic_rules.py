@@ -101,6 +101,11 @@ def test_an_agent_says_what_its_environment_is():
     assert command.environment is not None and command.environment.tasks == ["command: python 'my agent.py'"]
     assert command.environment.options == {"command": ["python", "my agent.py"]}
     assert RolloutConfig.of(spec).agent == spec.agent
+    long = RunSpec.model_validate({**AGENT, "agent": {"command": ["agent", "x" * 1000]}})
+    assert long.environment is not None and len(long.environment.tasks[0]) == 200, (
+        "simulators take 256 characters"
+    )
+    assert long.environment.options == {"command": ["agent", "x" * 1000]}
     elsewhere = RunSpec.model_validate(
         {
             **AGENT,

@@ -12,6 +12,8 @@ from headrace_schema.sections.base import FEW, Count, CountOrZero, Seconds, Sect
 AGENTS = "agent"
 """The simulator's backend that starts agents."""
 AGENT_SECONDS = 600.0
+LONGEST_TASK = 200
+"""Characters of a command that name what is started."""
 ONLINE = "online"
 """The task of a run that outside clients speak with."""
 
@@ -77,7 +79,7 @@ class AgentSection(Section):
             return ONLINE
         if self.verifiers:
             return f"verifiers:{self.verifiers}"
-        return self.python or f"command: {shlex.join(self.command)}"
+        return self.python or f"command: {shlex.join(self.command)}"[:LONGEST_TASK]
 
     @property
     def starting(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from headrace_simulator.backends.conversation.calls import (
     Tool,
     answers,
 )
+from typing_extensions import override
 
 from headrace_containers.provider import Container, ContainerLost, EngineLost
 from headrace_containers.tasks.options import CodingOptions, Tasks
@@ -72,8 +73,8 @@ class Hands:
 class InTurn(Tool):
     """A tool whose calls run one after the other: a container takes one command at a time."""
 
+    @override
     def begin(self, arguments: Any, left_s: float) -> Callable[[float], Content]:
-        """See `AnyTool`."""
         given = self._checked(arguments)
 
         def answer(left_s: float) -> Content:
