@@ -63,8 +63,8 @@ class _Tasks(DataSource):
         if wrong:
             raise Impossible(wrong[:_MOST_PROBLEMS])
         for each in found:
-            metadata = {"task": each.name, "digest": each.digest}
-            yield DataItem(each.instruction, "", {"task": each.name}, metadata, id=each.name)
+            metadata = {"name": each.name, "digest": each.digest}
+            yield DataItem(each.instruction, "", {}, metadata, id=each.name)
 
     @override
     def left_out(self) -> dict[str, int]:

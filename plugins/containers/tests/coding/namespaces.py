@@ -68,7 +68,7 @@ class Namespace:
 
     def __init__(self, spec: Spec) -> None:
         self._spec, self._folder = spec, Path(tempfile.mkdtemp(prefix="headrace-namespace-"))
-        hidden = " ".join(each for each in ("/root", "/work", "/home") if Path(each).is_dir())
+        hidden = " ".join(each for each in ("/root", "/home") if Path(each).is_dir())
         unshare = ("unshare", "-m", "-p", "-n", "-i", "-u", "-f", "--kill-child", "--propagation", "private")
         self._process = subprocess.Popen(
             [*unshare, "bash", "-c", _INIT, "init", str(self._folder), str(spec.limits.disk_mib), hidden],

@@ -31,7 +31,7 @@ def call(name, **arguments):
 
 
 def item(folder, name="words"):
-    return {"metadata": {"task": name, "digest": TaskSet.at(folder).read(name).digest}}
+    return {"metadata": {"name": name, "digest": TaskSet.at(folder).read(name).digest}}
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_container_that_an_agent_loses_is_its_fault_and_an_engine_is_not(shell
 
 def test_tasks_that_differ_from_the_coordinators_are_named(start, folder, tmp_path):
     shell = Coding(CodingOptions(path=folder), start)
-    given = {"metadata": {"task": "words", "digest": "another"}}
+    given = {"metadata": {"name": "words", "digest": "another"}}
     with pytest.raises(BackendError, match="give both the same files") as caught:
         shell.reset(1, given)
     assert caught.value.field == "options_json.path"
@@ -149,7 +149,7 @@ def test_docker_of_an_agent_on_this_host_leads_into_the_container(start, folder)
             run("run", "-d", "--name", "x", "-w", "/", "--rm", "any", "sleep", "2h").stdout.decode().strip()
         )
         ran = run(
-            "exec", "-w", "/app/tests", "-e", "A=b c", made, "bash", "-lc", 'pwd; echo "$A"; ls /work; exit 5'
+            "exec", "-w", "/app/tests", "-e", "A=b c", made, "bash", "-lc", 'pwd; echo "$A"; exit 5'
         )
         assert (ran.stdout, ran.returncode) == (b"/app/tests\nb c\n", 5)
         assert run("exec", "-i", made, "cat", stdin=b"given").stdout == b"given"
@@ -284,6 +284,6 @@ def test_the_source_gives_proven_tasks_alone(start, folder):
     source = Harbor(path=str(folder))
     (found,) = source.items()
     assert (found.question, found.id) == (task.instruction, "words")
-    assert found.metadata == {"task": "words", "digest": task.digest}
+    assert found.metadata == {"name": "words", "digest": task.digest}
     with pytest.raises(Impossible, match="there is no task sentences"):
         list(Harbor(path=str(folder), exclude=["sentences"]).items())

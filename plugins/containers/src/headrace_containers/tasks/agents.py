@@ -44,7 +44,7 @@ class TaskAgent(ForkedAgent):
     def called(self, seed: int, item: Mapping[str, Any]) -> Mapping[str, Any]:
         options, start = self._options, self._start
         given: Mapping[str, Any] = item.get("metadata") or {}
-        task = settled(start, self._tasks.named(str(given.get("task", "")), str(given.get("digest", ""))))
+        task = settled(start, self._tasks.named(str(given.get("name", "")), str(given.get("digest", ""))))
         seconds = options.seconds or task.agent_s or SECONDS
         spec = task.spec
         if options.runs == "container":

@@ -100,7 +100,7 @@ class Coding:
         """A fresh container, and the task's instruction."""
         self.close()
         given: Mapping[str, Any] = item.get("metadata") or {}
-        task = self._tasks.named(str(given.get("task", "")), str(given.get("digest", "")))
+        task = self._tasks.named(str(given.get("name", "")), str(given.get("digest", "")))
         self._task = settled(self._start, task)
         self._container, self._turns = begin(self._start, self._task), 0
         hands = Hands(self._container, self._options.most_characters)
