@@ -44,7 +44,7 @@ def test_the_solutions_of_ten_tasks_are_rewarded_and_doing_nothing_is_not(start,
 
 
 def test_no_way_around_a_task_is_rewarded(start, tasks, making):
-    """Each way on one task; all ways on all tasks are in integration_tests/flows, with an engine."""
+    """Each way on one task; all ways on all tasks are in integration_tests/containers, with an engine."""
     pairs = [(hack, tasks.names[at % len(tasks.names)]) for at, hack in enumerate(HACKS)]
 
     def reward(pair):
