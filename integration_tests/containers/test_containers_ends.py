@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,6 +177,95 @@ def test_an_engine_that_does_not_answer_is_named(broker: BrokerProcess, spec: Sp
         assert caught.value.key == key
     with pytest.raises(BadSpec, match="docker"):
         Source("doker", {}, 0, broker.folder).prepare(spec)
+
+
+class Gateway:
+    """A socket before the engine's own, which can go away and come back."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._open = path, list[socket.socket]()
+        self._answer = b""
+        self.up()
+
+    def up(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.bind(str(self._path))
+        self._listening.listen(64)
+        threading.Thread(target=self._accept, args=(self._listening,), daemon=True).start()
+
+    def down(self) -> None:
+        """As an engine that was killed."""
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for each in self._open:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def say(self, answer: bytes) -> None:
+        """From now on every request for a new container gets this answer."""
+        self._answer = answer
+
+    def _accept(self, listening: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listening.accept()
+                engine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                engine.connect("/var/run/docker.sock")
+                self._open += [client, engine]
+                for source, target in ((client, engine), (engine, client)):
+                    threading.Thread(target=self._carry, args=(source, target, client), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, client: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if self._answer and source is client and b"/containers/create" in data.partition(b"\r\n")[0]:
+                    client.sendall(self._answer)
+                    continue
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+
+def test_an_engine_that_dies_costs_the_episodes_of_that_moment(
+    broker: BrokerProcess, spec: Spec, tmp_path: Path
+) -> None:
+    gateway = Gateway(tmp_path / "engine.sock")
+    source = broker.source(host=f"unix://{tmp_path}/engine.sock")
+    busy, idle = source.start(spec), source.start(spec)
+    begun = threading.Event()
+    lost: list[ContainerError] = []
+
+    def run() -> None:
+        try:
+            busy.exec(
+                ("/bin/sh", "-c", "echo begun; sleep 600"), timeout_s=600, on_output=lambda *_: begun.set()
+            )
+        except ContainerError as error:
+            lost.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert begun.wait(60)
+    gateway.down()
+    thread.join(60)
+    assert [type(error) for error in lost] == [EngineLost] and "does not answer" in str(lost[0])
+    with pytest.raises(ContainerLost):
+        idle.exec(("ls",))
+    with pytest.raises(EngineLost, match="does not answer"):
+        source.start(spec)
+    gateway.up()
+    assert source.start(spec).exec(("echo", "anew")).stdout == b"anew\n"
+
+    told = b'{"message": "mkdir /var/lib/docker/overlay2/x: no space left on device"}'
+    gateway.say(
+        b"HTTP/1.1 500 Internal Server Error\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(told)
+        + told
+    )
+    with pytest.raises(EngineLost, match="has no space left"):
+        source.start(spec)
+    gateway.say(b"")
+    assert source.start(spec).exec(("echo", "room")).stdout == b"room\n"
 
 
 def test_images_are_built_once_for_their_content_and_owned_folders_are_the_users(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
+from containers.brokers import containers_of
 from harness.fleet import Fleet
 from harness.ledger import audit
-from harness.processes import ROOT, mentioning
+from harness.processes import ROOT, mentioning, words_of
 from harness.waiting import wait_for
 from headrace.client import HeadraceError
+from headrace_containers.docker.engine import owner
 
 pytestmark = pytest.mark.usefixtures("engine", "one_simulator")
 EXAMPLE = ROOT / "examples" / "containers" / "vowels.yaml"
@@ -61,10 +63,17 @@ def test_containers_that_are_killed_cost_their_episodes_alone(fleet: Fleet, tiny
     spec["steps"] = 3
     run = fleet.submit(spec)
     wait_for(ours, "the first containers")
-    (broker,) = [
-        each for each in mentioning("headrace_containers.broker") if each.cmdline()[-1].endswith("broker")
-    ]
+    (broker,) = brokers()
+    label = owner(broker.pid)
     broker.kill()
     fleet.succeed(run)
-    told = json.dumps([talk.finish_reason for talk in fleet.client.trajectories(run.id, limit=100)])
-    assert "ERROR" in told or "TERMINATED" in told
+    (again,) = brokers()
+    assert again.pid != broker.pid
+    wait_for(lambda: not containers_of(label), "those of the killed one to be removed")
+
+
+def brokers() -> list[psutil.Process]:
+    """Those of this fleet's simulator; a reaper is none."""
+    return [
+        each for each in mentioning("headrace_containers.broker") if words_of(each)[-1].endswith(".broker")
+    ]

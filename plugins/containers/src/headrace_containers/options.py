@@ -52,11 +52,9 @@ class ContainerOptions(Options):
     owned: list[str] = Field(
         default_factory=list, description="folders of the image that are made the user's"
     )
-    limits: LimitOptions = LimitOptions()
-    network: NetworkOptions = NetworkOptions()
-    provider: str = Field(
-        "docker", description="where containers run: docker, kubernetes, modal, daytona, e2b"
-    )
+    limits: LimitOptions = Field(default_factory=lambda: LimitOptions.model_validate({}))
+    network: NetworkOptions = Field(default_factory=NetworkOptions)
+    provider: str = Field("docker", description="where containers run: docker, or what a plug-in brings")
     provider_options: dict[str, Any] = Field(default_factory=dict, description="options of the provider")
     warm: NonNegativeInt = Field(
         2, le=16, description="containers that are started before they are asked for"

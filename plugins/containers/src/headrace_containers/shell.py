@@ -185,7 +185,8 @@ class Turn:
 
         def read_file(path: str, left_s: float) -> str:
             """Returns the content of a text file."""
-            return self._in_turn(lambda each: each.read(path, most_bytes=MIB)).decode(errors="replace")
+            data: bytes = self._in_turn(lambda each: each.read(path, most_bytes=MIB))
+            return data.decode(errors="replace")
 
         def write_file(path: str, content: str, left_s: float) -> str:
             """Writes a text file, with the folders above it."""
