@@ -96,6 +96,20 @@ def test_an_agent_says_what_its_environment_is():
     assert command.environment is not None and command.environment.tasks == ["command: python 'my agent.py'"]
     assert command.environment.options == {"command": ["python", "my agent.py"]}
     assert RolloutConfig.of(spec).agent == spec.agent
+    long = RunSpec.model_validate({**AGENT, "agent": {"command": ["agent", "x" * 1000]}})
+    assert long.environment is not None and len(long.environment.tasks[0]) == 200, (
+        "simulators take 256 characters"
+    )
+    assert long.environment.options == {"command": ["agent", "x" * 1000]}
+    elsewhere = RunSpec.model_validate(
+        {
+            **AGENT,
+            "agent": {"command": ["agent"]},
+            "environment": {"backend": "plugged", "options": {"path": "tasks"}},
+        }
+    )
+    assert elsewhere.environment is not None and elsewhere.environment.backend == "plugged"
+    assert elsewhere.environment.options == {"path": "tasks", "command": ["agent"]}, "a plug-in starts it"
     plugged = {"backend": "verifiers", "task": "wordle", "options": {"runtime": {"type": "docker"}}}
     verifiers = RunSpec.model_validate({**AGENT, "agent": plugged})
     assert verifiers.environment is not None and verifiers.environment.backend == "verifiers"
@@ -115,6 +129,7 @@ def test_an_agent_says_what_its_environment_is():
         ({"agent": {"pyhton": "agent.py:f"}}, "agent.pyhton", "python"),
         ({"environment": {"tasks": ["tools"]}}, "environment.tasks", "follows from agent"),
         ({"environment": {"backend": "conversation"}}, "environment.backend", "follows from agent"),
+        ({"environment": {"backend": "plugged"}}, "environment.backend", "plugged starts commands"),
         ({"environment": {"processes": 2}}, "environment.processes", "a process of its own"),
         ({"environment": {"max_episode_s": -1}}, "environment.max_episode_s", ""),
     ],

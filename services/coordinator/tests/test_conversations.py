@@ -214,20 +214,20 @@ def test_environments_of_the_other_kind_are_named():
     assert wrong.key == "environment.backend" and "workflow: agentic" in wrong.fix
 
 
-def test_each_agent_has_a_process_of_its_own():
+def test_a_command_is_an_environment_of_agents():
     agents = RunSpec.model_validate(
         {"workflow": "agentic", "model": {"path": "model"}, "agent": {"command": ["agent", "--fast"]}}
     )
     assert agents.environment is not None
     request = opening(agents, agents.environment.tasks[0], 7)
     assert (request.environment.backend, request.environment.name) == ("agent", "command: agent --fast")
-    assert (request.count, request.processes) == (7, 7)
+    assert (request.count, request.processes) == (7, 0)
     assert json.loads(request.options_json) == {"command": ["agent", "--fast"]}
     plugged = agents.model_dump(exclude={"environment", "data"}) | {
         "agent": {"backend": "verifiers", "task": "t"}
     }
     request = opening(RunSpec.model_validate(plugged), "t", 7)
-    assert (request.environment.backend, request.processes) == ("verifiers", 7)
+    assert (request.environment.backend, request.processes) == ("verifiers", 0)
 
 
 def test_who_leads_the_conversation_has_to_be_what_the_spec_says():

@@ -11,6 +11,7 @@ import pytest
 from headrace.simulator.v1 import simulator_pb2
 from headrace_simulator.backends import create
 from headrace_simulator.backends.base import BackendError
+from headrace_simulator.pools.pool import PoolPlan, _openings
 
 OK = simulator_pb2.OUTCOME_STATUS_OK
 LOST = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
@@ -103,6 +104,16 @@ GIVEN = {"base_url": "http://127.0.0.1:1/v1", "api_key": "sk-1", "session": "5e5
 async def agent(simulator, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     return await simulator.open("agent.py:play", backend="agent", processes=1)
+
+
+def test_what_waits_for_others_has_a_process_of_its_own():
+    """An agent's end is waited for; of environments that compute, the settings say how many share a process."""
+
+    def held(backend):
+        plan = PoolPlan(backend, "x", 3, {}, seed=0, max_episode_steps=0, step_timeout_s=1.0)
+        return [each["environments"] for each in _openings(plan, 2)]
+
+    assert held("agent") == [[0], [1], [2]] and held("conversation") == [[0, 2], [1]]
 
 
 async def begun(pool, seed=3, **item):

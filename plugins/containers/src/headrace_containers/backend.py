@@ -10,10 +10,18 @@ from headrace_simulator.backends.base import ConversationEnvironment
 from headrace_simulator.backends.options import parse, unknown
 
 from headrace_containers.shell import Shell, ShellOptions
+from headrace_containers.tasks.coding import Coding
+from headrace_containers.tasks.options import CodingOptions
 
 TASKS: Mapping[str, Callable[[Mapping[str, Any]], ConversationEnvironment]] = {
     "shell": lambda options: Shell(parse(ShellOptions, options)),
+    "coding": lambda options: coding(parse(CodingOptions, options)),
 }
+
+
+def coding(options: CodingOptions) -> Coding:
+    """A coding task, in containers of the broker."""
+    return Coding(options, options.source.start)
 
 
 class Containers:

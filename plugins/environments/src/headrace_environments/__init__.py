@@ -1,8 +1,13 @@
 """Environments that others wrote, as backends of the simulator: each is loaded in a child process when a pool asks."""
 
 from headrace_servicekit.registry import Plugin
+from headrace_simulator.backends import WAITS
 
-VERIFIERS = Plugin(f"{__name__}.taskset:build", description="tasksets of verifiers 0.4, as agents")
+VERIFIERS = Plugin(
+    f"{__name__}.taskset:build",
+    description="tasksets of verifiers 0.4, as agents",
+    features=(WAITS,),
+)
 OPENENV = Plugin(
     f"{__name__}.openenv:build", description="environments behind servers of OpenEnv, by address"
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from headrace_schema.problems import choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules.asked import EPISODES
-from headrace_schema.sections.agent import AgentSection
+from headrace_schema.sections.agent import AGENTS, AgentSection
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.sections.policies import OWN
 from headrace_schema.sections.run import RunSections
@@ -16,6 +16,8 @@ SEEDED = ("reasoning_gym", "textarena")
 """Libraries whose environments begin by their seed alone; tasks are LIBRARY:NAME."""
 ASKING = ("skyrl_gym",)
 """Libraries whose environments ask what a data item says."""
+CONVERSATION = "conversation"
+"""The backend of conversations, which starts no agents."""
 UNREWARDED = ("tools", "exchange")
 """Built-in environments that give no reward: scorers judge what was said."""
 
@@ -89,7 +91,14 @@ def _agent(agent: AgentSection, environment: EnvironmentSection) -> Iterator[Key
     if agent.python and ".py:" not in agent.python:
         reason = f"{agent.python!r} names no function in a file"
         yield problem("agent.python", reason, "write path/to/file.py:function")
-    for key, value in {**agent.started, "processes": 0}.items():
+    elsewhere = not agent.backend and environment.backend not in (AGENTS, CONVERSATION)
+    if elsewhere and not agent.command:
+        reason = f"{environment.backend} starts commands, and agent names none"
+        yield problem("environment.backend", reason, "give agent.command, or remove it")
+    follows = {**agent.started, "processes": 0}
+    if elsewhere:  # a plug-in starts it, with options of its own
+        del follows["backend"], follows["options"]
+    for key, value in follows.items():
         if getattr(environment, key) != value:
             reason = "it follows from agent" if value else "each agent has a process of its own"
             yield problem(f"environment.{key}", reason, "remove it")

@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from headrace_schema.rules.agentic import CONVERSATION
 from headrace_schema.rules.asked import EPISODES
 from headrace_schema.sections.agent import AGENT_SECONDS, ONLINE, AgentSection
 from headrace_schema.workflow import CONVERSATIONS, acts_in_environments
 
-BACKEND = "conversation"
 ONLINE_STEP_S = 30 * 86400.0
 _RETURN = {"scorers": [{"name": "episode"}]}
 _OUTCOME = {"evaluation": [{"name": "episode", "options": {"of": "outcome"}}]}
@@ -53,7 +53,10 @@ def _agentic(spec: dict[str, Any]) -> dict[str, Any]:
         return spec
     started = _started(agent)
     if isinstance(environment, Mapping) or (started and environment is None):
-        spec["environment"] = environment = {"backend": BACKEND, **started, **(environment or {})}
+        own = dict(environment or {})
+        if started and own.get("backend", AGENTS) != AGENTS and isinstance(own.get("options", {}), Mapping):
+            own["options"] = {**own.get("options", {}), **started["options"]}
+        spec["environment"] = environment = {"backend": CONVERSATION, **started, **own}
     return spec | {
         "data": _start_states(spec.get("data", {}), environment),
         "reward": spec.get("reward", _RETURN),

@@ -12,6 +12,8 @@ from headrace_schema.sections.base import FEW, Count, CountOrZero, Seconds, Sect
 AGENTS = "agent"
 """The simulator's backend that starts agents."""
 AGENT_SECONDS = 600.0
+LONGEST_TASK = 200
+"""Characters of a command that name what is started."""
 ONLINE = "online"
 """The task of a run that outside clients speak with."""
 
@@ -74,9 +76,8 @@ class AgentSection(Section):
         """The environment's keys that follow: by which backend, what is started, and with which options."""
         if self.backend:
             return {"backend": self.backend, "tasks": [self.task], "options": self.options}
-        what = self.python or f"command: {shlex.join(self.command)}"
         return {
             "backend": AGENTS,
-            "tasks": [what],
+            "tasks": [self.python or f"command: {shlex.join(self.command)}"[:LONGEST_TASK]],
             "options": {"command": self.command} if self.command else {},
         }

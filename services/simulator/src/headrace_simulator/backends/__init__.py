@@ -13,8 +13,14 @@ CONVERSATION = Plugin(
     f"{_HERE}.conversation.backend:build",
     description="conversations: with tools, and with a user's own class",
 )
+WAITS = "waits"
+"""Feature of a backend whose environments wait for others than this host's cores, such as for programs that they have
+started: each has a child process of its own.
+"""
 AGENT = Plugin(
-    f"{_HERE}.agent:build", description="agents: programs that speak with the policy through an endpoint"
+    f"{_HERE}.agent:build",
+    description="agents: programs that speak with the policy through an endpoint",
+    features=(WAITS,),
 )
 BACKENDS: Registry[AnyBackend] = Registry(
     "headrace.simulator_backends",

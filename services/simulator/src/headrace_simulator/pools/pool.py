@@ -15,6 +15,7 @@ from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.memory.blobs import BlobStore
 
+from headrace_simulator.backends import BACKENDS, WAITS
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.pipes import Kind
 from headrace_simulator.pools.brokers import Brokers
@@ -325,9 +326,17 @@ def place_of(environment: int, plan: PoolPlan, children: int) -> int:
     return environment * children // plan.count if plan.vectorized else environment % children
 
 
+def _processes(plan: PoolPlan, children: int) -> int:
+    """How many children a pool has where nobody says."""
+    if plan.vectorized:
+        return 1
+    waits = f"{plan.backend}:{WAITS}" in BACKENDS.features([plan.backend])
+    return plan.count if waits else children
+
+
 def _openings(plan: PoolPlan, children: int) -> list[dict[str, Any]]:
     """What each child holds."""
-    number = min(plan.count, plan.processes or (1 if plan.vectorized else children))
+    number = min(plan.count, plan.processes or _processes(plan, children))
     held: list[list[int]] = [[] for _ in range(number)]
     for environment in range(plan.count):
         held[place_of(environment, plan, number)].append(environment)

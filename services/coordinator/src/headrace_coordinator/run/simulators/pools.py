@@ -311,8 +311,7 @@ def opening(spec: RunSpec, task: str, count: int) -> simulator.OpenPoolRequest:
         options_json=json.dumps(section.options_of(task)),
         max_episode_steps=section.max_episode_steps,
         reward_mode=REWARDS[section.reward],
-        # An agent has a process of its own: what waits for its end waits for no other.
-        processes=count if spec.agent is not None else section.processes and min(section.processes, count),
+        processes=section.processes and min(section.processes, count),
         without_info=True,
         vectorized=section.vectorized,
         variables=section.env,

@@ -1,0 +1,1 @@
+"""Coding tasks: read from a folder or a file, solved in a container, judged in another one."""
