@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from headrace_schema.rules.agentic import CONVERSATION
 from headrace_schema.rules.asked import EPISODES
-from headrace_schema.sections.agent import AGENT_SECONDS, ONLINE, AgentSection
+from headrace_schema.sections.agent import AGENT_SECONDS, AGENTS, ONLINE, AgentSection
 from headrace_schema.workflow import CONVERSATIONS, acts_in_environments
 
 ONLINE_STEP_S = 30 * 86400.0
