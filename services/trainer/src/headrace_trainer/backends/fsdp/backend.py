@@ -273,8 +273,10 @@ class FsdpBackend(FsdpState, HelpingBackend):
         """What the attention of all models that see a micro-batch can be told."""
         if not self._attention.along or (self._reference is not None and not self._reference.attention.along):
             return Attends.MASK
-        divided = self._options.context_parallel > 1
-        return Attends.SEGMENTS if divided or self._ranks.device.type != "cpu" else Attends.CHEAPEST
+        along = self._options.context_parallel > 1 or self._ranks.device.type != "cpu"
+        models = [self._attention, *([self._reference.attention] if self._reference is not None else [])]
+        windowed = any(each.windowed for each in models)
+        return Attends.SEGMENTS if along or windowed else Attends.CHEAPEST
 
     # --- gradients
 
