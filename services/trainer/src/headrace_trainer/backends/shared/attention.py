@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from headrace_trainer.learning.planning import Run
@@ -29,6 +31,8 @@ together, is faster in it than in bf16 (twice at 120 tokens; as fast at 512)."""
 DENSE_TOKENS = 2048
 """On a GPU whose flash kernel cannot take a model (fp32, wide heads), up to so many queries have a mask: 4 MiB."""
 FLASH_HEAD = 256
+FLASH_3 = "flash_attn_interface"
+"""The module of FlashAttention 3's package (flash_attn_3)."""
 GATHERED = 16
 """The flash kernel reads a path's keys one after another: so many copies of all keys at most, or flex_attention."""
 BLOCK = 128
@@ -63,6 +67,17 @@ def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
         for each in (query, key, value)
     ]
     return padded[0], padded[1], padded[2]
+
+
+def use_newest_flash(device: torch.device) -> None:
+    """Lets torch's flash attention be FlashAttention 3 on a Hopper GPU where its package is installed; once a process.
+
+    A model is tried with it as its weights are loaded, so that a kernel that computes something else ends the run.
+    """
+    there = device.type == "cuda" and torch.cuda.is_available()
+    hopper = there and torch.cuda.get_device_capability(device)[0] == 9
+    if hopper and find_spec(FLASH_3) is not None and current_flash_attention_impl() is None:
+        activate_flash_attention_impl("FA3")
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, float, int | None], Tensor]
