@@ -281,8 +281,13 @@ def test_policies_in_one_engine_have_their_base_once_and_are_corrected_for_where
     _, note = decided(CARDS, **run, rollout=engine | {"enable_lora": True})
     assert "49.4 GiB of keys and values" in note
     assert "beside one base (14.2 GiB) and adapters of 2 (1.20 GiB)" in note
-    corrected = decided(QUANTISING, **run, rollout=engine | {"enable_lora": True})
-    assert "truncate (the engine computes with adapters beside bfloat16 weights" in corrected[1]
+    corrected = decided(QUANTISING, **run, rollout=engine)
+    assert "truncate (the engine computes with adapters merged into bfloat16 weights" in corrected[1]
+    assert "correction" not in decided(QUANTISING, **run, rollout=engine | {"enable_lora": True})[1]
+    alone = {"model": run["model"], "trainer": lora}
+    assert "correction" in decided(QUANTISING, **alone)[0].algorithm.options
+    exact = decided(QUANTISING, **alone, deterministic=True)  # the trainer merges too
+    assert "correction" not in exact[0].algorithm.options
 
 
 def learning_beside(algorithm):

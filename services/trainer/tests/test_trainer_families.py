@@ -40,8 +40,9 @@ SHARING = {
         "granitemoe",
     ),
     *("qwen2_moe", "qwen3_moe", "mixtral", "ernie4_5_moe", "afmoe", "deepseek_v3"),
+    *("gemma3_text", "gemma3n_text", "gemma4_text", "olmo3", "ministral", "exaone4"),  # with windows
 }
-"""Those whose layers attend to the whole context, and pass on what they are told of it."""
+"""Those whose layers attend to the whole context or to its last tokens, and pass on what they are told of it."""
 QUICK = (
     "llama",
     "deepseek_v3",

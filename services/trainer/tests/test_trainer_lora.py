@@ -76,8 +76,8 @@ def test_the_gradient_is_autograds_through_a_plain_merged_model(
 def test_what_is_published_is_what_the_forward_computes_with(
     make_moved, make_backend, sequences, tmp_path, dtype
 ):
-    """To the last bit: a backend that loads the published weights as its model gives the same log-probs."""
-    backend = make_moved(model={"dtype": dtype})
+    """To the last bit in a deterministic run: a backend that loads the published weights gives the same log-probs."""
+    backend = make_moved(model={"dtype": dtype}, deterministic=True)
     published = dict(backend.weights())
     model = base_model(backend)
     assert {str(tensor.dtype) for tensor in published.values()} == {f"torch.{dtype}"}
@@ -151,7 +151,8 @@ def test_the_reference_is_the_policy_without_what_it_learned(
     accumulate(own, [with_columns(own, sequences(1))], 512)
     own.commit(7.0, 3e-2)
     columns = [backend.infer([sequences(3)], [REFERENCE_LOG_PROBS]) for backend in (own, beside)]
-    assert columns[0] == columns[1]
+    for one, other in zip(*columns, strict=True):  # one computes beside its weights, the other with their sum
+        assert one[REFERENCE_LOG_PROBS] == pytest.approx(other[REFERENCE_LOG_PROBS], abs=1e-5)
     after = own.infer([sequences(3)], [OLD_LOG_PROBS, REFERENCE_LOG_PROBS])
     assert all(row[OLD_LOG_PROBS] != row[REFERENCE_LOG_PROBS] for row in after)
     assert own.reference is not None and own.base_model is not None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import grpc
 import pytest
 import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.errors import reason_of
+from headrace_trainer.backends.fsdp.attending import checking, prefixes
 from headrace_trainer.backends.fsdp.attending.prefixes import (
     WIDENED_TOKENS,
     attend_to_trees,
@@ -19,7 +22,16 @@ from headrace_trainer.learning.packing import Attends, pack
 from headrace_trainer.learning.reading import read_sequence
 from headrace_trainer.learning.samples import Sample
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
@@ -76,14 +88,72 @@ async def test_who_demands_it_of_a_model_without_sdpa_is_refused(client, make_co
     assert "trainer.shared_prefix" in caught.value.details() and "eager" in caught.value.details()
 
 
-@pytest.mark.parametrize(("context", "fits"), [(None, False), (9, False), (8, True)])
-def test_a_window_shorter_than_the_context_is_no_place_for_a_tree(make_config, context, fits):
-    architecture = MistralConfig(
-        **SIZES, sliding_window=8, max_position_embeddings=64, attn_implementation="sdpa"
-    )
-    config = TrainerConfig.model_validate(make_config(model={"max_context": context}))
-    found = obstacle_to_trees(config, architecture)
-    assert not found if fits else "last 8 tokens" in found
+def test_a_window_is_no_obstacle_and_chunks_are(make_config):
+    config = TrainerConfig.model_validate(make_config())
+    own = {**SIZES, "max_position_embeddings": 64, "attn_implementation": "sdpa"}
+    assert not obstacle_to_trees(config, MistralConfig(**own, sliding_window=8))
+    chunked = LlamaConfig(**own, layer_types=["chunked_attention"] * 2, attention_chunk_size=8)
+    assert "chunks of 8 tokens" in obstacle_to_trees(config, chunked)
+
+
+WINDOWED = {
+    "every layer": MistralForCausalLM(
+        MistralConfig(
+            **SIZES, sliding_window=5, max_position_embeddings=64, eos_token_id=1, initializer_range=0.5
+        )
+    ),
+    "one of two": Qwen3ForCausalLM(
+        Qwen3Config(
+            **SIZES,
+            use_sliding_window=True,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"],
+            max_position_embeddings=64,
+            eos_token_id=1,
+            initializer_range=0.5,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("which", WINDOWED)
+@pytest.mark.parametrize("option", [{}, {"gradient_checkpointing": True}])
+def test_layers_with_windows_follow_trees_as_their_own_masks_say(
+    make_backend, sequences, accumulate, relative_l2, tmp_path, which, option, plain_attention
+):
+    """Answers behind one prompt, which the last tokens do not see, against the model's own class, one row each."""
+    WINDOWED[which].save_pretrained(tmp_path)
+    section = {"path": str(tmp_path), "dtype": "float32"}
+    groups = [sequences(seed, prompt=9) for seed in range(3)]
+    with plain_attention():
+        plain = make_backend(model=section, trainer={"shared_prefix": False})
+        assert not plain._attention.along
+        accumulate(plain, groups, 64, shared=False)
+        expected = plain.reduced_gradient(17.0)
+    backend = make_backend(model=section, trainer=option)
+    assert backend.shares_prefixes and backend._attention.windowed and not backend.notes
+    accumulate(backend, groups, 64)
+    assert relative_l2(backend.reduced_gradient(17.0), expected) <= 1e-5
+
+
+@pytest.fixture
+def plain_attention(monkeypatch):
+    """Within it a model attends as its class does."""
+
+    @contextmanager
+    def within():
+        with monkeypatch.context() as patched:
+            patched.setattr(checking, "obstacle_to_trees", lambda *_: "it is to be plain")
+            yield
+
+    return within
+
+
+def test_a_window_that_a_model_does_not_follow_is_found_as_it_is_loaded(make_backend, tmp_path, monkeypatch):
+    WINDOWED["every layer"].save_pretrained(tmp_path)
+    monkeypatch.setattr(prefixes, "window_of", lambda *_: None)
+    backend = make_backend(model={"path": str(tmp_path), "dtype": "float32"})
+    assert not backend.shares_prefixes and "log-probs are off" in backend.notes[0]
 
 
 def _answers(prompt: int, answer: int, count: int = 4) -> list[Sample]:

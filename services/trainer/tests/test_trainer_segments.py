@@ -73,6 +73,38 @@ def test_output_and_gradients_are_those_under_the_dense_mask(kernel, seed):
         torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
 
 
+def within(segments: Segments, window: int) -> torch.Tensor:
+    """(N, N) as `ancestors`, of each path's last keys alone."""
+    mask = torch.zeros(segments.queries, segments.queries, dtype=torch.bool)
+    for part in segments.parts:
+        path = [key for run in part.runs for key in range(*run)]
+        before = len(path) - (part.stop - part.start)
+        for query in range(part.start, part.stop):
+            end = before + query - part.start + 1
+            mask[query, path[max(0, end - window) : end]] = True
+    return mask
+
+
+@pytest.mark.parametrize("window", [1, 3, 17])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_window_ends_with_each_query_s_own_path(seed, window):
+    segments = tree(seed)
+    heads = random_heads(segments.queries, segments.queries)
+    weights = torch.randn(segments.queries, HEADS, WIDTH)
+    mask = within(segments, window)
+    results = []
+    for found in (attend_segments(*heads, segments, window=window), plain(heads, mask)):
+        results.append([found, *torch.autograd.grad((found * weights).sum(), heads)])
+    for own, expected in zip(*results, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
+    apart = [each.detach() for each in heads]
+    torch.testing.assert_close(
+        by_flex(*apart, segments, WIDTH**-0.5, window), plain(apart, mask), rtol=1e-4, atol=1e-5
+    )
+    whole = attend_segments(*apart, segments, window=segments.longest_path)
+    torch.testing.assert_close(whole, plain(apart, ancestors(segments)), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("places", [(0, 3), (1, 2)])
 def test_queries_may_be_a_part_of_the_keys(places):
     """As with context parallelism: of two rows of 24 keys two of four parts each, and of (1, 2) none sees the last."""
@@ -151,10 +183,13 @@ class Largest(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.elements, self.name, self.kernels = 0, "", set()
+        self.windows: list[int] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
         self.kernels.add(function._opname)
+        if (kwargs or {}).get("window_size_left") is not None:
+            self.windows.append(kwargs["window_size_left"])
         for each in found if isinstance(found, (tuple, list)) else (found,):
             if isinstance(each, torch.Tensor) and each.numel() > self.elements:
                 self.elements, self.name = each.numel(), function._opname
@@ -162,16 +197,17 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("queries", "dtype", "width", "expected"),
+    ("queries", "dtype", "width", "window", "expected"),
     [
-        (8192, torch.bfloat16, 128, by_flash),
-        (16384, torch.bfloat16, 80, by_flash),
-        (8192, torch.float32, 128, by_flex),
-        (8192, torch.bfloat16, 512, by_flex),
-        (1024, torch.float32, 128, by_mask),
+        (8192, torch.bfloat16, 128, None, by_flash),
+        (8192, torch.bfloat16, 128, 1024, by_flash),
+        (16384, torch.bfloat16, 80, None, by_flash),
+        (8192, torch.float32, 128, None, by_flex),
+        (8192, torch.bfloat16, 512, 1024, by_flex),
+        (1024, torch.float32, 128, None, by_mask),
     ],
 )
-def test_a_gpu_takes_flash_where_it_can_and_flex_for_many_tokens(queries, dtype, width, expected):
+def test_a_gpu_takes_flash_where_it_can_and_flex_for_many_tokens(queries, dtype, width, window, expected):
     prompt = queries // 2
     answer = queries // 16
     parts = [Segment(0, prompt, 0)] + [
@@ -180,13 +216,14 @@ def test_a_gpu_takes_flash_where_it_can_and_flex_for_many_tokens(queries, dtype,
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         segments = Segments.of(parts).to(torch.device("cuda:0"))
         query, key = (torch.empty(queries, count, width, dtype=dtype, device="cuda:0") for count in (28, 4))
-        assert attention.choose_kernel(query, key, key, segments) is expected
+        assert attention.choose_kernel(query, key, key, segments, window) is expected
         if expected is not by_flash:
             return
         with Largest() as largest:
-            found = attend_segments(query, key, key, segments)
+            found = attend_segments(query, key, key, segments, window=window)
     assert (found.shape, found.dtype, found.device.type) == (query.shape, dtype, "cuda")
     assert "_flash_attention_forward" in largest.kernels
+    assert largest.windows == ([] if window is None else [window - 1])
     # The largest is of queries and outputs, or of keys that all paths read: neither grows with queries times keys.
     assert largest.elements <= max(
         queries * 28 * (-(-width // 8) * 8), segments.seen * 4 * (-(-width // 8) * 8)

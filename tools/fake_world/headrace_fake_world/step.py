@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,7 @@ from torch.distributed.fsdp import FSDPModule
 from headrace_fake_world.device import NAME
 from headrace_fake_world.models import MODELS, write_model
 from headrace_fake_world.robots import ROBOTS, write_robot
-from headrace_fake_world.tracker import Phase, Tracker
+from headrace_fake_world.tracker import Phase, Tracker, Watch
 from headrace_fake_world.world import fake_world, rooms_of
 
 FEW, MORE = 3, 4
@@ -144,8 +144,16 @@ class Measured:
         return name, self.phases[name].peaks.get(device, {})
 
 
-def measure(case: Case, *, whole: bool = False, device: torch.device | None = None) -> Measured:
+def measure(
+    case: Case,
+    *,
+    whole: bool = False,
+    device: torch.device | None = None,
+    watch: Callable[[], Watch] | None = None,
+) -> Measured:
     """Goes through a step on one rank of the case, in its layout or the one that is chosen for the whole model.
+
+    What `watch` makes is told every operation (`Tracker.watch`).
 
     Raises what the trainer's own code raises, and Refusal where no layout fits.
     """
@@ -156,9 +164,9 @@ def measure(case: Case, *, whole: bool = False, device: torch.device | None = No
     layers = 0 if case.acts else case.layers or MODELS[case.model]["num_hidden_layers"]
     with tempfile.TemporaryDirectory() as directory:
         if whole or layers <= MORE:
-            return _go(case, case.write(Path(directory), case.layers), device, started)
-        few = _go(case, case.write(Path(directory), FEW), device, started)
-        more = _go(case, case.write(Path(directory), MORE), device, started)
+            return _go(case, case.write(Path(directory), case.layers), device, started, watch)
+        few = _go(case, case.write(Path(directory), FEW), device, started, watch)
+        more = _go(case, case.write(Path(directory), MORE), device, started, watch)
     times = (layers - FEW) / (MORE - FEW)
     phases = {name: _stretched(few.phases[name], more.phases[name], times) for name in more.phases}
     kept = {name: _linear(few.kept.get(name, {}), own, times) for name, own in more.kept.items()}
@@ -216,7 +224,7 @@ def _models() -> tempfile.TemporaryDirectory[str]:
 def _stretched(few: Phase, more: Phase, times: float) -> Phase:
     moments = {name: _linear(few.moments.get(name, {}), own, times) for name, own in more.moments.items()}
     counts = [(few.calls, more.calls), (few.moved, more.moved), (few.carried, more.carried)]
-    counts += [(few.on_host, more.on_host)]
+    counts += [(few.on_host, more.on_host), (few.work, more.work)]
     return Phase(moments, *(Counter(_linear(*both, times)) for both in counts))
 
 
@@ -225,8 +233,15 @@ def _linear(few: Any, more: Any, times: float) -> dict[str, int]:
     return {name: round(few.get(name, 0) + (more.get(name, 0) - few.get(name, 0)) * times) for name in names}
 
 
-def _go(case: Case, directory: Path, device: torch.device | None, started: float) -> Measured:
+def _go(
+    case: Case,
+    directory: Path,
+    device: torch.device | None,
+    started: float,
+    watch: Callable[[], Watch] | None = None,
+) -> Measured:
     with fake_world(case.ranks, device) as (group, tracker), _nothing_reserved():
+        tracker.watch = watch() if watch is not None else None
         config = case.config(directory)
         kind = run_kind(config).policies[""]
         algorithm = kind.algorithm()

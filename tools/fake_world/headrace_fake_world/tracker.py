@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 WORK = "work"
+Watch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Iterable[tuple[str, int]]]
 _COLLECTIVES = {
     "allgather": "all_gather",
     "all_gather": "all_gather",
@@ -57,6 +58,8 @@ class Phase:
     carried: Counter[str] = field(default_factory=Counter)
     on_host: Counter[str] = field(default_factory=Counter)
     """Operations that computed with a tensor of the host, by name."""
+    work: Counter[str] = field(default_factory=Counter)
+    """What `Tracker.watch` has counted."""
 
     @property
     def peaks(self) -> dict[str, dict[str, int]]:
@@ -84,6 +87,8 @@ class Tracker(TorchDispatchMode):
         self.moment = ""
         """A part of a phase whose peak grows otherwise with a model's layers than that of the rest."""
         self.phases: dict[str, Phase] = {}
+        self.watch: Watch | None = None
+        """Is told every operation, and gives what it adds to the phase, by kind."""
         self._phase = Phase()
         self._resize: Any = None
 
@@ -144,6 +149,7 @@ class Tracker(TorchDispatchMode):
         if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
             name = ""  # a factory, or the tensor of a mesh, which is real
         if name == "_local_scalar_dense":
+            self._watch(func, args, kwargs, None)
             return _one(args[0])
         if name in ("index", "index_put", "index_put_") and _has_mask(args[1]):
             args = (args[0], [each for index in args[1] for each in _everywhere(index)], *args[2:])
@@ -157,12 +163,18 @@ class Tracker(TorchDispatchMode):
             ].constant = None  # torch would move the values of `torch.tensor([…])`, and this device has none
         self._count(func, args)
         found = func(*args, **kwargs)
+        if name:
+            self._watch(func, args, kwargs, found)
         self._carry(name, args, found)
         self._note_host(name, args, found)
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor):
                 self._track(leaf)
         return found
+
+    def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
+        for kind, count in self.watch(func, args, kwargs, found) if self.watch is not None else ():
+            self._phase.work[kind] += count
 
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:
         namespace, _, name = func._schema.name.partition("::")

@@ -9,13 +9,16 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-FULL = "full_attention"
-BOUNDED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+FULL, SLIDING = "full_attention", "sliding_attention"
+BOUNDED = {SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Kinds of layers that are full attention where the context is no longer than what this key says."""
 
 
-def looks_elsewhere(architecture: PreTrainedConfig, limit: int) -> str:
-    """What a layer does besides attention to all earlier tokens of a context of `limit`; empty where there is none."""
+def looks_elsewhere(architecture: PreTrainedConfig, limit: int, *, windows: bool = False) -> str:
+    """What a layer does besides attention to all earlier tokens of a context of `limit`; empty where there is none.
+
+    With `windows`, attention to the last tokens alone is none: who asks computes it (`window_of`).
+    """
     text: Any = architecture.get_text_config()
     kinds: set[str] = set(getattr(text, "layer_types", None) or ())
     if others := kinds - {FULL, *BOUNDED}:
@@ -25,13 +28,32 @@ def looks_elsewhere(architecture: PreTrainedConfig, limit: int) -> str:
     if getattr(text, "index_topk", None):
         return f"the model attends to {text.index_topk} tokens that an indexer chooses"
     for kind, key in BOUNDED.items():
+        if windows and kind == SLIDING:
+            continue
         reach = getattr(text, key, None)
         if reach and reach < limit and (kind in kinds or not kinds):
             return f"the model attends to {_WHERE[kind].format(reach)} only (set model.max_context to {reach} or less)"
     return ""
 
 
-_WHERE = {"sliding_attention": "the last {} tokens", "chunked_attention": "chunks of {} tokens"}
+def window_of(config: PreTrainedConfig, layer: int) -> int | None:
+    """How many last tokens, itself included, a token of this layer attends to; None for all."""
+    text: Any = config.get_text_config()
+    kinds, reach = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
+    if not reach or (kinds and kinds[layer] != SLIDING):
+        return None
+    return int(reach)
+
+
+def longest_window(architecture: PreTrainedConfig, limit: int) -> int:
+    """The window of the layers that do not attend to a whole context of `limit`; 0 where all do."""
+    text: Any = architecture.get_text_config()
+    layers = range(len(getattr(text, "layer_types", None) or [None]))
+    windows = [window_of(text, layer) for layer in layers]
+    return max((window for window in windows if window is not None and window < limit), default=0)
+
+
+_WHERE = {SLIDING: "the last {} tokens", "chunked_attention": "chunks of {} tokens"}
 
 
 def _class_of(architecture: PreTrainedConfig) -> Any:

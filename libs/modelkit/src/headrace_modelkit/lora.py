@@ -1,8 +1,10 @@
 """LoRA (arXiv 2106.09685): adapters of low rank beside frozen linear layers and layers of experts, without dropout.
 
-A layer computes with W + alpha/R · B A, rounded once to the type of W: the very weight that is published. So engine and
-trainer agree in every step, also where the type is bf16 and a change of W is smaller than its rounding. An adapter's
-gradient needs products with A and B alone; that of W is never made. Knows no sharding and no optimizer.
+A layer gives W x + alpha/R · B (A x): two thin products beside the frozen one, in the type of x. What is published is
+W + alpha/R · B A, rounded once to the type of W; with `compute_merged` a layer computes with that very weight, made
+anew in each forward, so that an engine's log-probs are the trainer's to the last bit. That costs a pass over W more.
+Either way an adapter's gradient needs products with A and B alone; that of W is never made. Knows no sharding and no
+optimizer.
 
 Shapes: N positions, O outputs, I inputs of a layer, R rank; E experts, S rows in the order of their experts.
 """
@@ -37,6 +39,8 @@ A, B = "lora_A", "lora_B"
 BLOCK_ELEMENTS = 1 << 20
 """Elements of a weight that are merged at a time: what exists of it in fp32."""
 
+_ALIGNED = 8
+"""Elements of bfloat16 in 16 bytes."""
 Adapter = tuple[Tensor, Tensor] | None
 """(A_RI, B_OR), of experts (A_ERI, B_EOR); none: the layer computes with its own weight alone."""
 
@@ -45,6 +49,8 @@ class Adapted(nn.Module):
     """What has an adapter: a linear layer, or what stands beside a tensor of experts."""
 
     scale: float
+    merged: bool = False
+    """Whether it computes with the weight that is published."""
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     _stand_ins: list[Adapter]
@@ -85,9 +91,16 @@ class LoraLinear(nn.Linear, Adapted):
         adapter = self.adapter
         if adapter is None:
             return F.linear(x, self.weight, self.bias)
-        function: Any = _MergedLinear
-        found: Tensor = function.apply(x, self.weight, self.bias, *adapter, self.scale)
-        return found
+        if self.merged:
+            function: Any = _MergedLinear
+            found: Tensor = function.apply(x, self.weight, self.bias, *adapter, self.scale)
+            return found
+        a_RI, b_OR = (part.to(x.dtype) for part in adapter)
+        x_NI = x.reshape(-1, x.shape[-1])
+        low_NR = F.linear(x_NI, a_RI)
+        # Into the product that is there: nothing of its size is made besides.
+        found_NO = F.linear(x_NI, self.weight, self.bias).addmm_(low_NR, b_OR.T, alpha=self.scale)
+        return found_NO.view(*x.shape[:-1], -1)
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -145,9 +158,16 @@ class LoraExperts(Adapted):
         adapter = self.adapter
         if adapter is None:
             return grouped_product(rows_SI, weight_EOI, ends_E)
-        function: Any = _MergedExperts
-        found: Tensor = function.apply(rows_SI, weight_EOI, ends_E, *adapter, self.scale)
-        return found
+        if self.merged:
+            function: Any = _MergedExperts
+            found: Tensor = function.apply(rows_SI, weight_EOI, ends_E, *adapter, self.scale)
+            return found
+        a_ERI, b_EOR = (part.to(rows_SI.dtype) for part in adapter)
+        if short := -a_ERI.shape[1] % _ALIGNED:  # the kernel's rows begin at whole 16 bytes
+            a_ERI, b_EOR = F.pad(a_ERI, (0, 0, 0, short)), F.pad(b_EOR, (0, short))
+        low_SR = grouped_product(rows_SI, a_ERI, ends_E)
+        found_SO = grouped_product(rows_SI, weight_EOI, ends_E)
+        return found_SO.add(grouped_product(low_SR, b_EOR, ends_E), alpha=self.scale)
 
 
 class _MergedExperts(torch.autograd.Function):
@@ -267,6 +287,12 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
     for name, module in model.named_modules():
         if isinstance(module, Adapted):
             yield name, module
+
+
+def compute_merged(model: nn.Module) -> None:
+    """Lets everything that has an adapter compute with its merged weight, to the bits that are published."""
+    for _, layer in adapted_layers(model):
+        layer.merged = True
 
 
 def adapter_of(weight: str) -> str:

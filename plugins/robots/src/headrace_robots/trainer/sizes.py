@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from headrace_modelkit.lora import compute_merged
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.backends.fsdp.layouts.sizes import (
@@ -43,6 +44,8 @@ def robot_sizes(config: TrainerConfig, algorithm: Algorithm) -> Sizes:
     freeze(policy, config.trainer.freeze or [])
     if config.trainer.lora is not None:
         adapt(policy, config.trainer.lora, config.seed)
+        if config.deterministic:
+            compute_merged(policy)
     with FakeTensorMode() as mode:
         _fake(policy, mode)
         layers, chunks = layers_of_policy(policy), chunks_of(policy, config.trainer.micro_batch_tokens)
@@ -59,7 +62,9 @@ def robot_sizes(config: TrainerConfig, algorithm: Algorithm) -> Sizes:
             reference=0,
             tensors=largest_two(policy),
             merged=0,
-            widened=chunks * (policy.chunk_tokens + WORDS) * widest_adapted(policy),
+            widened=chunks * (policy.chunk_tokens + WORDS) * widest_adapted(policy)
+            if config.deterministic
+            else 0,
             root_bytes=4 if config.trainer.lora else width,
             answers=False,
         )

@@ -38,10 +38,11 @@ class FsdpOptions(Options):
         description="ranks over which the tokens of a row are divided, and attention's heads with them (Ulysses): for "
         "sequences whose activations do not fit on one rank. Must divide the attention heads",
     )
-    compile: bool = Field(
-        default=False,
+    compile: bool | None = Field(
+        default=None,
         description="torch.compile of every layer, but for its attention: needs a C++ compiler (CPU) or Triton (GPU), "
-        "and time at the first micro-batches; not with deterministic: true",
+        "and time at the first micro-batches; not with deterministic: true. Default: on NVIDIA and AMD GPUs with "
+        "Triton, for text models without experts; false computes layers as they are written",
     )
 
 

@@ -115,7 +115,7 @@ class Segments:
         return Visible.of(self.parts, self.keys, self.query_ends.device)
 
     @cached_property
-    def made(self) -> dict[str, Any]:
+    def made(self) -> dict[Any, Any]:
         """What a kernel has made of them, for the layers that follow."""
         return {}
 
@@ -125,7 +125,8 @@ class Visible:
     """Tells of queries and keys by number whether one sees the other; made of tables that are short in one dimension.
 
     `segment_N` is a query's segment, `piece_M` a key's piece: keys between two ends of runs are one piece. `before_SP`
-    says whether a segment sees the whole of a piece; `start_S` and `own_S` are those of `Segment`.
+    says whether a segment sees the whole of a piece; `start_S` and `own_S` are those of `Segment`. A key of a piece
+    stands `places_SP` further along a segment's path than its number says; `length_S` keys stand before the own ones.
     """
 
     segment_N: Tensor
@@ -133,15 +134,21 @@ class Visible:
     before_SP: Tensor
     start_S: Tensor
     own_S: Tensor
+    places_SP: Tensor
+    length_S: Tensor
 
     @classmethod
     def of(cls, parts: tuple[Segment, ...], keys: int, device: torch.device) -> Visible:
         """On `device`."""
         ends = np.unique([0, keys, *(edge for part in parts for run in part.runs for edge in run)])
         before_SP = np.zeros((len(parts), len(ends) - 1), dtype=np.bool_)
+        places_SP = np.zeros(before_SP.shape, dtype=np.int64)
+        length_S = np.zeros(len(parts), dtype=np.int64)
         for index, part in enumerate(parts):
             for first, end in part.before:
-                before_SP[index, np.searchsorted(ends, first) : np.searchsorted(ends, end)] = True
+                pieces = slice(np.searchsorted(ends, first), np.searchsorted(ends, end))
+                before_SP[index, pieces], places_SP[index, pieces] = True, length_S[index] - first
+                length_S[index] += end - first
         lengths = [part.stop - part.start for part in parts]
         tables = (
             np.repeat(np.arange(len(parts)), lengths),
@@ -149,21 +156,27 @@ class Visible:
             before_SP,
             np.array([part.start for part in parts]),
             np.array([part.own for part in parts]),
+            places_SP,
+            length_S,
         )
         return cls(*(torch.from_numpy(table).to(device) for table in tables))
 
-    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether queries see keys, elementwise; both broadcast."""
+    def __call__(self, query: Tensor, key: Tensor, window: int | None = None) -> Tensor:
+        """Whether queries see keys, elementwise; both broadcast. With a window, of the last ones of a path alone."""
         segment = self.segment_N[query]
-        own = self.own_S[segment]
-        causal = (key >= own) & (key - own <= query - self.start_S[segment])
-        return self.before_SP[segment, self.piece_M[key]] | causal
+        own, piece, since = self.own_S[segment], self.piece_M[key], query - self.start_S[segment]
+        causal = (key >= own) & (key - own <= since)
+        before = self.before_SP[segment, piece]
+        if window is None:
+            return before | causal
+        behind = self.length_S[segment] + since - key - self.places_SP[segment, piece]
+        return (before & (behind < window)) | (causal & (since - (key - own) < window))
 
-    def dense(self) -> Tensor:
+    def dense(self, window: int | None = None) -> Tensor:
         """(N, M), for short ones."""
         device = self.segment_N.device
         queries, keys = (torch.arange(len(each), device=device) for each in (self.segment_N, self.piece_M))
-        return self(queries[:, None], keys[None, :])
+        return self(queries[:, None], keys[None, :], window)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from headrace_modelkit.lora import compute_merged
 from headrace_modelkit.products import use_fp32_products
 from headrace_modelkit.tensor_files import Tensors
 from headrace_trainer.backends._base import ReferenceFacts, StateReader
@@ -172,7 +173,10 @@ class ShardedRobot(RobotBackend, ShardedBackend):
 
     def _empty(self) -> RobotPolicy:
         trainer = self._config.trainer
-        return learning_policy(self._config.model, trainer.freeze or [], trainer.lora, self._config.seed)
+        policy = learning_policy(self._config.model, trainer.freeze or [], trainer.lora, self._config.seed)
+        if self._config.deterministic:  # simulators' engines merge
+            compute_merged(policy)
+        return policy
 
     def _shard(self, policy: RobotPolicy) -> None:
         float_what_learns(policy)

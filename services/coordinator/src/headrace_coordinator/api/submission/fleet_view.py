@@ -193,14 +193,16 @@ def gpus_of(spec: RunSpec, fleet: FleetView) -> Gpus:
 
 
 def correction(spec: RunSpec, fleet: FleetView) -> list[Default]:
-    """Truncated importance sampling for rollouts that are quantised, or add adapters to a base of few bits, in each
+    """Truncated importance sampling for rollouts that are quantised, or merge adapters into a base of few bits, in each
     policy's algorithm that names no correction of its own: the engine's distribution is not the trainer's then.
     """
     what = quantized(spec.rollout.engine_options)
     why = f"the engine computes with {what}, and the trainer without"
-    if not what and spec.rollout.enable_lora and spec.model.dtype != "float32":
-        what = f"adapters beside {spec.model.dtype} weights"
-        why = f"the engine computes with {what}, and the trainer rounds both to one weight"
+    trainers = [spec.trainer, *(each.trainer for each in spec.policies.values())]
+    merges = any(own is not None and own.lora for own in trainers) and not spec.rollout.enable_lora
+    if not what and merges and spec.model.dtype != "float32" and not spec.deterministic:
+        what = f"adapters merged into {spec.model.dtype} weights"
+        why = f"the engine computes with {what}, which rounds small changes away, and the trainer beside them"
     return [
         Default(f"{key}.options.correction", "truncate", why)
         for key, algorithm in spec.algorithms.items()

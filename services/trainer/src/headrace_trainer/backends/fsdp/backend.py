@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from headrace_trainer.backends._base import (
 )
 from headrace_trainer.backends.fsdp.attending.checking import Attention, FormCheck
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
+from headrace_trainer.backends.fsdp.checks import compiles
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.loading import layers_of
 from headrace_trainer.backends.fsdp.policy import Policy
@@ -48,6 +50,7 @@ from headrace_trainer.backends.fsdp.sharded import float_what_learns
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.fsdp.state import FsdpState
 from headrace_trainer.backends.plugins import FsdpOptions
+from headrace_trainer.backends.shared.attention import use_newest_flash
 from headrace_trainer.backends.shared.figures import TokenFigures
 from headrace_trainer.backends.shared.fit import CRITIC
 from headrace_trainer.backends.shared.losses import Forward
@@ -151,7 +154,8 @@ class FsdpBackend(FsdpState, HelpingBackend):
             self._recompute()
         for body in bodies:
             use_fp32_products(body, self._ranks.device)
-            if self._options.compile:
+            use_newest_flash(self._ranks.device)
+            if compiles(self._options, self._config, self._ranks.device):
                 _compile_layers(body)
         # 24 D² products a layer and token against 2 D for each token before it.
         self._square_nodes = 12.0 * max(hidden_size(body.config) for body in bodies)
@@ -273,8 +277,10 @@ class FsdpBackend(FsdpState, HelpingBackend):
         """What the attention of all models that see a micro-batch can be told."""
         if not self._attention.along or (self._reference is not None and not self._reference.attention.along):
             return Attends.MASK
-        divided = self._options.context_parallel > 1
-        return Attends.SEGMENTS if divided or self._ranks.device.type != "cpu" else Attends.CHEAPEST
+        along = self._options.context_parallel > 1 or self._ranks.device.type != "cpu"
+        models = [self._attention, *([self._reference.attention] if self._reference is not None else [])]
+        windowed = any(each.windowed for each in models)
+        return Attends.SEGMENTS if along or windowed else Attends.CHEAPEST
 
     # --- gradients
 
@@ -375,6 +381,13 @@ class FsdpBackend(FsdpState, HelpingBackend):
 
 
 def _compile_layers(body: PreTrainedModel) -> None:
-    """Has torch compile the forward of each layer for rows of any length; fully_shard's hooks stay outside."""
+    """Has torch compile the forward of each layer for rows of any length; fully_shard's hooks stay outside.
+
+    Layers of a class share what is compiled: a model of many takes as long at first as one of a few.
+    """
+    compiled: dict[type, Any] = {}
     for layer in layers_of(body):
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+        kind = type(layer)
+        if kind not in compiled:
+            compiled[kind] = torch.compile(kind.forward, dynamic=True)
+        layer.forward = MethodType(compiled[kind], layer)  # type: ignore[method-assign]

@@ -57,6 +57,17 @@ def _check_compile(config: TrainerConfig) -> None:
         raise invalid(f"{COMPILE}: {missing} on the trainer's host; install it, or leave it out", key=COMPILE)
 
 
+def compiles(options: FsdpOptions, config: TrainerConfig, device: torch.device) -> bool:
+    """Whether layers are compiled: as the run says, or where it helps and can be."""
+    if options.compile is not None:
+        return options.compile
+    here = device.type == "cuda" and torch.cuda.is_available() and find_spec("triton") is not None
+    if not here or config.deterministic:
+        return False
+    architecture = load_architecture(config.model)
+    return expert_shape(architecture) is None and not reads_images(architecture)
+
+
 def _missing_compiler() -> str:
     if torch.cuda.is_available():
         return "" if find_spec("triton") else "there is no Triton"

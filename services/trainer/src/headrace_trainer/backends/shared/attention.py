@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from headrace_trainer.learning.planning import Run
@@ -29,6 +31,8 @@ together, is faster in it than in bf16 (twice at 120 tokens; as fast at 512)."""
 DENSE_TOKENS = 2048
 """On a GPU whose flash kernel cannot take a model (fp32, wide heads), up to so many queries have a mask: 4 MiB."""
 FLASH_HEAD = 256
+FLASH_3 = "flash_attn_interface"
+"""The module of FlashAttention 3's package (flash_attn_3)."""
 GATHERED = 16
 """The flash kernel reads a path's keys one after another: so many copies of all keys at most, or flex_attention."""
 BLOCK = 128
@@ -36,15 +40,22 @@ BLOCK = 128
 
 
 def attend_segments(
-    query_NHD: Tensor, key_MGD: Tensor, value_MGD: Tensor, segments: Segments, scale: float | None = None
+    query_NHD: Tensor,
+    key_MGD: Tensor,
+    value_MGD: Tensor,
+    segments: Segments,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """(N, H, D) softmax attention of each query over the keys that its segment lets it see. Differentiable.
 
-    `segments` is on the device of the others. `scale` multiplies scores; default: 1 / sqrt(D).
+    `segments` is on the device of the others. `scale` multiplies scores; default: 1 / sqrt(D). With a `window` a query
+    sees so many of the last keys of its path, its own included.
     """
     query, key, value = of_one_width(query_NHD, key_MGD, value_MGD)
-    kernel = choose_kernel(query, key, value, segments)
-    found_NHD = kernel(query, key, value, segments, scale or query_NHD.shape[-1] ** -0.5)
+    window = window if window is not None and window < segments.longest_path else None
+    kernel = choose_kernel(query, key, value, segments, window)
+    found_NHD = kernel(query, key, value, segments, scale or query_NHD.shape[-1] ** -0.5, window)
     return found_NHD.narrow(-1, 0, value_MGD.shape[-1])
 
 
@@ -58,13 +69,29 @@ def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return padded[0], padded[1], padded[2]
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
+def use_newest_flash(device: torch.device) -> None:
+    """Lets torch's flash attention be FlashAttention 3 on a Hopper GPU where its package is installed; once a process.
+
+    A model is tried with it as its weights are loaded, so that a kernel that computes something else ends the run.
+    """
+    there = device.type == "cuda" and torch.cuda.is_available()
+    hopper = there and torch.cuda.get_device_capability(device)[0] == 9
+    if hopper and find_spec(FLASH_3) is not None and current_flash_attention_impl() is None:
+        activate_flash_attention_impl("FA3")
 
 
-def choose_kernel(query_NHD: Tensor, key_MGD: Tensor, value_MGD: Tensor, segments: Segments) -> Kernel:
-    """By device, type, width of heads, and by how many copies of the keys the flash kernel would read."""
+Kernel = Callable[[Tensor, Tensor, Tensor, Segments, float, int | None], Tensor]
+
+
+def choose_kernel(
+    query_NHD: Tensor, key_MGD: Tensor, value_MGD: Tensor, segments: Segments, window: int | None = None
+) -> Kernel:
+    """By device, type, width of heads, and by how many copies of the keys the flash kernel would read.
+
+    A CPU's flash kernel knows no windows: there, and there alone, a mask has as many elements as there are pairs.
+    """
     if query_NHD.device.type == "cpu":
-        return on_cpu
+        return on_cpu if window is None else by_mask
     fits = query_NHD.shape[-1] <= FLASH_HEAD and segments.seen <= GATHERED * len(key_MGD)
     if query_NHD.dtype != torch.float32 and fits and _has_flash(query_NHD.device):
         return by_flash
@@ -80,40 +107,65 @@ def _has_flash(device: torch.device) -> bool:
     ) >= (8, 0)
 
 
-def on_cpu(query_NHD: Tensor, key_MGD: Tensor, value_MGD: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Part by part."""
+def on_cpu(
+    query_NHD: Tensor,
+    key_MGD: Tensor,
+    value_MGD: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Part by part, without a window."""
+    assert window is None
     function: Any = _OnCpu
     found: Tensor = function.apply(query_NHD, key_MGD, value_MGD, segments, scale)
     return found
 
 
 def by_flash(
-    query_NHD: Tensor, key_MGD: Tensor, value_MGD: Tensor, segments: Segments, scale: float
+    query_NHD: Tensor,
+    key_MGD: Tensor,
+    value_MGD: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """One call of the flash kernel for sequences of many lengths, whose keys are gathered where paths share them."""
     width = query_NHD.shape[-1]
     padded = [F.pad(each, (0, -width % 8)) for each in (query_NHD, key_MGD, value_MGD)]
     function: Any = _ByFlash
-    found: Tensor = function.apply(*padded, segments, scale)
+    found: Tensor = function.apply(*padded, segments, scale, window)
     return found.narrow(-1, 0, width)
 
 
 def by_mask(
-    query_NHD: Tensor, key_MGD: Tensor, value_MGD: Tensor, segments: Segments, scale: float
+    query_NHD: Tensor,
+    key_MGD: Tensor,
+    value_MGD: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """torch's own attention with a dense mask: for few tokens. Heads are repeated, as its kernels want with a mask."""
     again = query_NHD.shape[1] // key_MGD.shape[1]
     key, value = (each.repeat_interleave(again, 1).transpose(0, 1)[None] for each in (key_MGD, value_MGD))
-    mask = segments.visible.dense()
+    if window not in segments.made:
+        segments.made[window] = segments.visible.dense(window)  # for all layers of this window
+    mask = segments.made[window]
     found = F.scaled_dot_product_attention(query_NHD.transpose(0, 1)[None], key, value, mask, scale=scale)
     return found[0].transpose(0, 1)
 
 
 def by_flex(
-    query_NHD: Tensor, key_MGD: Tensor, value_MGD: Tensor, segments: Segments, scale: float
+    query_NHD: Tensor,
+    key_MGD: Tensor,
+    value_MGD: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """flex_attention with a mask of blocks, compiled where there is a GPU. On a CPU it has no backward pass."""
-    mask = block_mask(segments)
+    mask = block_mask(segments, window)
     kernel: Any = _compiled_flex() if query_NHD.device.type == "cuda" else flex_attention
     query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query_NHD, key_MGD, value_MGD))
     found: Tensor = kernel(
@@ -127,23 +179,23 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention)
 
 
-def block_mask(segments: Segments) -> BlockMask:
+def block_mask(segments: Segments, window: int | None = None) -> BlockMask:
     """The blocks of queries and keys that see each other, made from a row of blocks at a time; kept for all layers."""
-    made = segments.made
-    if "block_mask" not in made:
-        made["block_mask"] = _block_mask(segments)
-    found: BlockMask = made["block_mask"]
+    made, key = segments.made, ("block_mask", window)
+    if key not in made:
+        made[key] = _block_mask(segments, window)
+    found: BlockMask = made[key]
     return found
 
 
-def _block_mask(segments: Segments) -> BlockMask:
+def _block_mask(segments: Segments, window: int | None) -> BlockMask:
     keys, visible, device = segments.keys, segments.visible, segments.query_ends.device
     columns = -(-keys // BLOCK)
     key_C = torch.arange(keys, device=device)
     some, every = [], []
     for first in range(0, segments.queries, BLOCK):
         query_B = torch.arange(first, min(first + BLOCK, segments.queries), device=device)
-        sees = F.pad(visible(query_B[:, None], key_C[None, :]), (0, columns * BLOCK - keys))
+        sees = F.pad(visible(query_B[:, None], key_C[None, :], window), (0, columns * BLOCK - keys))
         blocks = sees.view(len(query_B), columns, BLOCK)
         every.append(blocks.all(-1).all(0))
         some.append(blocks.any(-1).any(0) & ~every[-1])
@@ -151,7 +203,7 @@ def _block_mask(segments: Segments) -> BlockMask:
         *_counted(torch.stack(some)),
         *_counted(torch.stack(every)),
         BLOCK_SIZE=BLOCK,
-        mask_mod=lambda _batch, _head, query, key: visible(query, key),
+        mask_mod=lambda _batch, _head, query, key: visible(query, key, window),
         seq_lengths=(segments.queries, keys),
     )
 
@@ -167,7 +219,13 @@ class _ByFlash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_NHD: Tensor, key_MGD: Tensor, value_MGD: Tensor, segments: Segments, scale: float
+        ctx: Any,
+        query_NHD: Tensor,
+        key_MGD: Tensor,
+        value_MGD: Tensor,
+        segments: Segments,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         out_NHD, lse_HN, state, unused, _ = torch.ops.aten._flash_attention_forward(
             query_NHD,
@@ -177,9 +235,10 @@ class _ByFlash(torch.autograd.Function):
             True,
             False,
             scale=scale,
+            window_size_left=_left(window),
         )
         ctx.save_for_backward(query_NHD, key_MGD, value_MGD, out_NHD, lse_HN, state, unused)
-        ctx.segments, ctx.scale = segments, scale
+        ctx.segments, ctx.scale, ctx.window = segments, scale, window
         found: Tensor = out_NHD
         return found
 
@@ -200,6 +259,7 @@ class _ByFlash(torch.autograd.Function):
             state,
             unused,
             scale=ctx.scale,
+            window_size_left=_left(ctx.window),
         )
         return (
             of_query,
@@ -207,7 +267,13 @@ class _ByFlash(torch.autograd.Function):
             _scattered(of_value, value_MGD, segments),
             None,
             None,
+            None,
         )
+
+
+def _left(window: int | None) -> int | None:
+    """Keys before a query's own: as its causal mask, the kernel's window ends where queries and keys both end."""
+    return None if window is None else window - 1
 
 
 def _lengths(segments: Segments) -> tuple[Tensor, Tensor, int, int]:

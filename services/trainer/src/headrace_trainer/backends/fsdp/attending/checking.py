@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from headrace_modelkit.attending import longest_window
 from headrace_modelkit.experts import expert_shape
 from headrace_modelkit.loading import DTYPES, context_limit
 from headrace_modelkit.probing import (
@@ -43,6 +44,8 @@ from headrace_trainer.learning.samples import Rows, Sample
 MOVED = 1e-3
 """How far an answer's log-probs may move as others are replaced: 1e-6 in models that keep answers apart, 0.3 in others.
 Hidden states of a critic are measured in their own root mean square."""
+PROBED_WINDOW = 1024
+"""Longer ones are not probed beyond: the class computes the logits of all tokens."""
 PROMPT, ANSWER = 4, 5
 """Tokens."""
 
@@ -57,6 +60,8 @@ class Attention:
     """It takes paths and segments."""
     note: str = ""
     """For the run's user: why every answer gets a row of its own."""
+    windowed: bool = False
+    """Layers of it see the last tokens alone: of its forms segments know windows."""
 
 
 class FormCheck:
@@ -71,7 +76,8 @@ class FormCheck:
         architecture = policy.model.config
         self._experts, self._images = expert_shape(architecture), load_images(config.model)
         limit = context_limit(config.model, architecture)
-        self._first, self._second = _answers(architecture, limit)
+        self._window = longest_window(architecture, limit)
+        self._first, self._second = _answers(architecture, limit, self._window)
         """Answers, one to another prompt and three to the same; then with all but the middle one replaced."""
 
     def settle(self) -> Attention:
@@ -102,7 +108,7 @@ class FormCheck:
         if self._context is not None and not along:
             raise invalid(f"{CONTEXT}: ranks cannot divide rows: {obstacle}; leave it out", key=CONTEXT)
         note = f"every answer gets a row of its own: {obstacle}" if obstacle else ""
-        return Attention(wanted is not False and not obstacle, along, note)
+        return Attention(wanted is not False and not obstacle, along, note, along and self._window > 0)
 
     def _alone(self) -> list[Tensor]:
         """What a lone answer is by the class itself, once it is sure that this is what is learned from.
@@ -146,7 +152,7 @@ class FormCheck:
 
     def _forms(self, *, along: bool, shared: bool) -> Iterator[tuple[Attends, bool]]:
         """Each that micro-batches will have, and whether as trees."""
-        on_cpu = self._ranks.device.type == "cpu" and self._context is None
+        on_cpu = self._ranks.device.type == "cpu" and self._context is None and not self._window
         if not along:
             yield from [(Attends.MASK, True)] if shared else []
         elif not on_cpu:
@@ -193,9 +199,10 @@ def _rows(answers: Many[Sample], *, trees: bool) -> Rows:
     return [[answers[0]], list(answers[1:])] if trees else [[each] for each in answers]
 
 
-def _answers(architecture: PreTrainedConfig, limit: int) -> tuple[list[Sample], list[Sample]]:
+def _answers(architecture: PreTrainedConfig, limit: int, window: int) -> tuple[list[Sample], list[Sample]]:
     answer = max(1, min(ANSWER, (limit - 1) // 2))
-    prompt = max(1, min(PROMPT, limit - answer))
+    beyond = window if window <= PROBED_WINDOW else 0  # beginnings that the last tokens do not see
+    prompt = max(1, min(PROMPT + beyond, limit - answer))
     # Answers begin with different tokens, so that all have nodes of their own in a tree.
     tokens = list(probe_tokens(architecture, 7 * answer + 2 * prompt))
     begins, prompts, ends = tokens[:7], tokens[7 : 7 + 2 * prompt], tokens[7 + 2 * prompt :]

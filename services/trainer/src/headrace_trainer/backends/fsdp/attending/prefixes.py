@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from headrace_modelkit.attending import looks_elsewhere
+from headrace_modelkit.attending import looks_elsewhere, window_of
 from headrace_modelkit.loading import context_limit
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor, nn
@@ -79,11 +79,12 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     own = [query, key, value]
-    if segments is not None and context is not None:
-        whole = [context.to_heads(tensor) for tensor in own]
-        return context.to_nodes(_of_segments(whole, segments, options.get("scaling"))), None
     if segments is not None:
-        return _of_segments(own, segments, options.get("scaling")), None
+        layer: Any = module
+        told = segments, options.get("scaling"), window_of(layer.config, layer.layer_idx)
+        if context is None:
+            return _of_segments(own, *told), None
+        return context.to_nodes(_of_segments([context.to_heads(tensor) for tensor in own], *told)), None
     if paths is not None:  # in fp32, so that the gradients of a node on several paths add up in it
         own = [_along(paths.nodes_SP, tensor.float()) for tensor in own]
     short = query.device.type == "cpu" and own[0].shape[2] <= WIDENED_TOKENS
@@ -96,11 +97,11 @@ def _attend(
     return found.to(query.dtype), None
 
 
-def _of_segments(own: list[Tensor], segments: Segments, scale: float | None) -> Tensor:
+def _of_segments(own: list[Tensor], segments: Segments, scale: float | None, window: int | None) -> Tensor:
     """(1, L, H, D). On a CPU in fp32: its flash kernel takes three to seven times as long in bf16."""
     dtype = torch.float32 if own[0].device.type == "cpu" else own[0].dtype
     query, key, value = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in own)
-    return attend_segments(query, key, value, segments, scale).unsqueeze(0).to(own[0].dtype)
+    return attend_segments(query, key, value, segments, scale, window).unsqueeze(0).to(own[0].dtype)
 
 
 def _along(nodes_SP: Tensor, tensor_RHLD: Tensor) -> Tensor:
@@ -120,4 +121,4 @@ def obstacle_to_trees(config: TrainerConfig, architecture: PreTrainedConfig) -> 
     if implementation != "sdpa":
         # Only sdpa takes a mask of four dimensions as it is.
         return f"the model's attention is {implementation or 'unknown'}, which takes no mask of its own (sdpa does)"
-    return looks_elsewhere(architecture, context_limit(config.model, architecture))
+    return looks_elsewhere(architecture, context_limit(config.model, architecture), windows=True)

@@ -17,7 +17,14 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import expert_blocks, take_routers
 from headrace_modelkit.loading import DTYPES, body_of, load_architecture, load_model
 from headrace_modelkit.logprobs import GPU_CHUNK_ELEMENTS
-from headrace_modelkit.lora import adapted_layers, adapter_of, add_adapters, is_adapter, targets_problem
+from headrace_modelkit.lora import (
+    adapted_layers,
+    adapter_of,
+    add_adapters,
+    compute_merged,
+    is_adapter,
+    targets_problem,
+)
 from headrace_modelkit.probing import BROKEN, breaks, in_words
 from headrace_modelkit.vision import freeze_vision
 from headrace_schema.openings import TrainerConfig
@@ -87,9 +94,10 @@ class Sizes:
     tensors: int
     """Elements of the two largest weights that follow each other."""
     merged: int
-    """Elements of the largest tensor of experts that an adapter is merged into for a product."""
+    """Elements of the largest tensor of experts that an adapter is merged into for a product, where it is."""
     widened: int
-    """Elements of the input and the gradient at the output, together, of the widest linear layer with an adapter."""
+    """Elements of the input and the gradient at the output, together, of the widest linear layer with an adapter, where
+    products are with merged weights: a backward has fp32 copies of them then."""
     root_bytes: int = 4
     """Of an element of the root's gradient as it comes out of a backward."""
     answers: bool = True
@@ -125,8 +133,8 @@ class Sizes:
             min(GPU_CHUNK_ELEMENTS, tokens * text.vocab_size),
             reference,
             largest_two(policy),
-            _largest_merged(policy),
-            tokens * widest_adapted(policy),
+            _largest_merged(policy) if config.deterministic else 0,
+            tokens * widest_adapted(policy) if config.deterministic else 0,
         )
 
     @property
@@ -217,6 +225,8 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
     if (lora := config.trainer.lora) is not None:
         vision = not config.trainer.freezes_vision
         add_adapters(model, _in_any_layer(lora, model, vision=vision), config.seed, vision=vision)
+        if config.deterministic:
+            compute_merged(model)
     take_routers(
         model
     )  # as the trainer computes experts; transformers' products take no fake tensors in fp32
