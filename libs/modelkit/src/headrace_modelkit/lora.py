@@ -28,6 +28,8 @@ from headrace_modelkit.experts import (
     expert_shape,
     grouped_product,
 )
+from headrace_modelkit.invariant import is_invariant
+from headrace_modelkit.products import fixed_products, row_products
 from headrace_modelkit.vision import vision_tower
 
 EXPERTS = "experts"
@@ -83,10 +85,11 @@ class LoraLinear(nn.Linear, Adapted):
     def forward(self, x: Tensor) -> Tensor:
         """(…, O) of (…, I)."""
         adapter = self.adapter
+        fixed = is_invariant(self)
         if adapter is None:
-            return F.linear(x, self.weight, self.bias)
+            return (row_products if fixed else F.linear)(x, self.weight, self.bias)
         function: Any = _MergedLinear
-        found: Tensor = function.apply(x, self.weight, self.bias, *adapter, self.scale)
+        found: Tensor = function.apply(x, self.weight, self.bias, *adapter, self.scale, fixed)
         return found
 
 
@@ -102,10 +105,12 @@ class _MergedLinear(torch.autograd.Function):
         a_RI: Tensor,
         b_OR: Tensor,
         scale: float,
+        fixed: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight_OI, a_RI, b_OR)
         ctx.scale = scale
-        return F.linear(x, merged_weight(weight_OI, a_RI, b_OR, scale), bias_O)
+        multiply = fixed_products if fixed else F.linear
+        return multiply(x, merged_weight(weight_OI, a_RI, b_OR, scale), bias_O)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -120,7 +125,7 @@ class _MergedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             low_NI = (through_NR @ a_RI).to(x.dtype)
             of_x = torch.addmm(low_NI, upstream_NO, weight_OI).view_as(x)
-        return of_x, None, None, of_a_RI, of_b_OR, None
+        return of_x, None, None, of_a_RI, of_b_OR, None, None
 
 
 class LoraExperts(Adapted):
@@ -142,11 +147,11 @@ class LoraExperts(Adapted):
 
     def forward(self, rows_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
         """(S, O); `ends_E` as in `grouped_product`."""
-        adapter = self.adapter
+        adapter, fixed = self.adapter, is_invariant(self)
         if adapter is None:
-            return grouped_product(rows_SI, weight_EOI, ends_E)
+            return grouped_product(rows_SI, weight_EOI, ends_E, fixed=fixed)
         function: Any = _MergedExperts
-        found: Tensor = function.apply(rows_SI, weight_EOI, ends_E, *adapter, self.scale)
+        found: Tensor = function.apply(rows_SI, weight_EOI, ends_E, *adapter, self.scale, fixed)
         return found
 
 
@@ -162,10 +167,12 @@ class _MergedExperts(torch.autograd.Function):
         a_ERI: Tensor,
         b_EOR: Tensor,
         scale: float,
+        fixed: bool,
     ) -> Tensor:
         ctx.save_for_backward(rows_SI, weight_EOI, ends_E, a_ERI, b_EOR)
         ctx.scale = scale
-        return grouped_product(rows_SI, merged_weight(weight_EOI, a_ERI, b_EOR, scale), ends_E)
+        merged_EOI = merged_weight(weight_EOI, a_ERI, b_EOR, scale)
+        return grouped_product(rows_SI, merged_EOI, ends_E, fixed=fixed)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -181,7 +188,7 @@ class _MergedExperts(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_rows = grouped_product(upstream_SO, weight_EOI.transpose(-2, -1), ends_E)
             of_rows = of_rows.add_(of_low.to(of_rows.dtype), alpha=ctx.scale)
-        return of_rows, None, None, of_a.float().mul_(ctx.scale), of_b.float().mul_(ctx.scale), None
+        return of_rows, None, None, of_a.float().mul_(ctx.scale), of_b.float().mul_(ctx.scale), None, None
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

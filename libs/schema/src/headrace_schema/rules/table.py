@@ -250,6 +250,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     },
     f.CONTEXT: {
         f.CHANGING: f"{_OTHER_RANKS}rows are divided over some of them",
+        f.DETERMINISTIC: "attention over divided rows has another order of sums than an engine's",
         f.TRAINER_HELPERS: "a helper has no other ranks to divide rows with",
     },
     f.EXPERTS_DIVIDED: {
@@ -273,8 +274,12 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.NO_HELDOUT: {f.BASELINE: "there are no held-out items to evaluate"},
     f.GREEDY: {f.SAMPLES: "greedy decoding gives the same answer every time"},
     f.UNSAME: {
-        f.DETERMINISTIC: "rollout.engine: {run.engine} cannot sample the same tokens again, since its random numbers "
-        "follow its batches"
+        f.DETERMINISTIC: "rollout.engine: {run.engine} computes log-probs by kernels of its own, whose bits are not "
+        "the trainer's"
+    },
+    f.UNLIKE: {
+        f.DETERMINISTIC: "layers of {spec.trainer.backend} add up in another order than any engine, so log-probs "
+        "differ in their last bits"
     },
     f.NO_ADAPTERS: {f.ENABLE_LORA: "rollout.engine: {run.engine} computes with no adapters beside its model"},
     f.NO_SWAP: {f.IN_FLIGHT: "rollout.engine: {run.engine} installs a version between answers only"},

@@ -9,6 +9,7 @@ from headrace_servicekit.failpoints import failpoint_sync
 from typing_extensions import override
 
 from headrace_trainer.backends._base import Backend, CommitReport
+from headrace_trainer.learning.figures import differing
 from headrace_trainer.learning.passes import EpisodeRounds
 from headrace_trainer.learning.planning import Costs, plan_rounds
 from headrace_trainer.learning.samples import (
@@ -144,6 +145,8 @@ class PolicyRounds(EpisodeRounds):
         report: CommitReport = self._rounds.lead(
             messages.CommitRound(denominator, rate, critic_rate, policy=self._policy)
         )
+        if report.differs:
+            raise differing(self._rounds.attempt[0], report.differs)
         return report
 
     @override

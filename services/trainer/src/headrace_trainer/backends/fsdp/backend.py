@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from headrace_modelkit.critic import Critic, hidden_size
 from headrace_modelkit.experts import expert_shape, take_routers
+from headrace_modelkit.invariant import is_invariant, make_invariant
 from headrace_modelkit.loading import body_prefix
 from headrace_modelkit.lora import standing_in
 from headrace_modelkit.products import use_fp32_products
@@ -148,8 +149,11 @@ class FsdpBackend(FsdpState, HelpingBackend):
                 untyped: Any = body
                 untyped.gradient_checkpointing_enable({"use_reentrant": False})
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
+        if self._config.deterministic:
+            self._compute_as_engines(model)
         for body in bodies:
-            use_fp32_products(body, self._ranks.device)
+            if not is_invariant(body):
+                use_fp32_products(body, self._ranks.device)
             if self._options.compile:
                 _compile_layers(body)
         # 24 D² products a layer and token against 2 D for each token before it.
@@ -169,6 +173,13 @@ class FsdpBackend(FsdpState, HelpingBackend):
         )
         self._optimizer = self._new_optimizer()
         self._dirty = False
+
+    def _compute_as_engines(self, model: PreTrainedModel) -> None:
+        try:
+            make_invariant(model)
+        except ValueError as error:
+            reason = f"the model at {self._config.model.path!r} has bits that hang on its batch: {error}"
+            raise invalid(f"deterministic: {reason}; set deterministic: false", key="deterministic") from error
 
     @override
     def _check_forms(self) -> None:
@@ -249,6 +260,8 @@ class FsdpBackend(FsdpState, HelpingBackend):
         """What the attention of all models that see a micro-batch can be told."""
         if not self._attention.along or (self._reference is not None and not self._reference.attention.along):
             return Attends.MASK
+        if self._config.deterministic:
+            return Attends.PATHS
         divided = self._options.context_parallel > 1
         return Attends.SEGMENTS if divided or self._ranks.device.type != "cpu" else Attends.CHEAPEST
 
