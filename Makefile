@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := .venv/bin/python -m pip
 PINNED := -c constraints/base.txt
 DISTS := proto libs/servicekit libs/schema libs/planner libs/modelkit plugins/robots services/coordinator services/rollout \
-	services/trainer services/simulator services/reward plugins/megatron plugins/sglang cli tools/simulation tools/fake_world
+	services/trainer services/simulator services/reward plugins/megatron plugins/sglang plugins/containers cli plugins/search tools/simulation tools/fake_world
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help

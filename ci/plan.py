@@ -21,6 +21,7 @@ PACKAGES = (
     "headrace_robots",
     "headrace_megatron",
     "headrace_sglang",
+    "headrace_search",
     "headrace_simulation",
     "headrace_fake_world",
 )
@@ -32,6 +33,7 @@ UNITS = {
     "robots": "plugins/robots",
     "megatron-refusals": "plugins/megatron",
     "sglang-parts": "plugins/sglang",
+    "search": "plugins/search",
     "reward": "services/reward",
     "servicekit": "libs/servicekit",
     "rollout": "services/rollout",

@@ -24,7 +24,7 @@ IMAGES = {
     "coordinator-reasoning-gym": (*COORDINATOR, "services/coordinator[reasoning-gym]"),
     "coordinator-data": (*COORDINATOR, "services/coordinator[reasoning-gym,datasets,vision]"),
     "reward": (*COMMON, "services/reward[math,reasoning-gym]"),
-    "simulator": (*COMMON, "services/simulator[gymnasium,vision]", "plugins/robots"),
+    "simulator": (*COMMON, "services/simulator[gymnasium,vision]", "plugins/robots", "plugins/search"),
     "simulator-metaworld": (*COMMON, "services/simulator", "plugins/robots[metaworld]"),
     "simulator-maniskill": (*COMMON, "services/simulator", "plugins/robots[maniskill]"),
     "simulator-libero": (*COMMON, "services/simulator", "plugins/robots[libero]"),

@@ -19,6 +19,8 @@ DISTS = {
     "headrace-robots": "plugins/robots",
     "headrace-megatron": "plugins/megatron",
     "headrace-sglang": "plugins/sglang",
+    "headrace-search": "plugins/search",
+    "headrace-containers": "plugins/containers",
     "headrace-coordinator": "services/coordinator",
     "headrace-rollout": "services/rollout",
     "headrace-trainer": "services/trainer",

@@ -1,5 +1,9 @@
 """From the names of leased GPUs to torch's devices and back to the driver's names."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from headrace_modelkit import devices
@@ -82,3 +86,30 @@ def test_memory_of_amds_gpus_is_counted_by_process(monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "_seen", lambda: [AMD_SEEN])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert devices.process_bytes([GPUS[0]], [7]) == 3000
+
+
+SEGMENTS = """
+import torch
+from headrace_modelkit.devices import fixed_segments, grow_segments
+grow_segments()
+said = torch._C._accelerator_getAllocatorSettings
+print(said())
+with fixed_segments():
+    print(said())
+print(said())
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, ["expandable_segments:True", "expandable_segments:False", "expandable_segments:True"]),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, ["max_split_size_mb:512"] * 3),
+    ],
+    ids=["default", "the user's"],
+)
+def test_segments_grow_but_for_what_others_map(own, expected):
+    done = subprocess.run(
+        [sys.executable, "-c", SEGMENTS], env=os.environ | own, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == expected

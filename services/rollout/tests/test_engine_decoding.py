@@ -10,6 +10,7 @@ import torch
 from headrace_modelkit.logprobs import token_log_probs
 from headrace_rollout.engines.base import Policy, Refused
 from headrace_rollout.engines.samples import Distribution, Finish, Group, Prefix, Sample, SlotKey
+from headrace_rollout.streams.generation import _failed
 from headrace_servicekit import failpoints
 
 
@@ -332,6 +333,39 @@ async def test_a_failed_round_fails_its_streams_and_the_engine_lives_on(
     await engine.install(Policy(2, "two"), weights)  # refused while a sequence lives
     await engine.submit(fine.stream(policy_number=2), groups[:1])
     assert len(await fine.wait_ended(3)) == 3
+
+
+async def test_a_device_without_memory_gets_half_the_rows_once_and_then_the_run_ends(
+    engine, new_collector, groups, weights, monkeypatch
+):
+    decode, most = engine._model.decode, engine._rows.most
+
+    def full(tokens_NT, *arguments):
+        if len(tokens_NT) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return decode(tokens_NT, *arguments)
+
+    async def failure() -> str:
+        collector = new_collector()
+        await engine.submit(collector.stream(), groups[:3])
+        async with asyncio.timeout(30):
+            while not collector.failures:
+                await collector.changed.wait()
+        return collector.failures[0]
+
+    monkeypatch.setattr(engine._model, "decode", full)
+    room = most // 2
+    reason = await failure()
+    assert "CUDA out of memory" in reason and f"goes on with {most // 2} samples" in reason
+    assert _failed(reason).reason == "ENGINE_FAILED"  # made again, with fewer at once
+    fine = new_collector()
+    await engine.submit(fine.stream(), groups[:3])
+    assert len(await fine.wait_ended(9)) == 9
+
+    room = 0
+    ends = _failed(await failure())
+    assert ends.reason == "INVALID" and ends.metadata["key"] == "rollout.max_concurrency"
+    assert f"lower rollout.max_concurrency (now {most // 2})" in ends.message
 
 
 async def test_the_event_loop_stays_responsive_while_it_decodes(engine, new_collector, groups):

@@ -216,7 +216,7 @@ async def test_an_environment_of_another_package_and_what_it_may_do_wrong(simula
 
 @pytest.mark.parametrize(
     ("extra", "made"),
-    [("metaworld", True), ("maniskill", True), ("libero", True), ("mcp", False), ("search", False)],
+    [("metaworld", True), ("maniskill", True), ("libero", True), ("mcp", False)],
 )
 def test_a_missing_package_is_told_by_a_way_that_there_is(extra, made):
     with pytest.raises(BackendError) as refused:

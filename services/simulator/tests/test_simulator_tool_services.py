@@ -1,4 +1,4 @@
-"""Tools that run beside the environment: code in the sandbox, search, and the tools of real MCP server processes."""
+"""Tools that run beside the environment: code in the sandbox, and the tools of real MCP server processes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from headrace_simulator.backends.conversation.backend import Conversations
 from headrace_simulator.backends.conversation.calls import ServiceLost
 
 OK, LOST = simulator_pb2.OUTCOME_STATUS_OK, simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
+PYTHON = {"name": "python", "options": {"sandbox": "best_effort"}}
+"""Behind whatever walls this machine has."""
 SERVER = '''
 import base64
 import io
@@ -177,7 +179,7 @@ def test_an_embedded_picture_is_seen(server):
 
 def test_code_runs_in_the_sandbox(monkeypatch):
     monkeypatch.setenv("A_SECRET", "of-the-service")
-    environment = talk(tools=["python"], deadline_s=20.0, sandbox="best_effort")
+    environment = talk(tools=[PYTHON], deadline_s=20.0)
     found = answers(environment, call("python", code="a = 6\na * 7") + call("python", code="print(1/0)"))
     assert found[0] == "42" and found[1].endswith("ZeroDivisionError: division by zero")
     reads = answers(environment, call("python", code="import os; print(os.environ, open('/etc/passwd'))"))
@@ -191,7 +193,7 @@ def test_code_runs_in_the_sandbox(monkeypatch):
 
 
 def test_code_that_hangs_or_floods_is_stopped_beside_other_calls():
-    environment = talk(tools=["python", "calculator"], deadline_s=1.0, sandbox="best_effort")
+    environment = talk(tools=[PYTHON, "calculator"], deadline_s=1.0)
     begun = time.monotonic()
     hang, flood = (
         call("python", code="while True: pass"),
@@ -201,26 +203,6 @@ def test_code_that_hangs_or_floods_is_stopped_beside_other_calls():
     assert time.monotonic() - begun < 4
     assert found[0] == "error: python was stopped: the calls of a turn may take 1 s"
     assert len(found[1]) < 4100 and len(found) == 3
-
-
-def test_search_finds_texts_by_their_words(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = [
-        {"text": "The Danube flows through Ulm."},
-        {"text": "Cats sleep all day."},
-        {"text": "Ulm has a minster."},
-    ]
-    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    environment = talk(tools=["search"], search={"corpus": "texts.jsonl", "results": 2})
-    (found,) = answers(environment, call("search", query="which river does Ulm lie at, the Danube?"))
-    assert found.startswith("[0] The Danube flows") and "[2] Ulm" in found and "Cats" not in found
-    assert (
-        answers(environment, call("search", query="zebra") + call("search", query=""))
-        == ["nothing was found"] * 2
-    )
-    with pytest.raises(BackendError, match=r"texts2.jsonl:1 is no JSON with a key 'text'"):
-        (tmp_path / "texts2.jsonl").write_text('{"body": 1}')
-        talk(tools=["search"], search={"corpus": "texts2.jsonl"})
 
 
 def test_tools_of_a_server_are_listed_and_called_side_by_side(server):

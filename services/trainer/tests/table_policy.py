@@ -29,7 +29,7 @@ class TableRounds:
     """As `StepRounds` says, on one rank. `steps` has the gradient and the denominator of each optimizer step."""
 
     replicas, shares_prefixes = 1, True
-    costs = Costs()
+    costs, micro_batch_tokens = Costs(), 512
 
     def __init__(self, algorithm: Algorithm, size: int = 12, *, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -27,7 +27,7 @@ class RecordedRounds:
     """A trainer group without a model, which keeps the rounds: ("micro", prompts) and so on."""
 
     shares_prefixes = True
-    costs = Costs()
+    costs, micro_batch_tokens = Costs(), 512
     replicas = 1
 
     def __init__(self, bad=(), kl=0.0, lapse_at=0):

@@ -20,9 +20,9 @@ class FakeRounds:
     shares_prefixes = True
     costs = Costs()
 
-    def __init__(self, micro, replicas):
+    def __init__(self, micro, replicas, config):
         self._micro = micro
-        self.replicas = replicas
+        self.replicas, self.micro_batch_tokens = replicas, config.trainer.micro_batch_tokens
 
     def micro(self, work):
         return [self._micro(each) for each in work]
@@ -48,7 +48,7 @@ def make_learner(make_config):
             rounds.append(work)
             return finite(work)
 
-        learner = Learner(config, build_algorithm(config.algorithm), FakeRounds(run_round, replicas))
+        learner = Learner(config, build_algorithm(config.algorithm), FakeRounds(run_round, replicas, config))
         return learner, rounds
 
     return make

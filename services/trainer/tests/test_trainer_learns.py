@@ -44,7 +44,7 @@ class Table:
     """Logits of each prompt's places, values of the same, and a frozen reference: see `StepRounds`."""
 
     shares_prefixes, replicas = False, 1
-    costs = Costs()
+    costs, micro_batch_tokens = Costs(), 512
 
     def __init__(self, algorithm, lr=0.1):
         self.logits = torch.zeros(PROMPTS, PLACES, WORDS, requires_grad=True)

@@ -140,7 +140,7 @@ class ValuedRounds:
     """A trainer group whose critic says how many tokens it has read."""
 
     shares_prefixes, replicas = True, 1
-    costs = Costs()
+    costs, micro_batch_tokens = Costs(), 512
 
     def __init__(self):
         self.work, self.asked = [], []

@@ -258,7 +258,7 @@ class BackendRounds:
 
     replicas = 1
     shares_prefixes = True
-    costs = Costs()
+    costs, micro_batch_tokens = Costs(), 512
 
     def __init__(self, backend):
         self.backend = backend

@@ -93,7 +93,6 @@ PATHS = (
             "tasks.*",
             "instructions.@",
             "options.tools.*",
-            "options.search.corpus",
             "options.mcp.*.command.*",
         )
     ),

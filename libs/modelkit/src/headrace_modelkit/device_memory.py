@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from headrace_modelkit.broadcasting import device_id
+from headrace_modelkit.devices import fixed_segments
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
@@ -135,7 +136,8 @@ class DeviceCopies:
                 if free < len(body) + SPARE_BYTES:
                     wanted = len(body) + SPARE_BYTES
                     raise RuntimeError(f"the GPU has {free} bytes free, and a copy wants {wanted}")
-                flat = torch.frombuffer(body, dtype=torch.uint8).to(device, copy=True)
+                with fixed_segments():
+                    flat = torch.frombuffer(body, dtype=torch.uint8).to(device, copy=True)
                 copy = self._copies[key] = DeviceCopy(key, flat, sums_of(flat, places))
             handle = self._layer.share(copy.flat)
             copy.users += 1

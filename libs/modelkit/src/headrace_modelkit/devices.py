@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -17,9 +17,63 @@ from typing import Any, Self
 import torch
 
 LIBRARY = "libnvidia-ml.so.1"
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+NO_MEMORY = (
+    "CUDA out of memory",
+    "HIP out of memory",
+    "CUDA error: out of memory",
+    "HIP error: out of memory",
+    "Cuda failure 2 'out of memory'",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+)
+"""What is said by torch's allocators, and by libraries that allocate beside them (NCCL, cuBLAS, cuDNN)."""
 _SUCCESS, _MORE = 0, 7
 _NOT_COUNTED = ctypes.c_ulonglong(-1).value
 _UUID_BYTES = 96
+
+
+def grow_segments() -> None:
+    """Lets torch's GPU allocator grow its segments in place, so that micro-batches of many lengths leave no holes.
+
+    Not where the user configures it, and not in a process whose memory sleeps in a cuMem pool (vLLM's, SGLang's).
+    """
+    if not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        _set_segments(grow=True)
+
+
+@contextmanager
+def fixed_segments() -> Iterator[None]:
+    """What is allocated within can be mapped by other processes at once: a segment that grows is opened piece by
+    piece, through descriptors that a container may not hand out.
+    """
+    bare: Any = torch._C  # torch has no public name for what PYTORCH_ALLOC_CONF says at the start
+    grows = "expandable_segments:True" in bare._accelerator_getAllocatorSettings()
+    if grows:
+        _set_segments(grow=False)
+    try:
+        yield
+    finally:
+        if grows:
+            _set_segments(grow=True)
+
+
+def _set_segments(*, grow: bool) -> None:
+    bare: Any = torch._C
+    bare._accelerator_setAllocatorSettings(f"expandable_segments:{grow}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had no room for what was asked of it, whoever says so."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
+
+
+def says_out_of_memory(words: str) -> bool:
+    """Whether these are words about a device without memory: of an error, or of what another process has logged."""
+    return any(mark in words for mark in NO_MEMORY)
 
 
 class NvmlMissing(Exception):

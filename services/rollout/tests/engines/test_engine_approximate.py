@@ -156,3 +156,15 @@ def test_vllms_own_configuration_takes_the_options(tmp_path, options, key, value
     assert value in [getattr(part, key, None) for part in parts]
     if "draft" in str(options):
         assert found.speculative_config.draft_load_config.load_format == "auto", "the policy's own is dummy"
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_vllm_reads_that_its_kernels_are_not_to_follow_the_batch(asked):
+    import vllm.envs
+    from headrace_rollout.engines.hosted.backend import Start
+    from headrace_rollout.engines.vllm.arguments import environment, variables_of
+    from headrace_rollout.engines.vllm.options import VllmOptions
+
+    start = Start((torch.device("cpu"),), 1)
+    with environment(variables_of(start, VllmOptions(batch_invariant=asked), routed_experts=False)):
+        assert vllm.envs.VLLM_BATCH_INVARIANT is asked

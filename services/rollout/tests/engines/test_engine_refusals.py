@@ -57,6 +57,20 @@ async def test_a_cache_that_holds_no_whole_sequence_names_what_to_raise(name, tm
     assert "raise rollout.engine_options.kv_cache_gib" in str(refused) and "model.max_context" in str(refused)
 
 
+@pytest.mark.skipif(not VLLM, reason="of vLLM's log")
+def test_a_worker_without_memory_is_heard_through_the_log():
+    from headrace_rollout.engines.vllm.arguments import logged_errors, start_failed
+
+    with logged_errors() as logged:
+        logged.file.write_text(
+            "\x1eHermes tool parser: ValueError: no such tool\n\x1eEngineCore encountered a fatal error.\n"
+            "Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.\n"
+        )
+        said = logged.out_of_memory()
+        assert said == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+    assert "lower rollout.engine_options.gpu_memory_utilization" in start_failed(RuntimeError(), said)
+
+
 @pytest.mark.parametrize("name", VLLM)
 async def test_a_model_that_the_engine_has_no_class_for_is_named(name, tmp_path):
     shape = OpenAIGPTConfig(

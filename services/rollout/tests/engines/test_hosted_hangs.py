@@ -70,6 +70,22 @@ async def test_a_call_that_is_not_answered_costs_the_process_and_not_the_version
         os.kill(pid, 0)
 
 
+async def test_a_process_that_ends_without_memory_is_started_for_half_the_samples(rig):
+    await rig.ready()
+    said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    rows = rig.engine._requests._rows
+    for words in (f"with {rows.most // 2} samples", "rollout.max_concurrency: plain: "):
+        hang(rig, "generate")
+        collector = Collector()
+        await rig.engine.submit(rig.stream(collector), [group(0, [5, 6, 7])])
+        rig.engine._backend.death = said  # what it has logged before it ends
+        os.kill(rig.pids()[0], 9)
+        await collector.until(lambda failed=collector: bool(failed.failures), failing=True)
+        assert "CUDA out of memory" in collector.failures[0] and words in collector.failures[0]
+        rig.engine._backend.death = ""
+        await rig.serves(rig.model_a)
+
+
 async def test_a_start_that_is_not_answered_is_said_and_tried_again(rig):
     await rig.ready()
     pid = hang(rig, "start")

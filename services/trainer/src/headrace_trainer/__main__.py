@@ -28,6 +28,7 @@ async def mount(instance: Instance) -> Close:
     from headrace.common.v1 import weights_pb2_grpc
     from headrace.trainer.v1 import trainer_pb2_grpc
     from headrace_modelkit.broadcasting import Broadcasts
+    from headrace_modelkit.devices import grow_segments
     from headrace_servicekit.weights.serving import WeightServicer
 
     from headrace_trainer.offered import capabilities
@@ -36,6 +37,7 @@ async def mount(instance: Instance) -> Close:
     # Before any thread of torch, which all do as this one then: a product with denormals takes many times as long.
     torch.set_flush_denormal(True)
     torch.set_num_threads(1)  # until a lease says more: two busy thread pools on one core cost tenfold
+    grow_segments()
     servicer = TrainerServicer(instance)
     instance.capabilities |= capabilities()
     instance.capabilities["transports"] = ["cuda_ipc", "shm", "collective", "delta", "grpc"]

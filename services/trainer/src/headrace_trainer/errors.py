@@ -30,6 +30,19 @@ class Quiesced(Refusal):
         super().__init__("LEASE_QUIESCED", message)
 
 
+class OutOfMemory(Refusal):
+    """A device had no room for a round, of which nothing counts.
+
+    `group_lost`: the trainer group is over, as the other ranks could not go on without the one that had no room.
+    `retries`: what is tried next is less, so that the same step is not repeated as it was.
+    """
+
+    def __init__(self, message: str, *, group_lost: bool) -> None:
+        super().__init__("OUT_OF_MEMORY", message, "unavailable")
+        self.group_lost = group_lost
+        self.retries = False
+
+
 def invalid(message: str, reason: str = "INVALID", **metadata: str) -> Refusal:
     """A request whose content is wrong, whatever the state."""
     return Refusal(reason, message, "invalid", **metadata)

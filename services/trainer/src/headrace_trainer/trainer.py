@@ -30,6 +30,7 @@ from headrace_trainer.kinds._base import RunKind
 from headrace_trainer.learning.step import StepState
 from headrace_trainer.ranks.device import LeasedDevice, current
 from headrace_trainer.ranks.rank import Rank
+from headrace_trainer.ranks.reduced import Reduced
 from headrace_trainer.ranks.rounds import RoundLost, Rounds
 from headrace_trainer.session.helping import check_helped
 from headrace_trainer.session.session import Session
@@ -76,6 +77,8 @@ class Trainer:
         self.suspended = False
         self._kept = False
         self._kind: RunKind | None = None
+        self._reduced: Reduced | None = None
+        """What the open run has reduced after a device had no memory left, in whichever trainer group."""
 
     @property
     def config(self) -> TrainerConfig:
@@ -120,6 +123,8 @@ class Trainer:
         algorithms = [each.algorithm() for each in kind.policies.values()]
         if config.trainer.helpers:
             check_helped(algorithms[0])
+        if self._reduced is None or (run, config) != (self._run, self._config):
+            self._reduced = Reduced(config)
         self._run, self._config, self._directory, self._kind = run, config, directory, kind
         self._assemble()
         return algorithms
@@ -128,7 +133,7 @@ class Trainer:
         """Drops the run and what it held, and leaves its trainer group. Repeated calls do nothing."""
         self._disband()
         self._end_session()
-        self._run, self._config, self._joined = "", None, None
+        self._run, self._config, self._joined, self._reduced = "", None, None, None
         self._kept = False
         self.suspended = False  # A run that is opened next has released nothing.
         gc.collect()  # Session and learner refer to each other: the model must not stay until the next collection.
@@ -300,7 +305,8 @@ class Trainer:
         """Makes a rank once both a run and a trainer group are there."""
         if self._config is None or self._ranks is None or self._rank is not None:
             return
-        self._rank = rank = Rank(self._config, self._ranks, self.device, self._directory.parent)
+        where = self._directory.parent
+        self._rank = rank = Rank(self._config, self._ranks, self.device, where, self._reduced)
         if self._config.weights.publish == "ranks":
             rank.own_part = RankPart(self._store(), self._run, self._ranks.rank, self._ranks.world_size)
         self._rounds = rounds = Rounds(

@@ -10,9 +10,11 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.requests import invalid
 from typing_extensions import override
 
 from headrace_rollout.engines.base import prefills_of
+from headrace_rollout.engines.rows import KEY
 from headrace_rollout.engines.samples import TrajectoryUpdate
 from headrace_rollout.environments.pool import Pool
 from headrace_rollout.runs.opened import TextRun
@@ -116,6 +118,8 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
 
 
 def _failed(reason: str) -> ServiceError:
+    if reason.startswith(f"{KEY}: "):  # the spec's fault: making the samples again would not help
+        return invalid(KEY, reason.removeprefix(f"{KEY}: "))
     return ServiceError(
         grpc.StatusCode.INTERNAL, "ENGINE_FAILED", f"the engine failed in a decode round: {reason}"
     )

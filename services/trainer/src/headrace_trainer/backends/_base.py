@@ -188,6 +188,16 @@ class Backend(Protocol):
     def release(self) -> None:
         """Frees what the next forward gathers from the ranks; all ranks do, or none: a gather of some never ends."""
 
+    may_recompute: bool = False
+    """Whether activations that are kept for a backward pass can be computed again in it instead."""
+
+    def recover(self) -> None:
+        """Alone in its group: drops what an interrupted forward or backward has left, and what is accumulated."""
+        self.zero()
+
+    def reduce(self, micro_batch_tokens: int, *, recomputes: bool) -> None:
+        """Needs less memory from the next micro-batch on. What a leader plans has no more tokens already."""
+
 
 @runtime_checkable
 class HelpingBackend(Protocol):

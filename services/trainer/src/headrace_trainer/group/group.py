@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.group import connections
-from headrace_trainer.group.liveness import Liveness
+from headrace_trainer.group.liveness import NO_MEMORY, Liveness
 from headrace_trainer.memory import Room, Rooms, rooms_on
 
 # A follower waits in the header broadcast while the leader is idle; LeaveTrainerGroup ends it, not this.
@@ -277,6 +277,17 @@ class TrainerGroup:
         if self.device.type == "cuda":
             dist.distributed_c10d._abort_process_group()
         connections.cut(self._connections)
+
+    def end_without_memory(self) -> None:
+        """Ends the group because this rank's device has no memory left: whoever waits for it hears that."""
+        if self._liveness is not None:
+            self._liveness.close(no_memory=True)
+        self.abort(f"rank {self.rank} {NO_MEMORY}")
+
+    @property
+    def lost_for_memory(self) -> bool:
+        """Whether the group is over because a rank's device had no memory left."""
+        return NO_MEMORY in self.lost
 
     def why_lost(self) -> str:
         """Why the group has ended, after a collective of it has failed; empty where nobody says so.

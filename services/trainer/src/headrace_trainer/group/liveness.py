@@ -25,8 +25,11 @@ UNKNOWN_S, MOST_UNKNOWN = 2.0, 64
 """How long a connection may take to show the secret, and how many may be about it."""
 SECRET_BYTES = 16
 _HELLO_BYTES = SECRET_BYTES + 4
-_ALIVE, _LEFT, _LOST = b".", b"q", b"x"
-"""What is sent: it lives; it leaves in order; it has ended the group, for whichever rank is lost."""
+_ALIVE, _LEFT, _LOST, _FULL = b".", b"q", b"x", b"m"
+"""What is sent: it lives; it leaves in order; it has ended the group, for whichever rank is lost, or because a device
+has no memory left."""
+NO_MEMORY = "ran out of device memory"
+"""In the sentence about a group that ended so."""
 Lost = Callable[[tuple[int, ...], str], None]
 """Called once, on the liveness thread, with the ranks that are lost and a sentence."""
 
@@ -75,9 +78,11 @@ class Liveness:
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
         self._thread.start()
 
-    def close(self, *, in_order: bool = True) -> None:
-        """Ends the thread and the connections; the others take it for a loss unless it is `in_order`."""
-        self._closing = _LEFT if in_order else _LOST
+    def close(self, *, in_order: bool = True, no_memory: bool = False) -> None:
+        """Ends the thread and the connections; the others take it for a loss unless it is `in_order`, and hear why
+        where this rank's device has no memory left.
+        """
+        self._closing = self._closing or (_FULL if no_memory else _LEFT if in_order else _LOST)
         if self._thread is None:
             self._end()
         elif self._thread is not threading.current_thread():
@@ -108,7 +113,9 @@ class Liveness:
                     beaten_at = now
                     self._send(_ALIVE)
         if lost is not None and not self._closing:
-            self._closing = _LOST
+            self._closing = (
+                _FULL if NO_MEMORY in lost[1] else _LOST
+            )  # rank 0 tells the others what one told it
             self._end()
             self._on_lost(*lost)
         else:
@@ -169,6 +176,9 @@ class Liveness:
                 connection.close()
                 del self._peers[connection]
                 continue
+            if _FULL in said:
+                # Rank 0 may pass on what another rank has said.
+                return (), f"{f'rank {peer.rank}' if peer.rank else 'a rank'} {NO_MEMORY}"
             if _LOST in said:
                 return (), f"rank {peer.rank} has ended the group"
             if not said:

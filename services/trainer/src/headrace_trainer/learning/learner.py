@@ -45,7 +45,7 @@ class Learner:
             pending = [batch]
             while pending:  # Those in a micro-batch that is not finite are tried again, each alone.
                 part = pending.pop(0)
-                plan = planned([prepared.samples for prepared in part], self._config, self._rounds)
+                plan = planned([prepared.samples for prepared in part], self._rounds)
                 found = self._rounds.micro([work for work, _ in plan])
                 inside: set[int] = set()
                 outside: set[int] = set()
@@ -125,7 +125,7 @@ class BatchLearner(PassesLearner[list[Prepared], Prepared]):
     @override
     def _accumulate(self, minibatch: list[Prepared]) -> bool:
         groups = [prepared.samples for prepared in minibatch]
-        works = [work for work, _ in planned(groups, self._config, self._rounds)]
+        works = [work for work, _ in planned(groups, self._rounds)]
         if balance_loss_of(self._algorithm):
             self._rounds.balance(works, self._divisor([], minibatch))
         return all(self._rounds.micro(works))
@@ -141,13 +141,11 @@ class BatchLearner(PassesLearner[list[Prepared], Prepared]):
         self.reset()
 
 
-def planned(
-    groups: Many[list[Sample]], config: TrainerConfig, rounds: StepRounds
-) -> list[tuple[list[Rows], set[int]]]:
+def planned(groups: Many[list[Sample]], rounds: StepRounds) -> list[tuple[list[Rows], set[int]]]:
     """Work of the rounds that go through these groups, with the groups in each."""
     plan = plan_rounds(
         groups,
-        config.trainer.micro_batch_tokens,
+        rounds.micro_batch_tokens,
         replicas=rounds.replicas,
         shared=rounds.shares_prefixes,
         costs=rounds.costs,

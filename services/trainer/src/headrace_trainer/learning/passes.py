@@ -61,6 +61,10 @@ class StepRounds(Protocol):
         """Copies of the model, each of which gets an entry of work."""
 
     @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens of a micro-batch: the run's, or fewer once a device had no room for so many."""
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether sequences of a row share what they have in common."""
 

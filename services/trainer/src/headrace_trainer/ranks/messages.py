@@ -40,6 +40,8 @@ class RestoreRound(Round, frozen=True):
     number: int
     directory: str = ""
     digest: str = ""
+    reduced: tuple[int, bool] | None = None
+    """Tokens of a micro-batch, and whether layers are recomputed, after a device has run out of memory."""
 
 
 class HelpRound(Round, frozen=True):

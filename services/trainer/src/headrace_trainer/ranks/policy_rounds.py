@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 
 from headrace_servicekit.failpoints import failpoint_sync
 from typing_extensions import override
 
 from headrace_trainer.backends._base import Backend, CommitReport
+from headrace_trainer.errors import OutOfMemory
 from headrace_trainer.learning.figures import differing
 from headrace_trainer.learning.passes import EpisodeRounds
 from headrace_trainer.learning.planning import Costs, plan_rounds
@@ -44,6 +47,21 @@ class PolicyRounds(EpisodeRounds):
     def _algorithm_state(self) -> dict[str, float]:
         return self._rounds.rank.algorithms[self._policy].state()
 
+    @contextmanager
+    def _reducing(self, *, divisible: bool) -> Iterator[None]:
+        """After a device had no room for what its body computes, the next try needs less; the error says what."""
+        may_recompute = self._backend.may_recompute
+        try:
+            yield
+        except OutOfMemory as short:
+            self._rounds.rank.reduced.reduce(short, divisible=divisible, may_recompute=may_recompute)
+            raise
+
+    @property
+    @override
+    def micro_batch_tokens(self) -> int:
+        return self._rounds.rank.reduced.micro_batch_tokens
+
     @property
     @override
     def replicas(self) -> int:
@@ -67,12 +85,13 @@ class PolicyRounds(EpisodeRounds):
             for _ in some:
                 failpoint_sync("trainer.micro")
             started, state = time.monotonic(), dict(self._algorithm_state)
-            found += self._rounds.lead(
-                [
-                    messages.MicroRound([micro[replica] for micro in some], state, policy=self._policy)
-                    for replica in range(self.replicas)
-                ]
-            )
+            with self._reducing(divisible=any(map(_divisible, (rows for micro in some for rows in micro)))):
+                found += self._rounds.lead(
+                    [
+                        messages.MicroRound([micro[replica] for micro in some], state, policy=self._policy)
+                        for replica in range(self.replicas)
+                    ]
+                )
             self._rounds.micro_rounds += len(some)
             each_s = (time.monotonic() - started) / len(some)
             self._together = max(1, min(MOST_TOGETHER, int(TOGETHER_S / max(each_s, 1e-6))))
@@ -107,9 +126,10 @@ class PolicyRounds(EpisodeRounds):
 
     @override
     def chunks(self, work: Many[list[int]], lent: Many[LentPictures]) -> bool:
-        finite: bool = self._rounds.lead(
-            [messages.ChunksRound(own, pictures) for own, pictures in zip(work, lent, strict=True)]
-        )
+        with self._reducing(divisible=max(map(len, work)) > 1):
+            finite: bool = self._rounds.lead(
+                [messages.ChunksRound(own, pictures) for own, pictures in zip(work, lent, strict=True)]
+            )
         return finite
 
     @override
@@ -127,12 +147,13 @@ class PolicyRounds(EpisodeRounds):
     def infer(self, groups: Many[list[Sample]], columns: Many[str]) -> list[list[Columns]]:
         started = time.monotonic()
         found: dict[int, Columns] = {}
-        budget, shared = self._rounds.rank.config.trainer.micro_batch_tokens, self.shares_prefixes
+        budget, shared = self.micro_batch_tokens, self.shares_prefixes
         plan = plan_rounds(groups, budget, replicas=self.replicas, shared=shared, costs=self.costs)
         for work, _ in plan:
-            results = self._rounds.lead(
-                [messages.InferRound(rows, list(columns), policy=self._policy) for rows in work]
-            )
+            with self._reducing(divisible=any(map(_divisible, work))):
+                results = self._rounds.lead(
+                    [messages.InferRound(rows, list(columns), policy=self._policy) for rows in work]
+                )
             for rows, values in zip(work, results, strict=True):
                 own = [id(sequence) for row in rows for sequence in row]
                 found.update(zip(own, values, strict=True))
@@ -152,3 +173,8 @@ class PolicyRounds(EpisodeRounds):
     @override
     def drop(self) -> None:
         self._rounds.drop()
+
+
+def _divisible(rows: Rows) -> bool:
+    """Whether a smaller budget would divide a micro-batch: a sequence is computed whole."""
+    return sum(map(len, rows)) > 1

@@ -40,6 +40,7 @@ from headrace_trainer.memory import MemoryPlan, check_rooms, rooms_on
 from headrace_trainer.ranks import messages
 from headrace_trainer.ranks.device import LeasedDevice, current
 from headrace_trainer.ranks.messages import AnyRound
+from headrace_trainer.ranks.reduced import Reduced
 from headrace_trainer.ranks.relaying import save_part
 from headrace_trainer.workloads import run_kind
 
@@ -72,10 +73,13 @@ class Rank:
         ranks: TrainerGroup,
         device: LeasedDevice | None = None,
         runs: Path | None = None,
+        reduced: Reduced | None = None,
     ) -> None:
         self._runs = runs or Path()
         self._writer = PartWriter()
         self.config = config
+        self.reduced = reduced or Reduced(config)
+        """What the leader has reduced after a device had no memory left."""
         self._device = device
         self.ranks = ranks
         self.kind = run_kind(config)
@@ -248,6 +252,22 @@ class Rank:
             for backend in (self._backends or {}).values():
                 backend.release()
 
+    def free_memory(self) -> None:
+        """After a round for which a device had no room: drops what it has left, of all policies.
+
+        What is accumulated is lost. Of one rank alone: several go on in another group.
+        """
+        if self.ranks.world_size == 1:
+            for backend in (self._backends or {}).values():
+                backend.recover()
+        if self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reduce(self, micro_batch_tokens: int, *, recomputes: bool) -> None:
+        """Lets what is loaded need less memory from the next round on."""
+        for backend in self.backends.values():
+            backend.reduce(micro_batch_tokens, recomputes=recomputes)
+
     def suspend(self) -> int:
         """Releases device memory; the bytes released."""
         with current(self.ranks.device):
@@ -282,6 +302,8 @@ class Rank:
         finally:
             self.reader = None
         self._loaded_with(backends)
+        if round.reduced is not None:
+            self.reduce(round.reduced[0], recomputes=round.reduced[1])
         self.restored = round.number
 
     def _loaded_with(self, backends: Backends) -> None:

@@ -10,17 +10,19 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
+from headrace_modelkit.devices import is_out_of_memory
 from torch import Tensor
 
 from headrace_trainer.backends._base import PrivateGradient, StateReader
 from headrace_trainer.checkpoints.parts import StateCopy
-from headrace_trainer.errors import Quiesced, Refusal
+from headrace_trainer.errors import OutOfMemory, Quiesced, Refusal
 from headrace_trainer.ranks import messages
 from headrace_trainer.ranks.messages import AnyRound, Header
 from headrace_trainer.ranks.rank import Rank
@@ -41,8 +43,8 @@ class RoundLost(RuntimeError):
 class Rounds:
     """The rounds of one trainer group: rank 0 leads them, the others follow.
 
-    Every round that is led raises Refusal TRAINER_GROUP_LOST when a rank is gone, and a governed one Quiesced when the
-    lease of one has lapsed: then no rank began it.
+    Every round that is led raises Refusal TRAINER_GROUP_LOST when a rank is gone, OutOfMemory when a rank's device had
+    no room for it, and a governed one Quiesced when the lease of one has lapsed: then no rank began it.
     """
 
     def __init__(self, rank: Rank, *, holds_lease: Callable[[], bool], deadlines: bool = True) -> None:
@@ -83,6 +85,8 @@ class Rounds:
                 return rank.execute(own.round)
         except RoundLost as error:
             self.lost = True
+            if rank.ranks.lost_for_memory:
+                raise OutOfMemory(str(error), group_lost=True) from error
             message = f"{error}; form the trainer group anew and restore a checkpoint"
             raise Refusal("TRAINER_GROUP_LOST", message, "unavailable") from error
 
@@ -127,6 +131,7 @@ class Rounds:
             if self._deadlines:
                 self._watchdog.watch(limit, (header, self.rank.ranks.rank, limit))
             what = f"round {header.number} ({header.round.kind}) lost a rank"
+            full = ""
             try:
                 with self.rank.ranks.in_collective():
                     if lost := self.rank.ranks.lost:
@@ -137,11 +142,30 @@ class Rounds:
             except Refusal:
                 raise
             except Exception as error:
-                if isinstance(error, RoundLost) or (reason := self._why_lost(error)) is None:
+                if isinstance(error, RoundLost):
                     raise
-                raise RoundLost(f"{what}: {reason}") from error
+                if is_out_of_memory(error):
+                    full = str(error).splitlines()[0]
+                    traceback.clear_frames(error.__traceback__)  # what they hold is what there is no room for
+                elif (reason := self._why_lost(error)) is None:
+                    raise
+                else:
+                    raise RoundLost(f"{what}: {reason}") from error
             finally:
                 self._watchdog.rest()
+            if full:
+                self._end_without_memory(header, full)
+
+    def _end_without_memory(self, header: Header, what: str) -> None:
+        """Of one rank nothing but the round is over. Several cannot go on: the others are in collectives with it."""
+        ranks, round = self.rank.ranks, f"round {header.number} ({header.round.kind})"
+        step = f"step {header.step} attempt {header.attempt}"
+        message = f"the device of rank {ranks.rank} had no room for {round} of {step}"
+        self.rank.free_memory()
+        if ranks.world_size == 1:
+            raise OutOfMemory(f"{message}: {what}", group_lost=False)
+        ranks.end_without_memory()
+        raise RoundLost(f"{message}: {what}")
 
     def _why_lost(self, error: Exception) -> str | None:
         """Why an error in a round means that a rank is lost; None where it means something else."""
@@ -164,7 +188,7 @@ class Rounds:
         The followers read them too where they see `directory`, below the one of all runs, with the state `digest`.
         """
         self.rank.reader = reader
-        self.lead(messages.RestoreRound(checkpoint, number, directory, digest))
+        self.lead(messages.RestoreRound(checkpoint, number, directory, digest, self.rank.reduced.told))
 
     def help(self, reader: StateReader) -> None:
         """Loads a published version's weights."""

@@ -21,7 +21,7 @@ from headrace_trainer.backends._base import PrivateGradient
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.reader import StateReader
 from headrace_trainer.checkpoints.tree import Origin
-from headrace_trainer.errors import Quiesced, Refusal, invalid
+from headrace_trainer.errors import OutOfMemory, Quiesced, Refusal, invalid
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.figures import (
     agreement,
@@ -109,6 +109,8 @@ class Session:
         except Quiesced:
             self._state, self.checkpoints.manifest = before
             raise
+        except OutOfMemory as short:
+            raise self._after(short, in_attempt=False) from short
         if saved is not None:
             check_same_models(saved, rank.backends.reference, rank.backends.base_model)
         rank.load_algorithm_state(saved.algorithm_state if saved else {})
@@ -228,6 +230,8 @@ class Session:
                 lost = steps.attempt_lost(self.state, quiesced)
                 self.abort(*self.rounds.attempt)
                 raise lost from quiesced
+            except OutOfMemory as short:
+                raise self._after(short, in_attempt=True) from short
             own = (group if alone else part_of(group, OWN, config.played) for group in learned)
             self._witnesses = self._witnesses or witnesses(self.state, own)
         self._learn_seconds += time.monotonic() - started
@@ -235,6 +239,26 @@ class Session:
             refusal or [self.state.groups[group.prompt_ordinal] for group in item.groups]
             for item, refusal in zip(items, refusals, strict=True)
         ]
+
+    def _after(self, short: OutOfMemory, *, in_attempt: bool) -> Refusal:
+        """What a round for which a device had no room means to who asked for it.
+
+        Where less is tried next, either the attempt is over, or the trainer's state is and a restore goes on. Else the
+        run ends: the same step would end alike.
+        """
+        key = "trainer.micro_batch_tokens"
+        if not short.retries:
+            return invalid(f"{key}: {short.message}; {self.rounds.rank.reduced.fixes()}", key=key)
+        if short.group_lost or not in_attempt:
+            return Refusal("OUT_OF_MEMORY", f"{short.message}; restore a checkpoint", "unavailable")
+        told = self.rounds.rank.reduced.told
+        if told is not None:
+            self.rounds.rank.reduce(told[0], recomputes=told[1])
+        step, attempt = self.rounds.attempt
+        self.abort(step, attempt)
+        return Refusal(
+            "ATTEMPT_LOST", f"{short.message}: step {step} attempt {attempt} is over, begin the next attempt"
+        )
 
     def infer(self, sequences: list[Sample], column: str = OLD_LOG_PROBS) -> list[list[float]]:
         """A column of the trained tokens, by default log-probs under the current weights, for each sequence."""
@@ -263,6 +287,9 @@ class Session:
             reply = self._apply(command)
         except Quiesced:
             raise  # Before the optimizer, on all ranks: the same command may come again.
+        except OutOfMemory as short:
+            self._state = steps.lost(self.state)
+            raise self._after(short, in_attempt=False) from short
         except BaseException:
             # Between the optimizer's start and the reply the weights are undefined: only a restore goes on.
             self._state = steps.lost(self.state)

@@ -63,6 +63,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
     ) -> None:
         super().__init__(config, algorithm, ranks, **options)
         self._algorithm: EpisodeAlgorithm = algorithm
+        self._micro_batch_tokens = config.trainer.micro_batch_tokens
         self._read: dict[EpisodeKey, Chunks] = {}
         self._chunks: StepChunks | None = None
         self._credits: Credits | None = None
@@ -190,7 +191,11 @@ class RobotBackend(LearnedModel, EpisodeBackend):
     def _micro_batch(self, seen: Observation) -> int:
         """Chunks of one forward: each has its actions, its instruction's ids and its images' patches."""
         places = self._policy.chunk_tokens + max(map(len, seen.prompts), default=0)
-        return max(1, self._config.trainer.micro_batch_tokens // places)
+        return max(1, self._micro_batch_tokens // places)
+
+    @override
+    def reduce(self, micro_batch_tokens: int, *, recomputes: bool) -> None:
+        self._micro_batch_tokens = micro_batch_tokens
 
     # Demonstrations
 

@@ -34,6 +34,7 @@ from headrace_rollout.engines.hosted.processes import Watermark, gpus_among
 from headrace_rollout.engines.hosted.requests import Requests
 from headrace_rollout.engines.hosts import BackendFailed
 from headrace_rollout.engines.policy_state import MemoryState, is_installed, require_installed
+from headrace_rollout.engines.rows import Rows
 from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
 from headrace_rollout.engines.trajectory import Bounds, check_scored
 
@@ -67,7 +68,7 @@ class HostedEngine(Engine):
             self._process,
             config.codec,
             bounds,
-            config.max_concurrency,
+            Rows(config.max_concurrency, "rollout.engine_options.gpu_memory_utilization"),
             self.figures,
             lambda: self._policy,
             self._deadlines.command_s,

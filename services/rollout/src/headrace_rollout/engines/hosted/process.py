@@ -109,6 +109,7 @@ class EngineProcess:
         """Kills the process, which is of no use any more, and starts another one."""
         if not self._up:
             return
+        reason = getattr(self.backend, "death", "") or reason
         self._up, self._deaths, self._last_death = False, self._deaths + 1, reason
         _log.error("the engine failed", extra={"engine": self.backend.name, "reason": reason})
         self._lost(reason)

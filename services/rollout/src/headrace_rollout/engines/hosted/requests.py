@@ -16,6 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 
+from headrace_modelkit.devices import says_out_of_memory
 from headrace_modelkit.tokenizer import TextCodec
 
 from headrace_rollout.engines.base import Policy
@@ -23,6 +24,7 @@ from headrace_rollout.engines.figures import Figures
 from headrace_rollout.engines.hosted.backend import Backend, Request, Tokens, within
 from headrace_rollout.engines.hosted.process import EngineProcess
 from headrace_rollout.engines.hosts import BackendFailed
+from headrace_rollout.engines.rows import Rows
 from headrace_rollout.engines.samples import Finish, Group, Routes, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatchers
 
@@ -161,7 +163,7 @@ class Requests:
         process: EngineProcess,
         codec: TextCodec,
         bounds: Bounds,
-        rows: int,
+        rows: Rows,
         figures: Figures,
         policy: Callable[[], Policy | None],
         command_s: float,
@@ -231,6 +233,8 @@ class Requests:
 
     def fail(self, reason: str) -> None:
         """The engine is gone: every stream with a living sample fails."""
+        if says_out_of_memory(reason):
+            reason = self._rows.without_memory(reason)
         streams = {trajectory.stream for trajectory in self._waiting}
         streams |= {s.trajectory.stream for s in self._running.values() if not s.ended}
         for sample in list(self._running.values()):
@@ -257,7 +261,7 @@ class Requests:
 
     def _fill(self) -> None:
         policy = self._policy()
-        while policy is not None and self._waiting and len(self._running) < self._rows:
+        while policy is not None and self._waiting and len(self._running) < self._rows.most:
             trajectory = self._waiting.popleft()
             if not trajectory.stream.holds():
                 self._send(trajectory.stream, [trajectory.untouched(policy)])

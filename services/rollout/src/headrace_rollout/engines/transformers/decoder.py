@@ -20,6 +20,7 @@ from torch import Tensor
 from headrace_rollout.engines.base import Policy, Refused
 from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.policy_state import require_installed
+from headrace_rollout.engines.rows import Rows
 from headrace_rollout.engines.samples import Finish, Group, Routes, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatchers
 from headrace_rollout.engines.transformers.batch import Batch
@@ -38,7 +39,7 @@ class Decoder:
         self,
         model: PolicyModel,
         codec: TextCodec,
-        rows: int,
+        rows: Rows,
         figures: Figures,
         threads: Threads,
         kv_cache_bytes: int | None = None,
@@ -61,7 +62,7 @@ class Decoder:
 
     def reset(self) -> None:
         """Forgets all trajectories."""
-        self._batch = Batch(self._rows)
+        self._batch = Batch(self._rows.most)
         self.model.cache.clear()
         self._joining.reset()
         self._distributions = None

@@ -6,7 +6,10 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from traceback import clear_frames
 
+import torch
+from headrace_modelkit.devices import grow_segments, is_out_of_memory
 from headrace_schema.images import VISION_FAMILIES
 from headrace_servicekit.causes import raised
 from typing_extensions import override
@@ -22,6 +25,7 @@ from headrace_rollout.engines.base import (
 )
 from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.holding import ThreadedHolder
+from headrace_rollout.engines.rows import Rows
 from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
 from headrace_rollout.engines.trajectory import check_scored
 from headrace_rollout.engines.transformers.checking import check_model
@@ -67,10 +71,11 @@ class TransformersEngine(ThreadedHolder, Engine):
         if config.deterministic:
             self._threads.single = True
             self._executor.submit(self._threads.lease, 1)
+        self._rows = Rows(config.max_concurrency, "rollout.engine_options.kv_cache_gib")
         self._decoder = Decoder(
             self._model,
             config.codec,
-            config.max_concurrency,
+            self._rows,
             self.figures,
             self._threads,
             options.kv_cache_bytes,
@@ -184,9 +189,15 @@ class TransformersEngine(ThreadedHolder, Engine):
             self._schedule()
             return
         _log.error("a decode round failed", exc_info=error)
+        reason = raised(error)
+        if full := is_out_of_memory(error):
+            clear_frames(error.__traceback__)  # what they hold is what there is no room for
+            reason = self._rows.without_memory(reason)
         self._decoder.reset()
+        if full and self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
         for stream in self._streams:
-            stream.failed(raised(error))
+            stream.failed(reason)
         self._streams.clear()
 
     def _score(
@@ -206,4 +217,5 @@ class TransformersEngine(ThreadedHolder, Engine):
 
 def build(options: TransformersOptions, config: EngineConfig) -> Engine:
     """An engine for the config's model, without weights. Raises ModelNotReadable."""
+    grow_segments()
     return TransformersEngine(config, options)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace_rollout.engines.base import Policy, Refused
 from headrace_rollout.engines.figures import Figures
+from headrace_rollout.engines.rows import Rows
 from headrace_rollout.engines.samples import Finish, Group, Stream
 from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatcher
 from headrace_rollout.engines.transformers.batch import Batch
@@ -49,7 +50,7 @@ class Joining:
         self,
         model: PolicyModel,
         bounds: Bounds,
-        rows: int,
+        rows: Rows,
         figures: Figures,
         threads: Threads,
         kv_cache_bytes: int | None,
@@ -63,7 +64,7 @@ class Joining:
     def reset(self) -> None:
         """Forgets what waits and what is kept."""
         self.kept.clear()
-        self.queue = JoinQueue(self._rows, PREFILL_TOKENS)
+        self.queue = JoinQueue(self._rows.most, PREFILL_TOKENS)
 
     @torch.inference_mode()
     def settle_budget(self) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from headrace.rollout.v1 import rollout_pb2
-from headrace_modelkit.devices import variables_for
+from headrace_modelkit.devices import says_out_of_memory, variables_for
 from headrace_modelkit.loading import QUANTISATION, context_limit, is_quantised, load_architecture
 from headrace_schema.images import MOST_IMAGES
 from headrace_servicekit.problems import KeyProblem
@@ -195,6 +195,7 @@ def variables_of(
         **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
+        **({"VLLM_BATCH_INVARIANT": "1"} if options.batch_invariant else {}),
         OWNER: str(os.getpid()),
         "OMP_NUM_THREADS": str(max(1, start.threads // workers)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -230,7 +231,7 @@ _REFUSED_VALUE = re.compile(r"Value error, (.+?)(?: \[type=|\n|$)")
 
 
 @dataclass(frozen=True)
-class StartErrors:
+class LoggedErrors:
     """The errors that processes started with `variables` log; none where the operator configures vLLM's log."""
 
     variables: dict[str, str]
@@ -242,14 +243,19 @@ class StartErrors:
         found = (_ERROR.findall(record) for record in records)
         return next((errors[-1] for errors in found if errors), "")
 
+    def out_of_memory(self) -> str:
+        """The first that is of a device without memory: who waits for the core hears that it is dead, and not why."""
+        words = self.file.read_text() if self.file.exists() else ""
+        return next((found for found in _ERROR.findall(words) if says_out_of_memory(found)), "")
+
 
 @contextmanager
-def logged_errors() -> Iterator[StartErrors]:
-    """For the time of a start: what is logged later goes on into a file that has no name."""
+def logged_errors() -> Iterator[LoggedErrors]:
+    """While its body runs: what is logged later goes on into a file that has no name."""
     with tempfile.TemporaryDirectory(prefix="headrace-vllm-") as directory:
         file = Path(directory) / "errors"
         if any(name in os.environ for name in OPERATORS):
-            yield StartErrors({}, file)
+            yield LoggedErrors({}, file)
             return
         config = deepcopy(DEFAULT_LOGGING_CONFIG)
         config["formatters"]["record"] = {"format": f"{_RECORD}%(message)s"}
@@ -258,7 +264,7 @@ def logged_errors() -> Iterator[StartErrors]:
         config["loggers"]["vllm"]["handlers"].append("errors")
         settings = Path(directory) / "logging.json"
         settings.write_text(json.dumps(config))
-        yield StartErrors({CONFIG_PATH: str(settings)}, file)
+        yield LoggedErrors({CONFIG_PATH: str(settings)}, file)
 
 
 def one_line(error: BaseException) -> str:
@@ -278,4 +284,10 @@ def start_failed(error: BaseException, reason: str) -> str:
             "raise rollout.engine_options.kv_cache_gib or gpu_memory_utilization, or lower model.max_context"
         )
         return f"{words.partition(' See http')[0].rstrip('.')}; {fix}"
+    if says_out_of_memory(words):
+        fix = (
+            "lower rollout.engine_options.gpu_memory_utilization or rollout.max_concurrency, or raise "
+            "rollout.engine_options.tensor_parallel_size"
+        )
+        return f"{words}; {fix}"
     return f"{words}; see this instance's log for the engine's own words"

@@ -6,7 +6,7 @@ import asyncio
 import multiprocessing
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from headrace_rollout.engines.hosts import BackendFailed
 from headrace_rollout.engines.samples import Distribution, Routes
 from headrace_rollout.engines.vllm.arguments import (
     SOCKETS,
+    LoggedErrors,
     engine_args,
     environment,
     logged_errors,
@@ -89,6 +90,9 @@ class VllmBackend(Backend):
         self._options = options
         self._llm: AsyncLLM | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
+        self._logging = ExitStack()
+        self._logged: LoggedErrors | None = None
+        """What its processes say of errors, from a start to the stop."""
         self._others: set[int] = set()
         self._cores: set[int] | None = set()
         self._scores, self._updating = 0, False
@@ -107,7 +111,10 @@ class VllmBackend(Backend):
     @property
     @override
     def death(self) -> str:
-        return self._hosts.broken if self._hosts is not None else ""
+        if self._hosts is not None and self._hosts.broken:
+            return self._hosts.broken
+        errored = self._llm is not None and self._llm.errored
+        return self._logged.out_of_memory() if errored and self._logged is not None else ""
 
     @property
     @override
@@ -121,19 +128,20 @@ class VllmBackend(Backend):
         meeting = await self._hosts.begin() if self._hosts is not None else None
         # What vLLM's processes speak through: those that are killed leave their sockets behind.
         self._sockets = tempfile.TemporaryDirectory(prefix="headrace-vllm-", ignore_cleanup_errors=True)
-        with logged_errors() as logged:
-            variables = {**logged.variables, SOCKETS: self._sockets.name}
-            making = asyncio.ensure_future(asyncio.to_thread(self._make, start, variables, meeting))
-            try:
-                while not (await asyncio.wait([making], timeout=LOOK_S))[0]:
-                    if self.death:
-                        why = self.death
-                        await asyncio.to_thread(kill, self.pids)  # it would wait for its ranks for long
-                        await asyncio.wait([making])
-                        raise BackendFailed(why)
-                self._llm = making.result()
-            except (ValueError, RuntimeError, OSError) as error:
-                raise BackendFailed(start_failed(error, logged.reason())) from error
+        self._logging.close()
+        self._logged = logged = self._logging.enter_context(logged_errors())
+        variables = {**logged.variables, SOCKETS: self._sockets.name}
+        making = asyncio.ensure_future(asyncio.to_thread(self._make, start, variables, meeting))
+        try:
+            while not (await asyncio.wait([making], timeout=LOOK_S))[0]:
+                if self.death:
+                    why = self.death
+                    await asyncio.to_thread(kill, self.pids)  # it would wait for its ranks for long
+                    await asyncio.wait([making])
+                    raise BackendFailed(why)
+            self._llm = making.result()
+        except (ValueError, RuntimeError, OSError) as error:
+            raise BackendFailed(start_failed(error, logged.reason())) from error
         self._cores = _engine_cores() - self._others
         await self._obey(self._engine.init_weight_transfer_engine(WeightTransferInitRequest()))
 
@@ -144,6 +152,8 @@ class VllmBackend(Backend):
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 5.0)
         await asyncio.to_thread(kill, pids)
+        self._logged = None
+        self._logging.close()
         sockets, self._sockets = self._sockets, None
         if sockets is not None:
             sockets.cleanup()

@@ -12,6 +12,7 @@ from typing import Any
 
 import skyrl_gym
 from headrace_servicekit.registry import Options
+from omegaconf import OmegaConf
 from pydantic import Field
 from skyrl_gym.envs.registration import load_env_creator, registry
 
@@ -42,7 +43,9 @@ class TextEnvironment:
         answer = {"method": "rule", "ground_truth": item.get("answer", "")}
         given = {"reward_spec": answer, "reward_model": answer, "extra_info": {}, **item}
         self._made = skyrl_gym.make(
-            self._name, env_config=self._options.config, extras={**given, **self._options.extras}
+            self._name,
+            env_config=OmegaConf.create(self._options.config),
+            extras={**given, **self._options.extras},
         )
         asked = item.get("messages") or [{"role": "user", "content": str(item.get("question", ""))}]
         system = [{"role": "system", "content": self._options.system}] if self._options.system else []

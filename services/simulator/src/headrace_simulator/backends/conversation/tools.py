@@ -1,21 +1,17 @@
 """A conversation in which the model may call tools until it answers: `environment.tasks: [tools]`.
 
-One of them searches texts of one's own, by BM25 (https://github.com/xhluca/bm25s).
+Tools are plug-ins by name, and a user's own functions.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
-from headrace_schema.text_files import numbered_lines
-from headrace_servicekit.registry import Options
+from headrace_servicekit.registry import Options, Plugin, PluginError, Registry
 from headrace_servicekit.sandbox.run import POLICY, NotHeld, Policy, require_walls, run_programs
 from headrace_servicekit.sandbox.run import Limits as SandboxLimits
 from headrace_servicekit.tool_calls import beside_calls
@@ -25,62 +21,8 @@ from headrace_simulator.backends.base import BackendError, Message
 from headrace_simulator.backends.base import Tool as ToolSchema
 from headrace_simulator.backends.conversation.calls import AnyTool, Limits, ServiceLost, Tool, answers
 from headrace_simulator.backends.conversation.services import ServerOptions, service_of
-from headrace_simulator.backends.options import require, unknown
+from headrace_simulator.backends.options import require
 from headrace_simulator.backends.user_file import is_user_environment, load_factory
-
-
-class SearchOptions(Options):
-    """What is searched."""
-
-    corpus: Path = Field(description="a .jsonl file with one text a line, or a folder that bm25s has saved")
-    text: str = Field("text", description="the key of a line's text")
-    results: PositiveInt = Field(3, description="texts of an answer")
-    longest: PositiveInt = Field(1000, description="characters of each text that are shown")
-
-
-def search_tool(options: SearchOptions) -> Callable[[str], str]:
-    """The function `search`; ValueError where the corpus cannot be read."""
-    index, texts = _index(options.corpus.resolve(), options.text)
-
-    def search(query: str) -> str:
-        """Searches for texts that are about the words of the query."""
-        import bm25s
-
-        asked = bm25s.tokenize([query], show_progress=False)
-        if not asked.vocab:
-            return "nothing was found"
-        count = min(options.results, len(texts))
-        found, scores = index.retrieve(asked, k=count, show_progress=False, n_threads=1)
-        pairs = zip(found[0], scores[0], strict=True)
-        shown = [f"[{int(row)}] {texts[int(row)][: options.longest]}" for row, score in pairs if score > 0]
-        return "\n\n".join(shown) or "nothing was found"
-
-    return search
-
-
-@lru_cache(maxsize=4)
-def _index(corpus: Path, key: str) -> tuple[Any, list[str]]:
-    """Made once in a process, as its conversations share it."""
-    import bm25s
-
-    if corpus.is_dir():
-        index = bm25s.BM25.load(corpus, load_corpus=True)
-        return index, [str(each[key] if isinstance(each, dict) else each) for each in index.corpus or []]
-    if not corpus.is_file():
-        raise ValueError(f"there is no file {corpus}; paths start where the service does")
-    texts = []
-    for number, line in numbered_lines(corpus):
-        try:
-            row = json.loads(line)
-            texts.append(row if isinstance(row, str) else str(row[key]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{corpus}:{number} is no JSON with a key {key!r}") from error
-    if not texts:
-        raise ValueError(f"{corpus} is empty")
-    index = bm25s.BM25()
-    index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
-    return index, texts
-
 
 LARGEST_BITS = 4096
 """Of a whole number that the calculator makes."""
@@ -98,19 +40,24 @@ OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
 }
 
 
+class ToolChoice(Options):
+    """A tool with options."""
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
 class ToolOptions(Options):
     """Options of `tools`."""
 
-    tools: list[str] = Field(
-        default_factory=lambda: ["calculator"],
-        description="built-in tools (calculator, python, search), and functions as path/to/file.py:function",
+    tools: list[str | ToolChoice] = Field(
+        ["calculator"],
+        description="tools by name (calculator, python, search), or with options as {name, options}, and functions as "
+        "path/to/file.py:function",
     )
     mcp: list[ServerOptions] = Field(
         default_factory=list, description="MCP servers, whose tools the model gets too"
     )
-    search: SearchOptions | None = Field(None, description="what the tool search searches")
-    python_memory_mib: PositiveInt = Field(512, description="memory of the code that the tool python runs")
-    sandbox: Policy = Field("required", description=f"of the tool python; {POLICY}")
     parser: Literal["hermes", "json", "llama3", "mistral", "qwen3_coder", "glm"] = Field(
         "hermes",
         description="form of calls: hermes (Hermes, Qwen 2.5, Qwen 3), qwen3_coder (Qwen3-Coder, Qwen 3.5 and later, "
@@ -135,7 +82,7 @@ class ToolConversation:
 
     def __init__(self, options: ToolOptions) -> None:
         self._options = options
-        made: list[AnyTool] = [_tool(name, options) for name in options.tools]
+        made: list[AnyTool] = [_tool(choice) for choice in options.tools]
         for server in options.mcp:
             made += _served(server)
         self._tools = {tool.name: tool for tool in made}
@@ -202,15 +149,24 @@ def _bounded(value: Any) -> int | float:
     return found
 
 
-def python_tool(memory_bytes: int, output_bytes: int, sandbox: Policy) -> Tool:
+class PythonOptions(Options):
+    """Of the code that the tool `python` runs."""
+
+    memory_mib: PositiveInt = Field(512, description="its memory")
+    output_bytes: PositiveInt = Field(1 << 16, description="what it may print")
+    sandbox: Policy = Field("required", description=POLICY)
+
+
+def python_tool(options: PythonOptions) -> Tool:
     """The tool `python`, whose code runs in the sandbox; its walls are told to the service's log."""
     try:
-        sys.stderr.write(f"tool python: {require_walls(sandbox)}\n")
+        sys.stderr.write(f"tool python: {require_walls(options.sandbox)}\n")
     except NotHeld as error:
-        raise BackendError("options_json.sandbox", str(error)) from error
+        raise ValueError(f"sandbox: {error}") from error
 
     def python(code: str, left_s: float) -> str:
         """Runs Python code in a fresh interpreter without network; returns what it prints and the last line's value."""
+        memory_bytes, output_bytes = options.memory_mib << 20, options.output_bytes
         limits = SandboxLimits(wall_s=left_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
         (outcome,) = run_programs(code, [""], limits, echo=True, total_s=left_s)
         if outcome.end == "time":
@@ -225,49 +181,48 @@ def python_tool(memory_bytes: int, output_bytes: int, sandbox: Policy) -> Tool:
     return Tool(python, bounded=True)
 
 
+CALCULATOR = Plugin(lambda options: Tool(calculator), description="arithmetic")
+PYTHON = Plugin(python_tool, PythonOptions, "runs code in the sandbox")
+TOOLS: Registry[AnyTool] = Registry(
+    "headrace.tools",
+    "tool",
+    "options_json.tools",
+    "options_json.tools",
+    {name: f"{__name__}:{name.upper()}" for name in ("calculator", "python")},
+)
+"""Tools by name; search is that of the dist headrace-search."""
+
+
 def _served(server: ServerOptions) -> Sequence[AnyTool]:
-    _needs("mcp", "mcp")
     try:
+        require("mcp", "mcp")
         return service_of(server).tools()
+    except BackendError as error:
+        raise BackendError("options_json.mcp", error.message) from error
     except (ServiceLost, ValueError) as error:
         raise BackendError("options_json.mcp", str(error)) from error
 
 
-def _needs(extra: str, module: str) -> None:
+def _tool(choice: str | ToolChoice) -> AnyTool:
+    """A user's function, or a tool by its name. Raises BackendError."""
+    name, options = (choice, {}) if isinstance(choice, str) else (choice.name, choice.options)
     try:
-        require(extra, module)
+        if is_user_environment(name):
+            if options:
+                raise BackendError(TOOLS.key, f"{name}: a function takes no options")
+            return Tool(load_factory(name, "function"))
+        if name == "search" and name not in TOOLS.names():
+            raise BackendError(TOOLS.key, "search needs a package: pip install headrace-search")
+        return TOOLS.choose(name, options).build()
+    except PluginError as error:
+        first = error.problems[0]
+        key = (
+            first.key if name not in TOOLS.names() else first.key.replace(TOOLS.key, f"{TOOLS.key}.{name}", 1)
+        )
+        raise BackendError(key, f"{first.problem}; {first.fix}") from error
     except BackendError as error:
-        raise BackendError(f"options_json.{extra}", error.message) from error
-
-
-def _built_in(name: str, options: ToolOptions) -> Tool:
-    if name == "python":
-        output_bytes = max(4 * options.most_characters, 1 << 16)
-        return python_tool(options.python_memory_mib << 20, output_bytes, options.sandbox)
-    if name == "search":
-        if options.search is None:
-            raise BackendError(
-                "options_json.search", "the tool search needs a corpus: search: {corpus: texts.jsonl}"
-            )
-        _needs("search", "bm25s")
-        try:
-            return Tool(search_tool(options.search))
-        except ValueError as error:
-            raise BackendError("options_json.search.corpus", str(error)) from error
-    return Tool(calculator)
-
-
-BUILT_IN = ("calculator", "python", "search")
-
-
-def _tool(name: str, options: ToolOptions) -> Tool:
-    if not is_user_environment(name) and name not in BUILT_IN:
-        raise BackendError("options_json.tools", unknown("tool", name, BUILT_IN).message)
-    if name in BUILT_IN:
-        return _built_in(name, options)
-    try:
-        return Tool(load_factory(name, "function"))
+        raise BackendError(TOOLS.key, error.message) from error
     except (TypeError, NameError) as error:
-        raise BackendError("options_json.tools", f"{name}: {error}") from error
-    except BackendError as error:
-        raise BackendError("options_json.tools", error.message) from error
+        raise BackendError(TOOLS.key, f"{name}: {error}") from error
+    except ValueError as error:
+        raise BackendError(f"{TOOLS.key}.{name}", str(error)) from error

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,6 +82,8 @@ class FsdpBackend(FsdpState, HelpingBackend):
         self._square_nodes = math.inf
         """Length at which attention costs as much as all else."""
         self._reference: Reference | None = None
+        self._bodies: list[PreTrainedModel] = []
+        """Of policy and critic."""
         self._initial_adapters: dict[str, Tensor] | None = None
         """With adapters the policy itself is its reference: without them, or with those of the warm-up."""
         self._contributed: dict[str, Tensor] = {}
@@ -144,11 +147,11 @@ class FsdpBackend(FsdpState, HelpingBackend):
         bodies = [model] if critic is None or critic.body is None else [model, critic.body]
         for module in [model, critic] if critic else [model]:
             float_what_learns(module)
+        self._bodies = bodies
         if self.layout.checkpointing:
-            for body in bodies:
-                untyped: Any = body
-                untyped.gradient_checkpointing_enable({"use_reentrant": False})
-                body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
+            self._recompute()
+        self._routing = take_routers(model)
+        self._expert_shape = expert_shape(model.config)
         if self._config.deterministic:
             self._compute_as_engines(model)
         for body in bodies:
@@ -159,8 +162,6 @@ class FsdpBackend(FsdpState, HelpingBackend):
         # 24 D² products a layer and token against 2 D for each token before it.
         self._square_nodes = 12.0 * max(hidden_size(body.config) for body in bodies)
         self._images = load_images(self._config.model)
-        self._routing = take_routers(model)
-        self._expert_shape = expert_shape(model.config)
         policy = Policy(model, critic, self._routing)
         policy.context = self._context
         self._model = ShardedModel(
@@ -180,6 +181,29 @@ class FsdpBackend(FsdpState, HelpingBackend):
         except ValueError as error:
             reason = f"the model at {self._config.model.path!r} has bits that hang on its batch: {error}"
             raise invalid(f"deterministic: {reason}; set deterministic: false", key="deterministic") from error
+
+    def _recompute(self) -> None:
+        for body in self._bodies:
+            untyped: Any = body
+            untyped.gradient_checkpointing_enable({"use_reentrant": False})
+            body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
+
+    @property
+    def may_recompute(self) -> bool:  # type: ignore[override]
+        """Unless it does."""
+        return not self.layout.checkpointing
+
+    @override
+    def reduce(self, micro_batch_tokens: int, *, recomputes: bool) -> None:
+        if recomputes and self.may_recompute:
+            self._recompute()
+            self._layout = replace(self.layout, checkpointing=True)
+
+    @override
+    def recover(self) -> None:
+        if self._model is not None:
+            self._model.recover()
+        super().recover()
 
     @override
     def _check_forms(self) -> None:

@@ -178,6 +178,19 @@ class ShardedModel:
         self.policy(None, anchor)[0].sum().backward()
         self._accumulating()
 
+    def recover(self) -> None:
+        """After an interrupted forward or backward: nothing is gathered, and nothing is accumulated."""
+        self._root.reset_iter_state()
+        for module in self.policy.modules():
+            if isinstance(module, FSDPModule):
+                group: Any = module._get_fsdp_state()._fsdp_param_group
+                for parameter in group.fsdp_params if group is not None else ():
+                    parameter.unsharded_accumulated_grad = None
+                    whole = getattr(parameter, "_unsharded_param", None)
+                    if whole is not None:
+                        whole.grad = None
+        self.drop_gradients()
+
     def release(self) -> None:
         """Frees whole parameters; the next forward gathers them again. Accumulated gradients stay."""
         for module in self.policy.modules():
