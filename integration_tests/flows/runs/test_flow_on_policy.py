@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import yaml
+from harness.processes import ROOT
+
+SMOLLM2 = ROOT / ".headrace" / "models" / "smollm2"
+GUESS = ROOT / "examples" / "agents" / "guess"
 WAYS = {
     # Rows of several groups, with prompts that are computed once; answers join and leave a batch of twelve.
     "deterministic": True,
@@ -34,6 +40,33 @@ def exact(fleet, run) -> list:
 def test_no_bit_differs_over_a_whole_run(fleet, spec_of, dtype, changes):
     spec = spec_of(steps=6, model__dtype=dtype, **{**WAYS, **changes})
     assert len(exact(fleet, fleet.submit(spec))) == 6
+
+
+@pytest.mark.usefixtures("one_simulator")
+def test_turns_that_go_on_behind_kept_keys_are_exact(fleet, tiny_model: Path):
+    spec = yaml.safe_load(GUESS.with_suffix(".yaml").read_text(encoding="utf-8"))
+    spec["model"]["path"] = str(tiny_model)
+    spec["environment"] |= {"tasks": [f"{GUESS}.py:Guess"], "count": 6}
+    spec["reward"] = {"scorers": [{"name": f"{GUESS}.py:reward"}]}
+    spec["algorithm"] |= {"prompts_per_step": 4, "group_size": 4}
+    run = fleet.submit(spec | {"steps": 3, "export": False, "deterministic": True})
+    assert len(exact(fleet, run)) == 3
+
+
+@pytest.mark.nightly  # quick: the tiny ones above
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+def test_no_bit_differs_over_a_run_of_a_real_model(fleet, lora):
+    if not SMOLLM2.is_dir():
+        pytest.skip("python -m headrace_modelkit.presets.smollm2 .headrace/models/smollm2")
+    spec = yaml.safe_load((ROOT / "examples" / "smollm2.yaml").read_text(encoding="utf-8"))
+    spec["model"]["path"] = str(SMOLLM2)
+    spec["algorithm"] |= {"prompts_per_step": 3, "group_size": 4}
+    spec["trainer"]["lora"] = lora
+    spec["rollout"] = spec.get("rollout", {}) | {"max_concurrency": 8}
+    spec |= {"steps": 3, "export": False, "deterministic": True, "evaluation": {"every": 0}}
+    spec["data"]["heldout"] = 8
+    assert len(exact(fleet, fleet.submit(spec))) == 3
 
 
 def test_the_first_bit_that_differs_ends_the_run_by_its_name(own_fleet, spec_of):

@@ -1,4 +1,4 @@
-"""Forms whose bits for a row follow from that row alone: products, attention, activations, the head, and what is refused."""
+"""Forms whose bits for a row follow from that row alone: products, attention, activations, the head; refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ FEW = (1, 2, 3, 5, ROWS, ROWS + 1, 40)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(50, 33), (576, 192), (64, COLUMNS + 40)])
 def test_a_row_of_a_product_has_its_bits_whatever_is_beside_it(dtype, inputs, outputs):
-    weight, bias, rows = (torch.randn(*shape).to(dtype) for shape in ((outputs, inputs), (outputs,), (40, inputs)))
+    weight, bias, rows = (
+        torch.randn(*shape).to(dtype) for shape in ((outputs, inputs), (outputs,), (40, inputs))
+    )
     whole = fixed_products(rows, weight, bias)
     torch.testing.assert_close(whole, F.linear(rows, weight, bias), atol=1e-3, rtol=2e-2)
     for count in FEW:

@@ -286,9 +286,7 @@ def _product(experts: Any, name: str, rows_SI: Tensor, ends_E: Tensor) -> Tensor
     return found_SO
 
 
-def grouped_product(
-    rows_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, fixed: bool = False
-) -> Tensor:
+def grouped_product(rows_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, fixed: bool = False) -> Tensor:
     """(S, O) of rows in the order of their experts; `ends_E` is the place behind each expert's last row.
 
     `fixed`: no row's bits hang on the others (`invariant`).

@@ -99,7 +99,9 @@ class OnlyInvariant(TorchDispatchMode):
             sums = name in _PRODUCTS and not (name in _PLAIN and args[0].shape[-1] == 1)
             cut = name in _CUT and args[0].shape[-1] % WIDTH
             if sums or cut or func.namespace != "aten":
-                raise Varies(f"it computes {name} outside a linear layer, attention or an activation of its own")
+                raise Varies(
+                    f"it computes {name} outside a linear layer, attention or an activation of its own"
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -242,7 +244,9 @@ def _of_band(
     place_Q = torch.arange(first, end, device=key.device) // together
     if hidden_BTL is None:
         return (torch.arange(key.shape[2], device=key.device) > place_Q[:, None])[None]
-    place_Q = place_Q.clamp_(max=hidden_BTL.shape[1] - 1)  # what fills the last tile sees what the last query does
+    place_Q = place_Q.clamp_(
+        max=hidden_BTL.shape[1] - 1
+    )  # what fills the last tile sees what the last query does
     return hidden_BTL.index_select(1, place_Q).repeat_interleave(groups, 0)
 
 

@@ -1,5 +1,5 @@
-"""Products: of bf16 matrices where a CPU has no instructions for them, with weights that are packed once, and in tiles of
-fixed shape, whose rows do not hang on each other.
+"""Products: of bf16 matrices where a CPU has no instructions for them, with weights that are packed once, and in tiles
+of fixed shape, whose rows do not hang on each other.
 
 Without such instructions torch falls back to plain loops: behind a layer of 896 x 4864 they take 4.5 s for what fp32
 does in 0.02 s. A product of bf16 matrices adds up in fp32 and rounds its result on every device, so its values stay
@@ -229,7 +229,9 @@ class PackedLayers:
     """
 
     def __init__(self, model: nn.Module, *, fixed: bool = False) -> None:
-        self._layers = [(each, PackedWeight(fixed=fixed)) for each in model.modules() if type(each) is nn.Linear]
+        self._layers = [
+            (each, PackedWeight(fixed=fixed)) for each in model.modules() if type(each) is nn.Linear
+        ]
         for layer, packed in self._layers:
             layer.forward = partial(_infer, packed)  # type: ignore[method-assign]
 

@@ -53,7 +53,7 @@ class Capabilities:
     position_keyed_sampling: bool = False
     """A token's randomness depends on (seed, prompt, sample, position) alone, not on the batch or on a resume."""
     deterministic: bool = False
-    """With `EngineConfig.deterministic` a token has the trainer's log-prob to the bit, whatever is computed beside it."""
+    """With `EngineConfig.deterministic` a token has the trainer's log-prob to the bit, whatever its batch."""
     resume_from_prefix: bool = False
     """Goes on behind tokens that were sampled elsewhere; without it a sample begins again at token 0."""
     resume_from_cache: bool = False

@@ -32,8 +32,8 @@ def step_figures(steps: Many[OptimizerStep], records: Many[GroupRecord], *, rate
     the algorithm's own) are means over the tokens that were computed, in every epoch anew: a group whose rewards are
     all equal may not be, and where no token was, those figures and the loss are absent. The mismatch is between the
     engine and the weights at which the step began, over the `log_prob_compared_tokens` whose log-prob the engine has
-    told: mean and largest difference, in a deterministic run the bits that differ, an estimate of KL(engine || trainer), and mean, largest and effective sample
-    size (0 to 1) of the probabilities' ratios.
+    told: mean and largest difference, in a deterministic run the bits that differ, an estimate of KL(engine ||
+    trainer), and mean, largest and effective sample size (0 to 1) of the probabilities' ratios.
     Of a model with experts: `balance_loss` (before its coefficient, mean over layers: 1 where all experts are equal),
     `busiest_expert` (most choices of one, against an equal share, mean over layers), and with routing replay
     `routes_changed`, the share of choices that the trainer's routers would have made otherwise, and
@@ -163,9 +163,7 @@ def witnesses(state: StepState, groups: Iterable[Group]) -> list[Sample]:
         if state.groups[group.prompt_ordinal].disposition is not Disposition.ACCUMULATED:
             continue
         fit = [
-            msgspec.structs.replace(
-                sample, routes=b"", slot=(group.prompt_ordinal, member.sample_index)
-            )
+            msgspec.structs.replace(sample, routes=b"", slot=(group.prompt_ordinal, member.sample_index))
             for member in group.members
             for sample in member.samples
             if set(sample.versions) == {version} and all(map(math.isfinite, sample.engine_log_probs))

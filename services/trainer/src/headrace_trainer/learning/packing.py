@@ -45,7 +45,9 @@ class Attends(Enum):
     MASK = "a mask of a row's nodes"
     CHEAPEST = "a mask, paths or segments"
     SEGMENTS = "segments alone: rows are never padded"
-    PATHS = "paths, whatever they cost: along each of them a key has the place that it has in an engine's cache"
+    PATHS = (
+        "paths, whatever they cost: along each of them a key has the place that it has in an engine's cache"
+    )
 
 
 @dataclass(frozen=True)

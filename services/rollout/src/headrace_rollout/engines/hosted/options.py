@@ -63,8 +63,8 @@ class HostedOptions(Options):
     )
     batch_invariant: bool = Field(
         default=False,
-        description="the engine's own kernels whose bits do not hang on the batch (vLLM's VLLM_BATCH_INVARIANT, SGLang's "
-        "deterministic inference, as it is made for trainers with FSDP): slower, on GPUs alone. They are not the "
+        description="the engine's own kernels whose bits do not hang on the batch (vLLM's VLLM_BATCH_INVARIANT, "
+        "SGLang's deterministic inference, as it is made for FSDP): slower, on GPUs alone. They are not the "
         "trainer's kernels: a run with deterministic: true has the engine transformers",
     )
     start_timeout_s: PositiveFloat = Field(default=600.0, description="longest start of the engine's process")

@@ -17,7 +17,7 @@ from headrace_servicekit.failpoints import failpoint_sync
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_rollout.engines.base import Policy, Refused
+from headrace_rollout.engines.base import Policy
 from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.engines.rows import Rows

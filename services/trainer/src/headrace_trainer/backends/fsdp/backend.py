@@ -180,7 +180,9 @@ class FsdpBackend(FsdpState, HelpingBackend):
             make_invariant(model)
         except ValueError as error:
             reason = f"the model at {self._config.model.path!r} has bits that hang on its batch: {error}"
-            raise invalid(f"deterministic: {reason}; set deterministic: false", key="deterministic") from error
+            raise invalid(
+                f"deterministic: {reason}; set deterministic: false", key="deterministic"
+            ) from error
 
     def _recompute(self) -> None:
         for body in self._bodies:
