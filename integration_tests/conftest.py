@@ -12,6 +12,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from harness.engine import engine  # noqa: E402, F401  # a fixture
 from harness.fleet import LIVING, Fleet  # noqa: E402
 from harness.gate import Gate  # noqa: E402
 from harness.processes import run_python  # noqa: E402

@@ -51,7 +51,8 @@ class Plugin:
     `build` is called with the validated options, then with what the service gives; written as "module:attribute"
     it is imported only then. `check`, where there is one, is called so before anything is built, and raises for what
     cannot be. `packages` are distributions whose versions change what the plug-in does, `modules` those that must be
-    there to build it; `features` names what it offers that others of its kind may not.
+    there to build it; `features` names what it offers that others of its kind may not. `broker` is a module
+    that a service runs beside the plug-in's processes, with its own rights; see `headrace_simulator.pools.brokers`.
     """
 
     build: Callable[..., Any] | str
@@ -61,6 +62,7 @@ class Plugin:
     features: tuple[str, ...] = ()
     check: Callable[..., None] | str | None = None
     modules: tuple[str, ...] = ()
+    broker: str = ""
 
     @property
     def is_installed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Files on their way into containers and out of them. What comes out was made by strangers: nothing of it is followed."""
+"""Files on their way into containers, and out of them: what comes out was made by strangers, so no link is followed."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class BadPath(ContainerError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one container. Beyond `memory_mib` the kernel kills processes of it; beyond `disk_mib` and `wall_s` it ends."""
+    """Of one container. Beyond `memory_mib` the kernel kills its processes; beyond `disk_mib` and `wall_s` it ends."""
 
     cpus: float = 1.0
     memory_mib: int = 1024

@@ -28,15 +28,19 @@ async def mount(instance: Instance) -> Close:
     from headrace_servicekit.sandbox.isolation import NOT_HELD, not_held
 
     from headrace_simulator.config import SimulatorSettings
+    from headrace_simulator.pools.brokers import Brokers
     from headrace_simulator.pools.host import list_environments, task_capabilities
     from headrace_simulator.pools.open_pools import Pools
     from headrace_simulator.service import SimulatorServicer
 
     settings = settings_from_environment(SimulatorSettings, "HEADRACE_SIMULATOR_")
-    catalogue, missing = await asyncio.gather(list_environments(settings.open_timeout_s), not_held())
+    (catalogue, brokers), missing = await asyncio.gather(
+        list_environments(settings.open_timeout_s), not_held()
+    )
     # Its directory exists from here on; its address is known once the instance listens.
     blobs = BlobStore(instance.weights.directory)
-    pools = Pools(settings, blobs, on_gpus=bool(gpu_uuids(instance.config.devices)))
+    on_gpus = bool(gpu_uuids(instance.config.devices))
+    pools = Pools(settings, blobs, Brokers(brokers, settings.open_timeout_s), on_gpus=on_gpus)
     instance.capabilities[NOT_HELD] = missing
     instance.capabilities["backends"] = sorted({backend for backend, _ in catalogue})
     instance.capabilities["tasks"] = task_capabilities(catalogue)

@@ -62,6 +62,8 @@ class UsersCode:
     """Variables of this service's environment that a spec names for the code, beside those that `names` refers to."""
     writes: Sequence[Path] = ()
     """Folders of this service in which it may write."""
+    reads: Sequence[Path] = ()
+    """Folders of this service that it sees."""
 
 
 class WorkerGone(Exception):
@@ -194,7 +196,7 @@ def _confinement(code: UsersCode, scratch: Path) -> Confinement:
     return Confinement(
         base=str(code.base.absolute()),
         hidden=[str(path) for path in _hidden],
-        read=[*named, *models, *caches(os.environ)],
+        read=[*named, *models, *caches(os.environ), *(str(path.resolve()) for path in code.reads)],
         write=[str(path.resolve()) for path in (scratch, *code.writes)],
         user=user,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-import shlex
+import tarfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +15,25 @@ from requests.exceptions import RequestException
 
 from headrace_containers.docker.engine import Engine
 from headrace_containers.docker.execs import Execs, Stream
+from headrace_containers.docker.relay import Relay
 from headrace_containers.files import UNPACK, absolute, folder_entry, folders_above, packed, unpacked
-from headrace_containers.provider import MIB, BadPath, BadSpec, ContainerLost, File, Output, Ran, Spec
+from headrace_containers.provider import (
+    MIB,
+    PROXY_PORT,
+    BadPath,
+    BadSpec,
+    ContainerError,
+    ContainerLost,
+    File,
+    Output,
+    Ran,
+    Spec,
+)
 
-_WRITE_S = 300.0
+_WRITE_S, _KILLED = 300.0, 137
+_PROXY = f"http://127.0.0.1:{PROXY_PORT}"
+_PROXIED = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), _PROXY)
+_PROXIED |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
 
 
 class DockerContainer:
@@ -33,10 +48,13 @@ class DockerContainer:
         """By the monotonic clock; see `Limits.wall_s`."""
         self.why = ""
         """Why it had to be ended; empty where it was not."""
+        self.relay: Relay | None = None
+        """Carries its connections, where its spec has a network."""
         self._engine, self._attached = engine, attached
         self.workdir = spec.workdir or (image.get("Config") or {}).get("WorkingDir") or "/workspace"
         self._execs = Execs(engine, id, spec.user)
         self._closed = threading.Event()
+        self._preparing: threading.Thread | None = None
 
     def open(self) -> None:
         """Finds the ids of its user, and makes its working directory. Raises as `exec`."""
@@ -48,10 +66,12 @@ class DockerContainer:
             )
         if self._is_missing(self.workdir):
             self._put(folder_entry(self.workdir, *map(int, found)))
-        self._execs.wait_ahead()
+        self._prepare_next()
 
     def begin(self, spec: Spec) -> None:
         """Hands it over to who has this spec: its time runs from now on."""
+        if self.relay is not None:
+            self.relay.use(spec.network)
         self.spec = spec
         self.ends_at = time.monotonic() + spec.limits.wall_s
 
@@ -68,24 +88,41 @@ class DockerContainer:
         on_output: Output | None = None,
     ) -> Ran:
         """See `provider.Container`."""
-        variables = {**self.spec.env, **(env or {})}
+        proxied = _PROXIED if self.spec.network.allow else {}
+        variables = {**proxied, **self.spec.env, **(env or {})}
+        self._settle()
         with self._alive():
             folder = posixpath.join(self.workdir, cwd)
             ran = self._execs.run(command, stdin, folder, variables, user, timeout_s, most_bytes, on_output)
-        with suppress(ContainerLost):  # the next command says so
-            self._execs.wait_ahead()
+            if ran.exit_code == _KILLED and not self.is_alive():
+                raise ContainerLost("the container has ended, and its command with it")
+        self._prepare_next()
         return ran
+
+    def _prepare_next(self) -> None:
+        """Has a shell wait for the next command, which nobody waits for meanwhile."""
+
+        def wait_ahead() -> None:
+            with suppress(ContainerError):  # the next command says so
+                self._execs.wait_ahead()
+
+        self._preparing = threading.Thread(target=wait_ahead, daemon=True)
+        self._preparing.start()
+
+    def _settle(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
 
     def write(self, files: Sequence[File], *, user: str = "") -> None:
         """See `provider.Container`. It is the user who unpacks them, so that a link leads nowhere else for it."""
-        above = (
-            ""
-            if user in ("", self.spec.user)
-            else " ".join(map(shlex.quote, folders_above(files, self.workdir)))
-        )
+        mine = user in ("", self.spec.user)
+        above = [] if mine else folders_above(files, self.workdir)
+        self._settle()
         with self._alive():
-            script = ["/bin/sh", "-c", UNPACK, "write", *shlex.split(above)]
+            script = ["/bin/sh", "-c", UNPACK, "write", *above]
             ran = self._execs.run(script, packed(files, self.workdir), "/", {}, user, _WRITE_S, 1 << 16, None)
+        self._prepare_next()
         if ran.exit_code:
             said = ran.stderr.decode(errors="replace").strip().splitlines() or [ran.ended]
             raise BadPath(f"files cannot be written: {said[0][:500]}")
@@ -97,13 +134,8 @@ class DockerContainer:
             for entry, content in unpacked(self._got(whole), most_bytes, path):
                 if entry.isreg():
                     return content
-                kind = (
-                    "a folder"
-                    if entry.isdir()
-                    else "a link"
-                    if entry.issym() or entry.islnk()
-                    else "a device"
-                )
+                kinds = {tarfile.DIRTYPE: "a folder", tarfile.SYMTYPE: "a link", tarfile.LNKTYPE: "a link"}
+                kind = kinds.get(entry.type, "a device")
                 raise BadPath(f"{path} is {kind}, and no regular file")
         raise BadPath(f"{path} is empty")
 
@@ -128,10 +160,20 @@ class DockerContainer:
         if self._closed.is_set():
             return
         self._closed.set()
+        if self.relay is not None:
+            self.relay.close()
         self._attached.close()
         with suppress(DockerException, RequestException, OSError):
             self._engine.api.remove_container(self.full_id, force=True, v=True)
         self._execs.close()
+
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        try:
+            with self._engine.asked("it cannot be looked after"):
+                return bool(self._engine.api.inspect_container(self.full_id)["State"]["Running"])
+        except ContainerLost:
+            return False
 
     @property
     def is_closed(self) -> bool:
@@ -153,8 +195,8 @@ class DockerContainer:
             if self._closed.is_set():
                 raise ContainerLost(self.why or "the container was closed")
             yield
-            if self.why:
-                raise ContainerLost(self.why)
+            if self._closed.is_set():
+                raise ContainerLost(self.why or "the container was closed")
         except ContainerLost:
             why = self.why
             self.close()

@@ -12,14 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import docker
 from docker.errors import APIError, DockerException, NotFound
-from headrace_servicekit.registry import Options
-from pydantic import Field
 from requests.exceptions import RequestException
 
+from headrace_containers.docker.options import DockerOptions
 from headrace_containers.provider import BadSpec, ContainerLost, EngineLost, Spec
 
 OWNER, UNTIL = "headrace.owner", "headrace.until"
@@ -28,22 +27,6 @@ BUILT = "headrace.built"
 """Label of images that are made here."""
 _IMAGE_S = 3600
 """Most seconds of a pull or of a step of a build that says nothing."""
-
-
-class DockerOptions(Options):
-    """Options of the provider `docker`."""
-
-    host: str = Field(
-        "", description="address of the engine, such as unix:///run/docker.sock; empty: DOCKER_HOST's"
-    )
-    pull: Literal["missing", "never"] = Field(
-        "missing", description="whether images that are missing are pulled"
-    )
-    relay_image: str = Field(
-        "python:3.11-slim",
-        description="an image with python3, whose container carries the connections of one with `network`",
-    )
-    timeout_s: float = Field(60.0, gt=0, description="seconds in which the engine answers")
 
 
 class Engine:
@@ -107,9 +90,10 @@ def _reason(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def owner() -> str:
-    """This process as a label: host's boot, its namespace of processes, its id, and when it started."""
-    return f"{_place()}/{os.getpid()}/{_started(os.getpid())}"
+def owner(pid: int = 0) -> str:
+    """A process, by default this one, as a label: the host's boot, its namespace of processes, id, and start."""
+    pid = pid or os.getpid()
+    return f"{_place()}/{pid}/{_started(pid)}"
 
 
 def is_gone(label: str) -> bool:
@@ -141,7 +125,7 @@ class Images:
 
     def of(self, spec: Spec) -> dict[str, Any]:
         """What the engine says of the image of a spec, as `docker inspect` does. Raises BadSpec, EngineLost."""
-        key = (spec.image, str(spec.build or ""), spec.user, spec.owned)
+        key = _key(spec)
         with self._locks[key]:
             if key not in self._had:
                 self._had[key] = self._owned(self._base(spec), spec)
@@ -159,8 +143,8 @@ class Images:
             return found
 
     def forget(self, spec: Spec) -> None:
-        """Looks for the image of a spec anew next time: somebody has removed it."""
-        self._had.pop((spec.image, str(spec.build or ""), spec.user, spec.owned), None)
+        """Looks for the image of a spec anew next time: somebody may have removed it, or made another one."""
+        self._had.pop(_key(spec), None)
 
     def _found(self, name: str) -> dict[str, Any] | None:
         with self._engine.asked(f"the image {name} cannot be looked for"):
@@ -239,6 +223,13 @@ class Images:
             raise EngineLost(f"{name} cannot be pulled: {_reason(error)}") from error
         finally:
             client.close()
+
+
+def _key(spec: Spec) -> tuple[object, ...]:
+    """What an image is made of; of a folder, what tells that it was changed."""
+    paths = sorted(spec.build.rglob("*")) if spec.build is not None else []
+    found = [(str(path), path.lstat().st_mtime_ns, path.lstat().st_size) for path in paths]
+    return spec.image, tuple(found), spec.user, spec.owned
 
 
 def _tar(files: dict[str, bytes]) -> bytes:

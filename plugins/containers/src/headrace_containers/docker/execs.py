@@ -1,4 +1,4 @@
-"""Commands in a container. A shell that waits in it ahead of each one saves the engine's 40 ms of starting a process."""
+"""Commands in a container. A shell that waits ahead of each one saves the engine's 40 ms of starting a process."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Execs:
     def wait_ahead(self) -> None:
         """Starts the shell that waits for the next command. Raises as `run`."""
         if self._waiting is None:
-            self._waiting = self._start(_WAIT_FOR_LINE, self._user, {}, "/", stdin=True)
+            self._waiting = self._start(_WAIT_FOR_LINE, self._user, stdin=True)
 
     def run(
         self,
@@ -114,11 +114,12 @@ class Execs:
             found = _Collected(most_bytes, on_output)
             ended = self._follow(started, found, begun + timeout_s)
             if ended != "exit":
+                started.stream.close()  # what it still prints would hold up the engine
                 self._kill(started)
             code = self._exit_code(started, time.monotonic() + _KILL_S)
         finally:
             started.stream.close()
-        if code == _NO_FOLDER and (cwd + ": ").encode() in found.stderr and not found.stdout:
+        if code == _NO_FOLDER and b"cd: " in found.stderr and not found.stdout:
             raise BadSpec("cwd", f"the container has no folder {cwd}")
         return Ran(
             137 if ended != "exit" else code,
@@ -146,15 +147,15 @@ class Execs:
                 return waiting
             except OSError:  # somebody has killed it
                 waiting.stream.close()
-        started = self._start(command, user, env, cwd, stdin=bool(stdin))
+        started = self._start(
+            ["/bin/sh", "-c", line.decode(errors="surrogateescape")], user, stdin=bool(stdin)
+        )
         if stdin:
             with suppress(OSError):  # it may end without having read
                 started.stream.send(stdin, ends=True)
         return started
 
-    def _start(
-        self, command: Sequence[str], user: str, env: Mapping[str, str], cwd: str, *, stdin: bool
-    ) -> _Started:
+    def _start(self, command: Sequence[str], user: str, *, stdin: bool) -> _Started:
         mark = uuid.uuid4().hex
         with self._engine.asked("a command cannot be started"):
             made = self._engine.api.exec_create(
@@ -162,8 +163,8 @@ class Execs:
                 list(command),
                 stdin=stdin,
                 user=user,
-                environment={**env, MARK: mark},
-                workdir=cwd or None,
+                environment={MARK: mark},
+                workdir="/",
             )
             raw = self._engine.api.exec_start(made["Id"], socket=True)
         return _Started(made["Id"], mark, user, Stream(raw))
@@ -207,13 +208,13 @@ class Execs:
             if time.monotonic() > late:
                 raise ContainerLost("a command could not be killed, so its container was")
             time.sleep(0.01)
+        if not found["Pid"]:  # it never was
+            raise BadSpec("user", f"the container knows no user {started.user!r}, or has no /bin/sh")
         return int(found["ExitCode"] if found["ExitCode"] is not None else 137)
 
     def _kill(self, started: _Started) -> None:
         """Kills all processes of a command. Where no process can be started for that, nothing is killed."""
-        killer = self._start(
-            ["/bin/sh", "-c", _KILL, "kill", started.mark], started.user, {}, "/", stdin=False
-        )
+        killer = self._start(["/bin/sh", "-c", _KILL, "kill", started.mark], started.user, stdin=False)
         late = time.monotonic() + _KILL_S
         try:
             with suppress(TimeoutError):

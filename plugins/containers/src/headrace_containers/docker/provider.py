@@ -11,8 +11,10 @@ from docker.errors import APIError, DockerException
 from requests.exceptions import RequestException
 
 from headrace_containers.docker.container import DockerContainer
-from headrace_containers.docker.engine import OWNER, UNTIL, DockerOptions, Engine, Images, is_gone, owner
+from headrace_containers.docker.engine import OWNER, UNTIL, Engine, Images, is_gone, owner
 from headrace_containers.docker.execs import Stream
+from headrace_containers.docker.options import DockerOptions
+from headrace_containers.docker.relay import Relay
 from headrace_containers.provider import MIB, ContainerError, Spec
 
 _LIVES = "exec cat >/dev/null"
@@ -36,6 +38,7 @@ class DockerProvider:
 
     def prepare(self, spec: Spec) -> None:
         """See `provider.Provider`."""
+        self._images.forget(spec)
         self._images.of(spec)
 
     def start(self, spec: Spec) -> DockerContainer:
@@ -66,6 +69,8 @@ class DockerProvider:
         with self._lock:
             self._open[id] = container
         try:
+            if not spec.network.is_off:
+                container.relay = Relay(self._engine, self._images, id, self._labels(spec))
             container.open()
         except BaseException:
             container.close()
@@ -117,7 +122,7 @@ class DockerProvider:
             "user": _NOBODY,
             "working_dir": "/",
             "stdin_open": True,
-            "labels": {OWNER: owner(), UNTIL: str(int(time.time() + limits.wall_s + _AHEAD_S))},
+            "labels": self._labels(spec),
         }
         if self._quota:
             try:
@@ -128,6 +133,9 @@ class DockerProvider:
                     raise
                 self._quota = False
         return str(api.create_container(**made, host_config=api.create_host_config(**given))["Id"])
+
+    def _labels(self, spec: Spec) -> dict[str, str]:
+        return {OWNER: owner(), UNTIL: str(int(time.time() + spec.limits.wall_s + _AHEAD_S))}
 
     def _remove(self, id: str) -> bool:
         try:
@@ -143,24 +151,31 @@ class DockerProvider:
 
     def _watch(self) -> None:
         """Ends containers that are over their time, or have written more than they may; removes what others left."""
-        reaps_at = 0.0
+        reaps_at = measured_at = 0.0
         while not self._closed.wait(_WATCH_S):
-            for container in self._living():
-                with suppress(ContainerError):
-                    _look_after(container)
-            if time.monotonic() > reaps_at:
-                reaps_at = time.monotonic() + _REAP_S
+            now, living = time.monotonic(), self._living()
+            for container in living:
+                if now > container.ends_at:
+                    container.end(
+                        f"the container was ended after {container.spec.limits.wall_s:g} s (limits.wall_s)"
+                    )
+            if not self._quota and now > measured_at:
+                for container in living:
+                    with suppress(ContainerError):
+                        _measure(container)
+                # Where there is much to measure, that takes a tenth of the time at most.
+                measured_at = time.monotonic() + 9 * (time.monotonic() - now)
+            if now > reaps_at:
+                reaps_at = now + _REAP_S
                 with suppress(ContainerError):
                     self.reap()
 
 
-def _look_after(container: DockerContainer) -> None:
-    limits = container.spec.limits
-    if time.monotonic() > container.ends_at:
-        container.end(f"the container was ended after {limits.wall_s:g} s (limits.wall_s)")
-    elif (size := container.disk_bytes()) > limits.disk_mib * MIB:
+def _measure(container: DockerContainer) -> None:
+    most = container.spec.limits.disk_mib
+    if (size := container.disk_bytes()) > most * MIB:
         container.end(
-            f"the container was ended: it wrote {size >> 20} MiB to its file system, where {limits.disk_mib} are allowed "
+            f"the container was ended: it wrote {size >> 20} MiB to its file system, where {most} are allowed "
             "(limits.disk_mib)"
         )
 

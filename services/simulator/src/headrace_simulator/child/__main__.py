@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from headrace.simulator.v1 import simulator_pb2
 from headrace_schema.references import Unread, redacted, resolved
 from headrace_servicekit.memory.blobs import BlobWriter
 from headrace_servicekit.process.worker_pipes import become_worker, frame, read_frame
+from headrace_servicekit.registry import PluginError
 from headrace_servicekit.rpc.tensors import encode_tensor
 
 from headrace_simulator import backends
@@ -224,7 +226,7 @@ def _answer(host: Host, kind: Kind, payload: bytes) -> Message:
     if kind is Kind.THREADS:
         _compute_with(json.loads(payload)["threads"])
         return kind, b""
-    return Kind.CATALOGUE, json.dumps(catalogue()).encode()
+    return Kind.CATALOGUE, json.dumps({"environments": catalogue(), "brokers": brokers()}).encode()
 
 
 def _compute_with(threads: int) -> None:
@@ -244,6 +246,16 @@ def catalogue() -> list[tuple[str, str]]:
             # A backend whose extra is not installed is no fault: it is not offered.
             sys.stderr.write(f"backend {name} is left out: {error}\n")
     return listed
+
+
+def brokers() -> dict[str, str]:
+    """The broker's module of each installed backend that has one."""
+    found = {}
+    for name in backends.BACKENDS.names():
+        with suppress(PluginError):  # the catalogue says why it is left out
+            if module := backends.BACKENDS.find(name).broker:
+                found[name] = module
+    return found
 
 
 def _fault(field: str, message: str) -> Message:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from headrace_servicekit.lease.devices import bind_cpu, gpu_uuids
 from headrace_servicekit.process.worker import UsersCode, Worker, WorkerGone, WorkerTimeout, exit_description
 
 from headrace_simulator.pipes import CODEC, MEMORY_PART, Kind, Message
+from headrace_simulator.pools.brokers import BROKER_VARIABLE, BrokerLost, Brokers
 
 MODULE = "headrace_simulator.child"
 MAX_LISTED = 60_000
@@ -36,7 +38,9 @@ class ChildHost:
     Who asks it something holds `turn` until the last answer, and is not cancelled in between.
     """
 
-    def __init__(self, opening: dict[str, Any], open_timeout_s: float) -> None:
+    def __init__(
+        self, opening: dict[str, Any], open_timeout_s: float, brokers: Brokers | None = None
+    ) -> None:
         self.generation = 0
         self.description = b""
         """The OpenPoolResponse that describes the environments, serialized."""
@@ -49,6 +53,7 @@ class ChildHost:
         self._bound: tuple[str, ...] = ()
         self._opening = json.dumps(opening).encode()
         shelf = [Path(opening["shelf"][0])] if opening.get("shelf") else []
+        self._backend, self._brokers = opening["backend"], brokers
         self._code = UsersCode(
             opening["options"] | {"": opening["name"]}, variables=opening.get("env", ()), writes=shelf
         )
@@ -137,7 +142,14 @@ class ChildHost:
         gpus = gpu_uuids(self.devices)
         part = {MEMORY_PART: str(self.memory_part / self.share)} if self.memory_part < 1 else {}
         variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **part} if gpus else None
-        child = await Worker.start(MODULE, CODEC, variables=variables, code=self._code)
+        code, variables = self._code, variables or {}
+        try:
+            broker = await self._brokers.folder(self._backend) if self._brokers is not None else None
+        except BrokerLost as lost:
+            raise HostFault("environment.backend", f"{self._backend} cannot be had: {lost}") from lost
+        if broker is not None:
+            code, variables = replace(code, reads=[broker]), {**variables, BROKER_VARIABLE: str(broker)}
+        child = await Worker.start(MODULE, CODEC, variables=variables, code=code)
         self._bound = self.devices
         try:
             if self.devices:
@@ -164,8 +176,8 @@ def _payload(frame: tuple[Kind, bytes]) -> bytes:
     return payload
 
 
-async def list_environments(timeout_s: float) -> list[tuple[str, str]]:
-    """Backend and name of every environment, from a child made for the question.
+async def list_environments(timeout_s: float) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """Backend and name of every environment, and modules of brokers by backend, from a child made for the question.
 
     Raises:
         WorkerGone, WorkerTimeout: the child could not tell.
@@ -174,7 +186,8 @@ async def list_environments(timeout_s: float) -> list[tuple[str, str]]:
     try:
         child.send((Kind.CATALOGUE, b""))
         _, payload = await child.receive(timeout_s)
-        return [(backend, name) for backend, name in json.loads(payload)]
+        found = json.loads(payload)
+        return [(backend, name) for backend, name in found["environments"]], found["brokers"]
     finally:
         await child.kill()
 

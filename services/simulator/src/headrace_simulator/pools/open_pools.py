@@ -12,6 +12,7 @@ from headrace_servicekit.lease.devices import gpu_uuids
 from headrace_servicekit.memory.blobs import BlobStore
 
 from headrace_simulator.config import SimulatorSettings
+from headrace_simulator.pools.brokers import Brokers
 from headrace_simulator.pools.pool import EnvironmentPool, PoolPlan
 
 _REMEMBERED_REQUESTS = 4096
@@ -34,8 +35,10 @@ class _Opening:
 class Pools:
     """Pools by name. An opening is keyed by (run, request id). `on_gpus`: leases are on GPUs here."""
 
-    def __init__(self, settings: SimulatorSettings, blobs: BlobStore, *, on_gpus: bool = False) -> None:
-        self._settings, self._blobs, self._on_gpus = settings, blobs, on_gpus
+    def __init__(
+        self, settings: SimulatorSettings, blobs: BlobStore, brokers: Brokers, *, on_gpus: bool = False
+    ) -> None:
+        self._settings, self._blobs, self._on_gpus, self._brokers = settings, blobs, on_gpus, brokers
         self._numbers = count(1)
         self._openings: OrderedDict[tuple[str, str], _Opening] = OrderedDict()
         self._pools: dict[str, tuple[str, EnvironmentPool]] = {}
@@ -120,6 +123,7 @@ class Pools:
         """Closes every pool, those that are being opened too."""
         for run in {run for run, _ in self._openings} | self.runs():
             await self.close_run(run)
+        await self._brokers.close()
 
     async def _open(self, run: str, plan: PoolPlan) -> EnvironmentPool:
         limit = self._settings.environments
@@ -129,7 +133,9 @@ class Pools:
                 f"{limit}; lower it, close a pool, or raise HEADRACE_SIMULATOR_ENVIRONMENTS"
             )
         self._reserved += plan.count
-        pool = EnvironmentPool(f"pools/{next(self._numbers)}", plan, self._settings, self._blobs)
+        pool = EnvironmentPool(
+            f"pools/{next(self._numbers)}", plan, self._settings, self._blobs, self._brokers
+        )
         self._place(pool, run)
         try:
             await pool.open()

@@ -17,6 +17,7 @@ from headrace_servicekit.memory.blobs import BlobStore
 
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.pipes import Kind
+from headrace_simulator.pools.brokers import Brokers
 from headrace_simulator.pools.gathering import Authority, Gathering, Part
 from headrace_simulator.pools.host import ChildHost, HostFault, HostLost
 from headrace_simulator.pools.ledger import Description, EnvironmentLedger, Operation, Outcome, length_of
@@ -56,7 +57,14 @@ class PoolPlan:
 class EnvironmentPool:
     """An open pool. A child runs one batch of operations at a time, the children run side by side."""
 
-    def __init__(self, name: str, plan: PoolPlan, settings: SimulatorSettings, blobs: BlobStore) -> None:
+    def __init__(
+        self,
+        name: str,
+        plan: PoolPlan,
+        settings: SimulatorSettings,
+        blobs: BlobStore,
+        brokers: Brokers | None = None,
+    ) -> None:
         self.name = name
         self.incarnation = uuid.uuid4().hex
         self.plan = plan
@@ -65,7 +73,7 @@ class EnvironmentPool:
         self._shelf = Shelf(blobs, self.incarnation)
         shelf = [str(blobs.folder), self.incarnation, plan.blob_bytes] if plan.blob_bytes else None
         self._hosts = [
-            ChildHost({**opening, "shelf": shelf}, settings.open_timeout_s)
+            ChildHost({**opening, "shelf": shelf}, settings.open_timeout_s, brokers)
             for opening in _openings(plan, settings.children)
         ]
         self._ledgers: list[EnvironmentLedger] = []

@@ -1,0 +1,1 @@
+"""The process beside a simulator's children that alone speaks to engines of containers."""

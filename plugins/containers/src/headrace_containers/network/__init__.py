@@ -1,0 +1,1 @@
+"""What a container without a network reaches: connections that a relay in its name space hands to its owner."""
