@@ -43,7 +43,7 @@ RUNS = {
     "tiny-lora": ("examples/tiny-lora.yaml", 8),
     "cartpole": ("examples/embodied/cartpole.yaml", 4),
 }
-"""Examples by name: the file, and the steps after which their weights are taken. An agentic run is refused the key."""
+"""Examples by name: the file, and the steps after which their weights are taken."""
 DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
 """Digests of what was sent change with its form: numbered as they come, they say what is equal."""
 COMMAND_S = 300.0

@@ -72,7 +72,15 @@ def test_it_looks_again_after_a_while():
     assert found == {True, False}
 
 
-def test_a_deterministic_run_and_one_core_keep_their_number():
+def test_a_deterministic_run_computes_in_one_thread_whatever_is_leased():
+    clock = Clock()
+    threads = Threads(clock)
+    threads.single = True
+    threads.lease(2)
+    assert {clock.do(threads, "micro", 8, {1: 9.0, 2: 1.0}) for _ in range(20)} == {1}
+
+
+def test_what_is_beside_a_gpu_and_one_core_keep_their_number():
     clock = Clock()
     threads = Threads(clock)
     threads.fixed = True

@@ -14,7 +14,8 @@ def test_a_need_that_the_engine_lacks_names_key_and_engine():
     wanted = {"deterministic": True, "rollout": {"engine": "vllm"}}
     (found,) = problems(wanted, BOTH).items()
     assert found[0] == "deterministic"
-    assert "rollout.engine: vllm cannot" in found[1] and "set rollout.engine: transformers" in found[1]
+    assert "rollout.engine: vllm computes log-probs by kernels of its own" in found[1]
+    assert "set rollout.engine: transformers" in found[1]
     assert problems({"deterministic": True}, BOTH) == {}
     assert problems(wanted, FLEET) == {}, "instances of a release that registers no features"
     beside = {"trainer": {"lora": {}}, "rollout": {"enable_lora": True}}

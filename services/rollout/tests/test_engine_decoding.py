@@ -279,31 +279,6 @@ async def test_chunks_join_to_the_answer(engine, collector, groups):
         assert [p for piece in pieces for p in piece.log_probs] == list(output.whole.log_probs)
 
 
-async def test_deterministic_waves_admit_nobody_and_start_at_token_zero(new_engine, new_collector, groups):
-    engine, collector = await new_engine(6), new_collector()
-    stream = collector.stream(deterministic=True, chunk_tokens=1)
-    await engine.submit(stream, groups[:2][::-1])
-    await engine.submit(
-        stream, [Group(9, groups[0].prompt_ids, [Sample(0, 2, Prefix([5], [-1.0], [(1, 1)]))])]
-    )
-    outputs = await collector.wait_ended(7)
-    late = [i for i, output in enumerate(collector.outputs) if output.key.prompt_ordinal == 9]
-    early = [i for i, output in enumerate(collector.outputs) if output.key.prompt_ordinal < 2]
-    assert min(late) > max(early), "the second submission waits for the first wave's end"
-    assert collector.outputs[late[0]].offset == 0
-    assert collector.outputs[0].key.prompt_ordinal == 0, "a wave is in ordinal order"
-    assert outputs[SlotKey(9, 0)].whole.spans[0][0] == 1
-
-
-async def test_a_wave_that_needs_more_rows_goes_on_in_a_second_one(new_engine, collector, groups):
-    engine = await new_engine(2)
-    await engine.submit(collector.stream(deterministic=True, chunk_tokens=1), groups[1:2])
-    await collector.wait_ended(3)
-    third = [i for i, output in enumerate(collector.outputs) if output.key.sample_index == 2]
-    others = [i for i, output in enumerate(collector.outputs) if output.key.sample_index != 2]
-    assert min(third) > max(others)
-
-
 async def test_rows_of_one_batch_keep_their_own_distribution(engine, new_collector, groups, reference):
     hot, cold = new_collector(), new_collector()
     await engine.submit(hot.stream(Distribution(2.0), chunk_tokens=1, max_new_tokens=60), groups)

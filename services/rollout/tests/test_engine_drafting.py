@@ -67,9 +67,7 @@ async def test_answers_are_those_without_drafts(answers, codec, distribution):
         assert figures.decode_steps < without.decode_steps
 
 
-@pytest.mark.parametrize(
-    ("rows", "stream"), [(MOST_ROWS, {}), (2, {"stop": ("zz",)}), (2, {"deterministic": True})]
-)
+@pytest.mark.parametrize(("rows", "stream"), [(MOST_ROWS, {}), (2, {"stop": ("zz",)})])
 async def test_nothing_is_drafted_where_it_costs_or_would_change_an_answer(
     answers, codec, monkeypatch, rows, stream
 ):

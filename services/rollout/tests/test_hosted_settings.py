@@ -12,10 +12,11 @@ from headrace_rollout.engines.hosted.options import (
     Speculation,
     check_draft,
     check_heads,
+    check_invariance,
     check_names,
     parallel_size,
 )
-from headrace_rollout.engines.vllm.options import REFUSED_ARGUMENTS
+from headrace_rollout.engines.vllm.options import REFUSED_ARGUMENTS, VllmOptions
 from headrace_servicekit.registry import PluginError
 
 
@@ -113,3 +114,10 @@ def test_a_draft_model_of_another_vocabulary_is_refused(model_config, tmp_path):
         check_draft(Speculation(method="draft", model=str(tmp_path)), model_config)
     check_draft(Speculation(method="draft", model=model_config.path), model_config)
     check_draft(Speculation(method="ngram"), model_config)
+
+
+def test_kernels_that_do_not_follow_the_batch_are_refused_where_the_engine_has_none():
+    check_invariance(VllmOptions(batch_invariant=True), has_gpu=True)
+    check_invariance(VllmOptions(), has_gpu=False)
+    with pytest.raises(PluginError, match=r"batch_invariant: on a CPU .* the engine transformers with determ"):
+        check_invariance(VllmOptions(batch_invariant=True), has_gpu=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import grpc
@@ -13,7 +14,10 @@ from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.algorithms._base import LossSums
 from headrace_trainer.backends.shared.figures import TokenFigures
+from headrace_trainer.learning.figures import differences
 from headrace_trainer.learning.reading import read_sequence
+from headrace_trainer.learning.samples import Sample
+from trainer_calls import Engine, settled_group
 
 VOCABULARY = 1 << 20
 
@@ -171,3 +175,35 @@ def test_ratios_of_engine_and_trainer_add_up_over_micro_batches():
     assert sums["ratio"] == pytest.approx(float(ratio.sum()))
     assert sums["ratio_square"] == pytest.approx(float(ratio.square().sum()))
     assert sums["mismatch"] == pytest.approx(901.5)
+
+
+async def test_a_deterministic_step_is_refused_by_the_first_token_that_differs(
+    client, make_config, settled_digest
+):
+    version = (await client.open(make_config(deterministic=True))).version
+    Engine.tells = True
+    groups = [settled_group(prompt, version=version) for prompt in (3, 5)]
+    await client.begin(0, 1, 1, 2)
+    await client.learn(0, 1, groups)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.commit(0, 1, 1, 2, settled_digest(groups))
+    assert reason_of(caught.value) == "LOG_PROBS_DIFFER"
+    told = groups[0].members[0].trajectory.branches[0].segments[1].tokens
+    assert (
+        f"differ in step 1, slot (prompt 3, sample 0), token 0 (id {told.token_ids[0]}): the engine's log-prob is "
+        f"{told.log_probs[0]:.9g} (0x" in caught.value.details()
+    )
+
+
+def test_one_bit_is_a_difference_and_a_token_that_the_engine_tells_nothing_of_is_none():
+    near = float(torch.nextafter(torch.tensor(-1.25), torch.tensor(0.0)))
+    sample = Sample([7, 8, 9, 9], [1, 2, 3], [-0.5, -1.25, math.nan], slot=(4, 1))
+    assert not list(differences([sample], [[-0.5, -1.25, -3.0]]))
+    (found,) = differences([sample], [[-0.5, near, -3.0]])
+    assert (found.slot, found.place, found.token) == ((4, 1), 1, 9)
+    assert "-1.25 (0xbfa00000), the trainer's -1.24999988 (0xbf9fffff)" in str(found)
+    figures = TokenFigures()
+    engine_K = torch.tensor(sample.engine_log_probs)
+    tokens = SimpleNamespace(engine_log_probs_K=engine_K, old_log_probs_K=torch.tensor([-0.5, near, -3.0]))
+    figures.compare_bits(tokens, [[sample]])
+    assert figures.sums()["mismatch_bits"] == 22 and figures.differs == [found]

@@ -21,7 +21,7 @@ from headrace_servicekit.weights.versions import base_name
 from headrace_trainer.export import export_checkpoint
 from headrace_trainer.ranks.policy_rounds import PolicyRounds
 from headrace_trainer.versions.publishing import published_tensors
-from trainer_calls import TrainerClient, digest_of, refusal
+from trainer_calls import Engine, TrainerClient, digest_of, refusal
 
 ONE = common_pb2.SamplingDistribution(temperature=1.0, log_prob_kind=common_pb2.LOG_PROB_KIND_PROCESSED)
 TURNS = ("asker", "teller", "asker")
@@ -48,7 +48,7 @@ def talk_of(seed: int, index: int, number: int, roles: tuple[str, ...]) -> train
         for version, ids in lines[role]:
             tokens = common_pb2.TokenSegment(token_ids=ids)
             if version:
-                tokens.log_probs.extend([-float(each) / 9 for each in ids])
+                tokens.log_probs.extend([-float(each) / 9 for each in ids] if Engine.tells else [])
                 tokens.distribution.CopyFrom(ONE)
             branch.segments.add(policy_number=version, tokens=tokens)
     talk, spoken = trajectory.conversation, dict.fromkeys(lines, 0)

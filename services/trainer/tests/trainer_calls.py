@@ -18,6 +18,7 @@ from headrace_servicekit.instance import Instance
 from headrace_servicekit.rpc.digests import set_digest, trajectory_digest
 from headrace_servicekit.rpc.errors import message_of, reason_of
 from headrace_trainer.learning.samples import Sample
+from msgspec.structs import replace
 
 VOCABULARY = 32
 TORCH_TYPES = {
@@ -42,6 +43,12 @@ def random_sequences(seed: int, *, count: int = 4, prompt: int = 9, version: int
     return found
 
 
+class Engine:
+    """Whether it tells log-probs: the run that was opened last is not deterministic, and so takes any."""
+
+    tells = True
+
+
 def settled_group(
     prompt: int,
     *,
@@ -49,9 +56,10 @@ def settled_group(
     rewards: list[float] | None = None,
     attempt: int = 1,
 ) -> trainer_pb2.SettledGroup:
-    """A settled group as the coordinator sends it."""
+    """A settled group as the coordinator sends it, with log-probs that no engine computes, where a run takes them."""
     group = trainer_pb2.SettledGroup(prompt_ordinal=prompt)
     for index, sequence in enumerate(random_sequences(prompt)):
+        sequence = sequence if Engine.tells else replace(sequence, engine_log_probs=[])
         trajectory = settled_trajectory(prompt, index, attempt, sequence, version.number)
         reward = (rewards or [1.0, 0.0, 0.5, 0.0])[index]
         group.members.add(trajectory=trajectory, reward=reward, oldest_version=version)
@@ -119,6 +127,7 @@ class TrainerClient:
         )
 
     async def open_run(self, config: dict[str, Any], run: str | None = None) -> Any:
+        Engine.tells = not config.get("deterministic", False)
         return await self.stub.OpenRun(
             trainer_pb2.OpenRunRequest(
                 header=self.header(run), config_json=json.dumps(config), run_directory=str(self.directory)

@@ -274,6 +274,12 @@ MINOR = {"attempt", "filtered", "refilled", "set digest"}
 ALL_COLUMNS = 136
 
 
+def _mismatch(mean: float | None, bits: int | None) -> str:
+    if mean is None:
+        return "not compared"
+    return f"{mean:.2g}" if bits is None else f"{bits} bits"
+
+
 def certificates_table(certificates: Sequence[Certificate], width: int = ALL_COLUMNS) -> Table:
     """One line an update; versions by their numbers, as everywhere, and the attempts of a step from 1."""
     attempts = Counter[int]()
@@ -293,7 +299,7 @@ def certificates_table(certificates: Sequence[Certificate], width: int = ALL_COL
                 item.refilled,
                 item.tokens,
                 measured(item.max_staleness),
-                "not compared" if mean is None else f"{mean:.2g}",
+                _mismatch(mean, item.log_prob_mismatch_bits),
                 "" if kl is None else f"{kl:.2g}",
                 item.set_digest[:16],
             )

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from headrace_modelkit.invariant import is_invariant
+from headrace_modelkit.products import grouped_row_products, row_products
+
 FAMILIES = ("mixtral", "qwen3_moe")
 """By `model_type`: those whose routers this module computes."""
 NAME = "headrace_experts"
@@ -210,7 +213,8 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(logits, weights, experts) of (…, D), as transformers' routers give them."""
-        logits_NE = F.linear(hidden.reshape(-1, hidden.shape[-1]), self.weight)
+        multiply = row_products if is_invariant(self) else F.linear
+        logits_NE = multiply(hidden.reshape(-1, hidden.shape[-1]), self.weight)
         weights_NK, index_NK = route(logits_NE, self._chosen, self._routing, self._layer, normed=self._normed)
         return logits_NE, weights_NK.to(logits_NE.dtype) if self._rounds else weights_NK, index_NK
 
@@ -277,13 +281,18 @@ def _product(experts: Any, name: str, rows_SI: Tensor, ends_E: Tensor) -> Tensor
     weight_EOI: Tensor = getattr(experts, name)
     adapter = getattr(experts, f"{name}{ADAPTER}", None)
     if adapter is None:
-        return grouped_product(rows_SI, weight_EOI, ends_E)
+        return grouped_product(rows_SI, weight_EOI, ends_E, fixed=is_invariant(experts))
     found_SO: Tensor = adapter(rows_SI, weight_EOI, ends_E)
     return found_SO
 
 
-def grouped_product(rows_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """(S, O) of rows in the order of their experts; `ends_E` is the place behind each expert's last row."""
+def grouped_product(rows_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, fixed: bool = False) -> Tensor:
+    """(S, O) of rows in the order of their experts; `ends_E` is the place behind each expert's last row.
+
+    `fixed`: no row's bits hang on the others (`invariant`).
+    """
+    if fixed:
+        return grouped_row_products(rows_SI, weight_EOI, ends_E)
     weight_EIO = weight_EOI.transpose(-2, -1)
     if rows_SI.dtype is torch.bfloat16:
         found_SO: Tensor = F.grouped_mm(rows_SI, weight_EIO, offs=ends_E)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from headrace_modelkit import logprobs
 from headrace_modelkit.logprobs import Head, Temperature, scale, wide_product
-from headrace_modelkit.products import product
+from headrace_modelkit.products import COLUMNS, product
 
 Gather = Callable[[Tensor], Tensor]
 """(N,) of this rank to (ranks, N)."""
 TILES_IN_CHUNK = 32
-TILE_COLUMNS = 2048
+TILE_COLUMNS = COLUMNS
 """Words of a tile on a CPU, so that it stays in the caches. Other devices take whole rows: fewer, larger kernels."""
 
 
@@ -52,6 +52,13 @@ def hidden_log_probs(
     return found_N, (entropy_N if entropy else None)
 
 
+def vocabulary_totals(scaled_NV: Tensor) -> Tensor:
+    """(N,) logsumexp of logits, to the bits that `hidden_log_probs` of a model of `invariant` subtracts."""
+    totals = [_summary(scaled_NV[:, columns], False)[0] for columns in _slices(scaled_NV.shape[-1], COLUMNS)]
+    stacked_JN = torch.stack(totals)
+    return _merged(stacked_JN, torch.zeros_like(stacked_JN))[0]
+
+
 def gather_in_fp32(parameter: Tensor) -> None:
     """Lets a parameter's gradient be fp32, unless it has one of its own type already."""
     if parameter.requires_grad and parameter.is_leaf and parameter.grad is None:
@@ -73,7 +80,7 @@ class _HiddenLogProbs(torch.autograd.Function):
         entropy: bool,
         gather: Gather | None,
     ) -> tuple[Tensor, Tensor]:
-        tiling = _Tiling.of(hidden_ND, weight_VD)
+        tiling = _Tiling.of(hidden_ND, weight_VD, fixed=head.invariant)
         chosen_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float32)
         totals: list[Tensor] = []
         means: list[Tensor] = []
@@ -109,7 +116,7 @@ class _HiddenLogProbs(torch.autograd.Function):
         of_hidden_ND = torch.zeros_like(hidden_ND, dtype=torch.float32)
         of_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         of_bias_V = total_N.new_zeros(len(weight_VD)) if ctx.needs_input_grad[2] else None
-        tiling = _Tiling.of(hidden_ND, weight_VD)
+        tiling = _Tiling.of(hidden_ND, weight_VD, fixed=head.invariant)
         for part, columns in tiling.parts(head):
             for rows in tiling.rows():
                 shaped_NC = part.shaped(part.products(hidden_ND[rows]) if kept_NV is None else kept_NV)
@@ -155,9 +162,11 @@ def _summary(scaled_NC: Tensor, entropy: bool) -> tuple[Tensor, Tensor | float]:
 
 def _merged(totals_JN: Tensor, means_JN: Tensor) -> tuple[Tensor, Tensor]:
     """(logsumexp, mean under the softmax) over parts of the vocabulary."""
-    total_N = totals_JN.logsumexp(0)
+    # Along rows: torch adds up columns in an order that hangs on how many there are.
+    totals_NJ, means_NJ = totals_JN.T.contiguous(), means_JN.T.contiguous()
+    total_N = totals_NJ.logsumexp(-1)
     # A part without weight has no mean.
-    mean_N = ((totals_JN - total_N).exp() * means_JN).nan_to_num(nan=0.0).sum(0)
+    mean_N = ((totals_NJ - total_N[:, None]).exp() * means_NJ).nan_to_num(nan=0.0).sum(-1)
     return total_N, mean_N
 
 
@@ -209,7 +218,10 @@ class _Chosen:
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How many rows and columns a tile has. `alone`: one tile holds everything, and may be kept for the backward."""
+    """How many rows and columns a tile has. `alone`: one tile holds everything, and may be kept for the backward.
+
+    `fixed`: of as many columns, however many rows there are.
+    """
 
     rows_in_all: int
     columns_in_all: int
@@ -217,13 +229,13 @@ class _Tiling:
     column_count: int
 
     @classmethod
-    def of(cls, hidden_ND: Tensor, weight_VD: Tensor) -> _Tiling:
+    def of(cls, hidden_ND: Tensor, weight_VD: Tensor, *, fixed: bool) -> _Tiling:
         rows, columns = len(hidden_ND), len(weight_VD)
         elements = logprobs.chunk_elements(hidden_ND.device)
-        if rows * columns <= elements:
+        if rows * columns <= elements and not (fixed and columns > COLUMNS):
             return cls(rows, columns, max(1, rows), columns)
         count = columns
-        if hidden_ND.device.type == "cpu":
+        if hidden_ND.device.type == "cpu" or fixed:
             elements, count = elements // TILES_IN_CHUNK, min(columns, TILE_COLUMNS)
         return cls(rows, columns, max(1, elements // count), count)
 

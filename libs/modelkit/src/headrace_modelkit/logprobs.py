@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from headrace_modelkit.products import PackedWeight
+from headrace_modelkit.invariant import is_invariant
+from headrace_modelkit.products import PackedWeight, fixed_products
 
 CHUNK_ELEMENTS = 16 * 1024 * 1024
 """fp32 elements of one chunk of logits on a CPU: 64 MiB."""
@@ -92,6 +93,7 @@ class Head:
 
     `weight_VD` is the model's own (bf16 or fp32) or an fp32 copy of it; `multiplier` and `softcap` are
     what some architectures do after the matrix product. `packed`, if there, multiplies in its place, with no gradient.
+    `invariant`: of a model whose rows do not hang on each other (`invariant.make_invariant`).
     """
 
     weight_VD: Tensor
@@ -99,6 +101,7 @@ class Head:
     multiplier: float
     softcap: float | None
     packed: PackedWeight | None = None
+    invariant: bool = False
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
@@ -113,16 +116,17 @@ class Head:
         multiplier *= scaling if config.model_type.startswith("hyperclovax") else 1.0 / scaling
         caps = (getattr(config, key, None) for key in _CAPS)
         bias = getattr(linear, "bias", None)
-        return cls(linear.weight, bias, multiplier, next((cap for cap in caps if cap), None))
+        softcap, invariant = next((cap for cap in caps if cap), None), is_invariant(linear)
+        return cls(linear.weight, bias, multiplier, softcap, invariant=invariant)
 
     def widened(self) -> Head:
         """The same head with its weights copied to fp32 once, for callers that score many times; itself where products
         take bf16.
         """
-        if narrow_products(self.weight_VD):
+        if narrow_products(self.weight_VD) and not self.invariant:
             return self
         bias_V = None if self.bias_V is None else self.bias_V.detach().float()
-        return Head(self.weight_VD.detach().float(), bias_V, self.multiplier, self.softcap)
+        return replace(self, weight_VD=self.weight_VD.detach().float(), bias_V=bias_V, packed=None)
 
     def packed_into(self, packed: PackedWeight) -> Head:
         """The same head, for callers that score many times without a gradient; `packed` is its memory."""
@@ -139,6 +143,9 @@ class Head:
         """fp32 (N, V): the matrix product alone."""
         if self.packed is not None:
             return self.packed(hidden_ND)
+        if self.invariant:
+            bias_V = None if self.bias_V is None else self.bias_V.float()
+            return fixed_products(hidden_ND.float(), self.weight_VD.float(), bias_V)
         if narrow_products(hidden_ND, self.weight_VD):
             found_NV = wide_product(hidden_ND, self.weight_VD.T)
             return found_NV if self.bias_V is None else found_NV + self.bias_V.float()

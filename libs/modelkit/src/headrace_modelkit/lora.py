@@ -1,8 +1,8 @@
 """LoRA (arXiv 2106.09685): adapters of low rank beside frozen linear layers and layers of experts, without dropout.
 
 A layer gives W x + alpha/R · B (A x): two thin products beside the frozen one, in the type of x. What is published is
-W + alpha/R · B A, rounded once to the type of W; with `compute_merged` a layer computes with that very weight, made
-anew in each forward, so that an engine's log-probs are the trainer's to the last bit. That costs a pass over W more.
+W + alpha/R · B A, rounded once to the type of W; a layer of a model that `make_invariant` was given computes with that
+very weight, made anew in each forward, so that an engine's log-probs are the trainer's to the last bit.
 Either way an adapter's gradient needs products with A and B alone; that of W is never made. Knows no sharding and no
 optimizer.
 
@@ -30,6 +30,8 @@ from headrace_modelkit.experts import (
     expert_shape,
     grouped_product,
 )
+from headrace_modelkit.invariant import is_invariant
+from headrace_modelkit.products import fixed_products, row_products
 from headrace_modelkit.vision import vision_tower
 
 EXPERTS = "experts"
@@ -49,8 +51,6 @@ class Adapted(nn.Module):
     """What has an adapter: a linear layer, or what stands beside a tensor of experts."""
 
     scale: float
-    merged: bool = False
-    """Whether it computes with the weight that is published."""
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     _stand_ins: list[Adapter]
@@ -89,9 +89,10 @@ class LoraLinear(nn.Linear, Adapted):
     def forward(self, x: Tensor) -> Tensor:
         """(…, O) of (…, I)."""
         adapter = self.adapter
+        fixed = is_invariant(self)
         if adapter is None:
-            return F.linear(x, self.weight, self.bias)
-        if self.merged:
+            return (row_products if fixed else F.linear)(x, self.weight, self.bias)
+        if fixed:
             function: Any = _MergedLinear
             found: Tensor = function.apply(x, self.weight, self.bias, *adapter, self.scale)
             return found
@@ -118,7 +119,7 @@ class _MergedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight_OI, a_RI, b_OR)
         ctx.scale = scale
-        return F.linear(x, merged_weight(weight_OI, a_RI, b_OR, scale), bias_O)
+        return fixed_products(x, merged_weight(weight_OI, a_RI, b_OR, scale), bias_O)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -155,10 +156,10 @@ class LoraExperts(Adapted):
 
     def forward(self, rows_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
         """(S, O); `ends_E` as in `grouped_product`."""
-        adapter = self.adapter
+        adapter, fixed = self.adapter, is_invariant(self)
         if adapter is None:
-            return grouped_product(rows_SI, weight_EOI, ends_E)
-        if self.merged:
+            return grouped_product(rows_SI, weight_EOI, ends_E, fixed=fixed)
+        if fixed:
             function: Any = _MergedExperts
             found: Tensor = function.apply(rows_SI, weight_EOI, ends_E, *adapter, self.scale)
             return found
@@ -185,7 +186,8 @@ class _MergedExperts(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows_SI, weight_EOI, ends_E, a_ERI, b_EOR)
         ctx.scale = scale
-        return grouped_product(rows_SI, merged_weight(weight_EOI, a_ERI, b_EOR, scale), ends_E)
+        merged_EOI = merged_weight(weight_EOI, a_ERI, b_EOR, scale)
+        return grouped_product(rows_SI, merged_EOI, ends_E, fixed=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -287,12 +289,6 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
     for name, module in model.named_modules():
         if isinstance(module, Adapted):
             yield name, module
-
-
-def compute_merged(model: nn.Module) -> None:
-    """Lets everything that has an adapter compute with its merged weight, to the bits that are published."""
-    for _, layer in adapted_layers(model):
-        layer.merged = True
 
 
 def adapter_of(weight: str) -> str:

@@ -34,15 +34,17 @@ class Threads:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.fixed = False
-        """All cores of the lease whatever they bring: another number rounds sums in another way."""
+        """All cores of the lease whatever they bring: those beside a GPU."""
+        self.single = False
+        """One thread whatever the lease has: several divide sums where their number says (`invariant`)."""
         self._most = 1
         self._choices: dict[tuple[int, str, int], Choice] = {}
         """By cores, kind and size: a step's devices come and go, and what was measured holds when they come back."""
 
     def lease(self, most: int) -> None:
         """Sets the number of cores to compute on."""
-        self._most = most
-        torch.set_num_threads(most)
+        self._most = 1 if self.single else most
+        torch.set_num_threads(self._most)
 
     @contextmanager
     def work(self, kind: str, size: int) -> Iterator[None]:

@@ -65,6 +65,8 @@ class RolloutConfig(Opening):
     adapters: dict[str, Count] = Field(default_factory=dict)
     """Rank of each policy's adapters, by its name ("" is the run's own), with rollout.enable_lora; else none."""
     seed: Seed = 0
+    deterministic: bool = False
+    """Log-probs have the trainer's bits."""
 
     @classmethod
     def of(cls, spec: RunSpec, **more: Any) -> Self:

@@ -72,8 +72,14 @@ def engine_args(config: EngineConfig, options: SglangOptions, start: Start) -> d
     }
     if is_quantised(architecture):  # weights come in model.dtype, which its quantised layers would not take
         arguments["json_model_override_args"] = json.dumps({QUANTISATION: None})
+    if options.batch_invariant:
+        arguments |= INVARIANT
     drafted = drafting(options.speculative) if options.speculative else {}
     return {**arguments, **drafted, **({} if on_gpu else CPU_ARGUMENTS), **options.engine_args}
+
+
+INVARIANT: dict[str, Any] = {"enable_deterministic_inference": True, "rl_on_policy_target": "fsdp"}
+"""Kernels whose bits do not hang on the batch, and norms, positions and log-probs rounded as transformers has them."""
 
 
 def drafting(speculation: Speculation) -> dict[str, Any]:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from headrace_rollout.engines.base import Engine, EngineConfig
 from headrace_rollout.engines.hosted.engine import HostedEngine
-from headrace_rollout.engines.hosted.options import KEY, check_heads, check_no_gguf, deadlines_of, needing
+from headrace_rollout.engines.hosted.options import (
+    KEY,
+    check_heads,
+    check_invariance,
+    check_no_gguf,
+    deadlines_of,
+    needing,
+)
 from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
 
@@ -21,6 +28,7 @@ def build(options: SglangOptions, config: EngineConfig) -> Engine:
         from headrace_sglang.arguments import check_extra
         from headrace_sglang.backend import SglangBackend
     check_extra(options.engine_args)
+    check_invariance(options, has_gpu=torch.cuda.is_available())
     check_heads(options.tensor_parallel_size, config.model)
     if options.speculative is not None and not _samples_drafts():
         reason = (

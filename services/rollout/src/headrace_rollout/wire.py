@@ -114,7 +114,6 @@ def stream_of(
         failed=failed,
         stop=tuple(stop for stop in message.stop if stop),
         chunk_tokens=message.chunk_tokens,
-        deterministic=message.deterministic,
         holds=holds,
     )
 

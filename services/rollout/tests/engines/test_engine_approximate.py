@@ -207,3 +207,15 @@ def test_vllms_sleep_reads_what_is_set_and_a_cache_wakes_what_is_left():
     for method, call in ((Worker.sleep, "suspend_device_comms()"), (Worker.wake_up, "resume_device_comms()")):
         source = inspect.getsource(method)
         assert "enable_nccl_comm_suspend" in source and call in source
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_vllm_reads_that_its_kernels_are_not_to_follow_the_batch(asked):
+    import vllm.envs
+    from headrace_rollout.engines.hosted.backend import Start
+    from headrace_rollout.engines.vllm.arguments import environment, variables_of
+    from headrace_rollout.engines.vllm.options import VllmOptions
+
+    start = Start((torch.device("cpu"),), 1)
+    with environment(variables_of(start, VllmOptions(batch_invariant=asked), routed_experts=False)):
+        assert vllm.envs.VLLM_BATCH_INVARIANT is asked

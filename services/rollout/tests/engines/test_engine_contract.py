@@ -100,15 +100,10 @@ async def test_members_of_a_group_differ_and_a_greedy_one_is_greedy(rig):
     assert len({tuple(answer) for answer in tokens(found).values()}) >= 4
 
 
-async def test_seeds_hold_by_position_or_deterministic_is_refused(rig):
+async def test_seeds_hold_by_position_and_name_the_answers(rig):
     if rig.engine.capabilities.position_keyed_sampling:
         first = tokens(await rig.generate(groups()))
         assert tokens(await rig.generate(groups()[::-1])) == first
-    if rig.engine.capabilities.deterministic:
-        assert await rig.generate(groups(), deterministic=True)
-    else:
-        with pytest.raises(Refused, match="deterministic: false"):
-            await rig.generate(groups(), deterministic=True)
     other = tokens(await rig.generate(groups(), Distribution(1.5), seed=1))
     assert other != tokens(await rig.generate(groups(), Distribution(1.5), seed=2))
 

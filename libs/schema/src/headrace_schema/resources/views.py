@@ -200,6 +200,11 @@ class CertificateView(Resource):
         default=None,
         description="estimate of KL(engine || trainer) in nats a token; null when no token was compared",
     )
+    log_prob_mismatch_bits: int | None = Field(
+        default=None,
+        description="with deterministic: true the bits in which the engine's log-probs differ from the trainer's: 0, "
+        "as the run fails at the first; null without it, and where no token was compared",
+    )
     drop_rate_by_length: dict[str, float] = Field(
         description="share dropped, FILTERED ones apart, by bucket of answer length in tokens"
     )

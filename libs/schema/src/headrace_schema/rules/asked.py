@@ -176,6 +176,7 @@ NO_LOW_RANK = lacking("trainer.backend", "adapters", "a backend that trains no a
 NO_HELP = lacking("trainer.backend", "helpers", "a backend that takes no gradients of helpers")
 NO_CRITIC = lacking("trainer.backend", "critic", "a backend without critics")
 FIXED_RANKS = lacking("trainer.backend", "changing_ranks", "a backend that needs whole models")
+UNLIKE = lacking("trainer.backend", "deterministic", "a backend whose sums have an order of their own")
 NO_TREES = lacking("trainer.backend", "shared_prefix", "a backend that follows no tree of prefixes")
 CONTEXT = also(unlike(f"{BACKEND}.context_parallel", None, 1), FSDP)
 EXPERTS_DIVIDED = also(unlike(f"{BACKEND}.expert_parallel", None, 1), FSDP)
@@ -242,7 +243,7 @@ OWN_DEVICES = Feature(
 )
 
 # Engines, as their plug-ins register what they can do
-UNSAME = lacking("rollout.engine", "deterministic", "an engine that cannot sample the same tokens again")
+UNSAME = lacking("rollout.engine", "deterministic", "an engine with kernels that the trainer has not")
 NO_ADAPTERS = lacking("rollout.engine", "lora", "an engine that computes with no adapters")
 NO_SWAP = lacking("rollout.engine", "inflight_update", "an engine that installs between answers only")
 NO_ROUTES = lacking("rollout.engine", "routed_experts", "an engine that does not tell which experts it used")

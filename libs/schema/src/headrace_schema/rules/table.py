@@ -27,7 +27,6 @@ _OF_CONVERSATIONS = {
     "rollout.chunk_tokens": "a conversation is sent when it has ended",
     "rollout.helpers": _TURNS_ELSEWHERE,
     "trainer.helpers": _TURNS_ELSEWHERE,
-    "deterministic": "turns meet in no fixed waves, as environments take their own time",
     "environment.alternating": "turns of all conversations are decoded together",
     "environment.reward": "a turn's reward is what the environment's step returns",
     "environment.stop_on_success": "a conversation ends when the environment's step says so",
@@ -170,6 +169,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.OWN_SOURCE: "what is asked comes from the clients",
         f.HELDOUT: (_UNASKED, _LATER),
         f.EVALUATION_DATA: (_UNASKED, _LATER),
+        f.DETERMINISTIC: "clients come when they like, so no two runs are alike",
         f.REMAX: "remax needs a greedy answer to each prompt, and what clients ask is sampled",
     },
     f.AGENT: {
@@ -256,6 +256,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     },
     f.CONTEXT: {
         f.CHANGING: f"{_OTHER_RANKS}rows are divided over some of them",
+        f.DETERMINISTIC: "attention over divided rows has another order of sums than an engine's",
         f.TRAINER_HELPERS: "a helper has no other ranks to divide rows with",
     },
     f.EXPERTS_DIVIDED: {
@@ -279,8 +280,12 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.NO_HELDOUT: {f.BASELINE: "there are no held-out items to evaluate"},
     f.GREEDY: {f.SAMPLES: "greedy decoding gives the same answer every time"},
     f.UNSAME: {
-        f.DETERMINISTIC: "rollout.engine: {run.engine} cannot sample the same tokens again, since its random numbers "
-        "follow its batches"
+        f.DETERMINISTIC: "rollout.engine: {run.engine} computes log-probs by kernels of its own, whose bits are not "
+        "the trainer's"
+    },
+    f.UNLIKE: {
+        f.DETERMINISTIC: "layers of {spec.trainer.backend} add up in another order than any engine, so log-probs "
+        "differ in their last bits"
     },
     f.NO_ADAPTERS: {f.ENABLE_LORA: "rollout.engine: {run.engine} computes with no adapters beside its model"},
     f.NO_SWAP: {f.IN_FLIGHT: "rollout.engine: {run.engine} installs a version between answers only"},

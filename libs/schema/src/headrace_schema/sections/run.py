@@ -61,7 +61,10 @@ class RunSections(Section):
     steps: Count = Field(default=10, description="policy updates")
     seed: Seed = Field(default=0, description="of the order of items and of all sampling")
     deterministic: bool = Field(
-        default=False, description="same seed, same final weights, also over crashes; slower"
+        default=False,
+        description="engine and trainer compute the same log-probs in every bit, whatever was batched with what: the "
+        "run fails at the first that differs. Same seed, same final weights, also over crashes; slower. Of an embodied "
+        "run the weights alone",
     )
     export: bool = Field(default=True, description="write the final weights as a Hugging Face directory")
     model: ModelSection

@@ -103,7 +103,7 @@ class Reauthorize(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ...) -> None: ...
 
 class GenerateOpen(_message.Message):
-    __slots__ = ("header", "policy_number", "distribution", "max_new_tokens", "stop", "seed", "chunk_tokens", "deterministic", "evaluation", "pools")
+    __slots__ = ("header", "policy_number", "distribution", "max_new_tokens", "stop", "seed", "chunk_tokens", "evaluation", "pools")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
@@ -111,7 +111,6 @@ class GenerateOpen(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
@@ -121,10 +120,9 @@ class GenerateOpen(_message.Message):
     stop: _containers.RepeatedScalarFieldContainer[str]
     seed: int
     chunk_tokens: int
-    deterministic: bool
     evaluation: bool
     pools: _containers.RepeatedCompositeFieldContainer[EnvironmentPool]
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., policy_number: _Optional[int] = ..., distribution: _Optional[_Union[_common_pb2.SamplingDistribution, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., deterministic: _Optional[bool] = ..., evaluation: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[EnvironmentPool, _Mapping]]] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., policy_number: _Optional[int] = ..., distribution: _Optional[_Union[_common_pb2.SamplingDistribution, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., evaluation: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[EnvironmentPool, _Mapping]]] = ...) -> None: ...
 
 class AssignGroups(_message.Message):
     __slots__ = ("groups",)

@@ -20,8 +20,12 @@ from headrace_coordinator.domain.state import InstanceState
 
 Response = TypeVar("Response")
 
-USER_ERRORS = frozenset({"INVALID", "MODEL_NOT_READABLE", "UNIMPLEMENTED", "INVALID_ARGUMENT"})
-"""Reasons of refusals that asking again does not change: what is wrong is in the spec."""
+USER_ERRORS = frozenset(
+    {"INVALID", "MODEL_NOT_READABLE", "UNIMPLEMENTED", "INVALID_ARGUMENT", "LOG_PROBS_DIFFER"}
+)
+"""Reasons of refusals that asking again does not change: what is wrong is in the spec, or in what a deterministic run
+was promised.
+"""
 
 
 SCORER_AWAY = "SCORER_AWAY"

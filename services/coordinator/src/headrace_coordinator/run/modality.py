@@ -36,7 +36,6 @@ class Sampling:
     distribution: common.SamplingDistribution
     max_new_tokens: int
     stop: Sequence[str]
-    deterministic: bool = False
     chunk_tokens: int = 0
     greedy: bool = False
     """Whether an episode is greedy; a greedy text has temperature 0."""
@@ -244,7 +243,6 @@ def _generate(sampling: Sampling, **more: Any) -> rollout.GenerateOpen:
         stop=sampling.stop,
         seed=sampling.seed,
         chunk_tokens=sampling.chunk_tokens,
-        deterministic=sampling.deterministic,
         evaluation=sampling.evaluation,
         **more,
     )

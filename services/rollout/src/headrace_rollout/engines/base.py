@@ -42,6 +42,8 @@ class EngineConfig:
     """
     hosts: Hosts | None = None
     """The other hosts of the engine, where it spans several."""
+    deterministic: bool = False
+    """A token's log-prob has the trainer's bits, whatever is computed beside it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Capabilities:
     position_keyed_sampling: bool = False
     """A token's randomness depends on (seed, prompt, sample, position) alone, not on the batch or on a resume."""
     deterministic: bool = False
-    """Waves by ordinal; the same seed gives the same tokens."""
+    """With `EngineConfig.deterministic` a token has the trainer's log-prob to the bit, whatever its batch."""
     resume_from_prefix: bool = False
     """Goes on behind tokens that were sampled elsewhere; without it a sample begins again at token 0."""
     resume_from_cache: bool = False

@@ -324,7 +324,6 @@ class Stream:
     failed: Callable[[str], None]
     stop: tuple[str, ...] = ()
     chunk_tokens: int = 0
-    deterministic: bool = False
     holds: Callable[[], bool] = lambda: True
     adapter: str = ""
     """Which of `EngineConfig.adapters` its tokens are of."""

@@ -86,9 +86,7 @@ class Bounds:
         self, stream: Stream, group: Group, sample: Sample, matcher: StopMatcher | None
     ) -> RunningTrajectory:
         """A sample of a group at its beginning."""
-        # Another batch composition would round the prefix's keys differently: start at token 0.
-        prefix = None if stream.deterministic else sample.prefix
-        room = self.context_limit - len(group.prompt_ids)
+        room, prefix = self.context_limit - len(group.prompt_ids), sample.prefix
         return RunningTrajectory(
             stream,
             SlotKey(group.prompt_ordinal, sample.sample_index),

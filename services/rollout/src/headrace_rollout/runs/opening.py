@@ -131,6 +131,7 @@ def _text_run(
         config.routed_experts,
         config.adapters,
         place.hosts if place else None,
+        config.deterministic,
     )
     if place is not None and place.hosts is None:
         from headrace_rollout.engines.vllm.building import follow_vllm
@@ -141,6 +142,10 @@ def _text_run(
     def build(wanted: EngineConfig) -> Engine:
         engine = chosen.build(wanted)
         require_engine(chosen.name, engine)
+        if config.deterministic and not engine.capabilities.deterministic:
+            reason = "deterministic: true, and it computes log-probs by other kernels than the trainer"
+            fix = "use the engine transformers, or set deterministic: false"
+            raise PluginError([KeyProblem("rollout.engine", reason, fix)])
         if config.images and (wrong := _images_refused(chosen.name, engine, codec)):
             raise PluginError([wrong])
         return engine

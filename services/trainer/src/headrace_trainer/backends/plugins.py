@@ -50,6 +50,9 @@ FSDP = Plugin(
     "headrace_trainer.backends.fsdp:build",
     FsdpOptions,
     "PyTorch's fully_shard over Gloo (CPU) or NCCL (GPU)",
-    features=("adapters", "changing_ranks", "critic", "helpers", "images", "policies", "shared_prefix"),
+    features=(
+        *("adapters", "changing_ranks", "critic", "deterministic", "helpers", "images", "policies"),
+        "shared_prefix",
+    ),
     check="headrace_trainer.backends.fsdp.checks:check_run",
 )

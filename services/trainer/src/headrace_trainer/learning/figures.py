@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 import statistics
+import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 
 import msgspec
 
+from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.learning.passes import OptimizerStep
 from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Sample
 from headrace_trainer.learning.step import StepState, held_version
 
 LARGEST_LOG_RATIO = 20.0
 """What ratios are cut at, so that one token does not make a sum infinite."""
+BITS = "mismatch_bits"
+"""Name of a sum: bits in which log-probs of a deterministic run differ from the engine's."""
 WITNESSES = 4
 """Most answers that are kept for the comparison."""
 
@@ -27,8 +32,8 @@ def step_figures(steps: Many[OptimizerStep], records: Many[GroupRecord], *, rate
     the algorithm's own) are means over the tokens that were computed, in every epoch anew: a group whose rewards are
     all equal may not be, and where no token was, those figures and the loss are absent. The mismatch is between the
     engine and the weights at which the step began, over the `log_prob_compared_tokens` whose log-prob the engine has
-    told: mean and largest difference, an estimate of KL(engine || trainer), and mean, largest and effective sample
-    size (0 to 1) of the probabilities' ratios.
+    told: mean and largest difference, in a deterministic run the bits that differ, an estimate of KL(engine ||
+    trainer), and mean, largest and effective sample size (0 to 1) of the probabilities' ratios.
     Of a model with experts: `balance_loss` (before its coefficient, mean over layers: 1 where all experts are equal),
     `busiest_expert` (most choices of one, against an equal share, mean over layers), and with routing replay
     `routes_changed`, the share of choices that the trainer's routers would have made otherwise, and
@@ -130,6 +135,8 @@ def _mismatch(first_epoch: Many[OptimizerStep]) -> dict[str, float]:
     if compared:
         found["log_prob_mismatch_mean"] = sums["mismatch"] / compared
         found["log_prob_mismatch_max"] = max(step.report.token_maxima["mismatch"] for step in first_epoch)
+    if compared and BITS in sums:
+        found["log_prob_mismatch_bits"] = sums[BITS]
     if compared and "ratio" in sums:  # a backend of someone else's may not tell
         found["log_prob_mismatch_kl"] = sums["mismatch_kl"] / compared
         found["log_prob_ratio_mean"] = sums["ratio"] / compared
@@ -156,7 +163,7 @@ def witnesses(state: StepState, groups: Iterable[Group]) -> list[Sample]:
         if state.groups[group.prompt_ordinal].disposition is not Disposition.ACCUMULATED:
             continue
         fit = [
-            msgspec.structs.replace(sample, routes=b"")
+            msgspec.structs.replace(sample, routes=b"", slot=(group.prompt_ordinal, member.sample_index))
             for member in group.members
             for sample in member.samples
             if set(sample.versions) == {version} and all(map(math.isfinite, sample.engine_log_probs))
@@ -164,6 +171,55 @@ def witnesses(state: StepState, groups: Iterable[Group]) -> list[Sample]:
         if fit:
             return fit[:WITNESSES]
     return []
+
+
+@dataclass(frozen=True, order=True)
+class Difference:
+    """A token of an answer whose log-prob the trainer computes to other bits than the engine."""
+
+    slot: tuple[int, int]
+    place: int
+    """Among the answer's trained tokens, from 0."""
+    token: int
+    engine: float
+    trainer: float
+
+    def __str__(self) -> str:
+        prompt, sample = self.slot
+        return (
+            f"slot (prompt {prompt}, sample {sample}), token {self.place} (id {self.token}): the engine's log-prob is "
+            f"{_exactly(self.engine)}, the trainer's {_exactly(self.trainer)}"
+        )
+
+
+def differences(samples: Iterable[Sample], log_probs: Iterable[Many[float]]) -> Iterator[Difference]:
+    """The tokens of these samples whose log-prob, as the trainer computes it, has not the engine's bits.
+
+    A token without one of the engine is left out.
+    """
+    for sample, own in zip(samples, log_probs, strict=True):
+        for place, (engine, trainer) in enumerate(zip(sample.engine_log_probs, own, strict=True)):
+            if not math.isnan(engine) and _bits(engine) != _bits(trainer):
+                token = sample.tokens[sample.trained[place]]
+                yield Difference(sample.slot, place, token, engine, trainer)
+
+
+def differing(step: int, what: str) -> Refusal:
+    """Why a deterministic run ends; `step` counts from 0."""
+    return invalid(
+        f"deterministic: engine and trainer differ in step {step + 1}, {what}; no bit may: install the same versions "
+        "on alike processors for both, or set deterministic: false",
+        reason="LOG_PROBS_DIFFER",
+        key="deterministic",
+    )
+
+
+def _bits(value: float) -> bytes:
+    return struct.pack(">f", value)
+
+
+def _exactly(value: float) -> str:
+    return f"{value:.9g} (0x{_bits(value).hex()})"
 
 
 def agreement(sequences: list[Sample], log_probs: list[list[float]]) -> dict[str, float]:

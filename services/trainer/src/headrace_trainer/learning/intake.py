@@ -220,6 +220,7 @@ class Intake:
             for sample in samples:
                 part = slice(end, end := end + len(sample.trained))
                 given = {
+                    "slot": (group.prompt_ordinal, member.sample_index),
                     "advantages": own[part],
                     "weight": self._algorithm.token_weight(len(sample.trained)) * share,
                     "columns": self._kept(sample.columns) | ({RETURNS: more[part]} if more else {}),

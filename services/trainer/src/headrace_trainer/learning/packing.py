@@ -45,6 +45,9 @@ class Attends(Enum):
     MASK = "a mask of a row's nodes"
     CHEAPEST = "a mask, paths or segments"
     SEGMENTS = "segments alone: rows are never padded"
+    PATHS = (
+        "paths, whatever they cost: along each of them a key has the place that it has in an engine's cache"
+    )
 
 
 @dataclass(frozen=True)
@@ -267,7 +270,8 @@ def _laid_out(
         attends is Attends.CHEAPEST and branched and length > SHORT_NODES and _segments_win(parts, paths)
     ):
         return _in_one_row(trees, parts, multiple)
-    along = attends is Attends.CHEAPEST and _cheaper(paths, len(trees), length)
+    cheapest = attends is Attends.CHEAPEST
+    along = attends is Attends.PATHS or (cheapest and _cheaper(paths, len(trees), length))
     return _LaidOut(
         _padded([tree.tokens for tree in trees], length),
         # A model takes a position that does not follow the one before it for the beginning of another sequence.

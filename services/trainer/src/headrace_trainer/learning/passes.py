@@ -41,7 +41,8 @@ class CommitReport:
     When one of them is not finite nothing changed.
 
     `token_sums` and `token_maxima` are figures over all ranks since the last `zero`, with the number of
-    tokens they are over under "tokens".
+    tokens they are over under "tokens". `differs`: of a run that is deterministic, the first token whose log-prob is
+    not the engine's to the bit; then nothing changed either.
     """
 
     finite: bool
@@ -49,6 +50,7 @@ class CommitReport:
     token_sums: dict[str, float] = field(default_factory=dict)
     token_maxima: dict[str, float] = field(default_factory=dict)
     critic_grad_norm: float = 0.0
+    differs: str = ""
 
 
 class StepRounds(Protocol):

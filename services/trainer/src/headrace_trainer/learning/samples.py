@@ -70,6 +70,8 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     """Where credit goes by turn or by role: they have the trained tokens, in order."""
     cut: bool = False
     """A limit has cut it."""
+    slot: tuple[int, int] = (-1, -1)
+    """Prompt ordinal and sample index; ranks are told them."""
 
     @property
     def role(self) -> str:

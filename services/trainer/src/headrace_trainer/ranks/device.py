@@ -31,13 +31,14 @@ class LeasedDevice:
         self._threads = Threads()
 
     @contextmanager
-    def computing(self, device: torch.device, kind: str, size: int, *, fixed: bool) -> Iterator[None]:
+    def computing(self, device: torch.device, kind: str, size: int, *, single: bool) -> Iterator[None]:
         """Around one piece of work; `size` is what its seconds rise with, 0 where that is not known.
 
-        `fixed`: with all cores, whether they bring anything or not.
+        `single`: in one thread, whatever cores there are.
         """
+        self._threads.single = single
         self._threads.lease(self.cores)
-        self._threads.fixed = fixed or device.type != "cpu"
+        self._threads.fixed = device.type != "cpu"
         with current(device), self._threads.work(kind, size) if size else nullcontext():
             yield
 

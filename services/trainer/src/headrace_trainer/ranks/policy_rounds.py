@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from headrace_trainer.backends._base import Backend, CommitReport
 from headrace_trainer.errors import OutOfMemory
+from headrace_trainer.learning.figures import differing
 from headrace_trainer.learning.passes import EpisodeRounds
 from headrace_trainer.learning.planning import Costs, plan_rounds
 from headrace_trainer.learning.samples import (
@@ -165,6 +166,8 @@ class PolicyRounds(EpisodeRounds):
         report: CommitReport = self._rounds.lead(
             messages.CommitRound(denominator, rate, critic_rate, policy=self._policy)
         )
+        if report.differs:
+            raise differing(self._rounds.attempt[0], report.differs)
         return report
 
     @override

@@ -243,8 +243,8 @@ class Rank:
             size = sum(len(sequence.tokens) for rows in batches for row in rows for sequence in row)
         elif isinstance(round, messages.ChunksRound):
             size = len(round.chunks)
-        fixed = self.config.deterministic
-        return self._device.computing(self.ranks.device, round.kind, size, fixed=fixed)
+        single = self.config.deterministic
+        return self._device.computing(self.ranks.device, round.kind, size, single=single)
 
     def release(self) -> None:
         """Frees what the next forward gathers from the ranks; all ranks do or none."""

@@ -23,7 +23,13 @@ from headrace_trainer.checkpoints.reader import StateReader
 from headrace_trainer.checkpoints.tree import Origin
 from headrace_trainer.errors import OutOfMemory, Quiesced, Refusal, invalid
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.figures import agreement, staleness_figures, witnesses
+from headrace_trainer.learning.figures import (
+    agreement,
+    differences,
+    differing,
+    staleness_figures,
+    witnesses,
+)
 from headrace_trainer.learning.policies import OWN, Learning, finish, learn_parts, part_of
 from headrace_trainer.learning.samples import GroupRecord, LearnItem, Sample
 from headrace_trainer.ranks.policy_rounds import PolicyRounds
@@ -314,7 +320,10 @@ class Session:
         every = any(policy.algorithm.every_token for policy in self._policies)
         if not self._witnesses or any(r.tokens and (every or not r.all_equal) for r in records):
             return {}
-        return agreement(self._witnesses, self.infer(self._witnesses))
+        found = self.infer(self._witnesses)
+        if self.rounds.rank.config.deterministic and (off := sorted(differences(self._witnesses, found))):
+            raise differing(self.rounds.attempt[0], str(off[0]))
+        return agreement(self._witnesses, found)
 
     def _refuse(
         self, command: steps.Commit, result: steps.Result, suspects: Mapping[str, str] | None = None

@@ -110,6 +110,10 @@ function showStaleness(panel, certificates, ordinals) {
     table("Tokens by staleness", ["Lag", "Tokens", "Share", ""], rows)[0]);
 }
 
+function mismatch({ log_prob_mismatch_bits: bits, log_prob_mismatch_mean: mean }) {
+  return Number.isInteger(bits) ? plural(bits, "bit") : number(mean, 5);
+}
+
 function row(certificate) {
   const { version } = certificate;
   const reasons = {};
@@ -121,6 +125,6 @@ function row(certificate) {
     h("td", {}, `${version.parent}`), h("td", {}, `${version.ordinal}`),
     h("td", { title: `set digest ${certificate.set_digest}` }, `${certificate.trained.length}`),
     h("td", {}, `${certificate.dropped.length}`, why && h("div", { class: "why" }, why)),
-    h("td", {}, sources || "–"), h("td", {}, number(certificate.max_staleness)), h("td", {}, number(certificate.log_prob_mismatch_mean, 5)),
+    h("td", {}, sources || "–"), h("td", {}, number(certificate.max_staleness)), h("td", {}, mismatch(certificate)),
     h("td", {}, number(certificate.log_prob_mismatch_kl, 6)));
 }

@@ -113,6 +113,8 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     """Over the tokens."""
     log_prob_compared_tokens: int = 0
     log_prob_mismatch_kl: float | None = None
+    log_prob_mismatch_bits: int | None = None
+    """Of a deterministic run, over the compared tokens: 0, as the run ends with the first bit."""
     refilled: int = 0
     """Groups that the step took in place of dropped ones."""
     helped: dict[str, list[int]] = {}

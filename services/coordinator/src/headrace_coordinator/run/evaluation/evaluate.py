@@ -278,7 +278,6 @@ def _sampling(context: RunContext, published: Published) -> Sampling:
         distribution=context.distribution(0.0 if section.greedy else section.temperature),
         max_new_tokens=section.max_new_tokens or spec.sampling.max_new_tokens,
         stop=spec.sampling.stop,
-        deterministic=spec.deterministic,
         greedy=section.greedy,
         evaluation=True,
         until_success=spec.reward.judges_success_alone,

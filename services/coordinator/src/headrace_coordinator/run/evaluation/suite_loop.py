@@ -214,7 +214,6 @@ class SuiteLoop(RunLoop):
             ),
             max_new_tokens=sampling.max_new_tokens,
             stop=sampling.stop,
-            deterministic=asked.deterministic,
             greedy=not sampling.temperature,
             evaluation=True,
         )

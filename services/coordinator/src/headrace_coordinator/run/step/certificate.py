@@ -59,6 +59,7 @@ def certify(
         mean_staleness=_mean_staleness(run.lineage, opened.base, response.tokens_by_version),
         log_prob_mismatch_mean=response.figures.get("log_prob_mismatch_mean"),
         log_prob_mismatch_kl=response.figures.get("log_prob_mismatch_kl"),
+        log_prob_mismatch_bits=_whole(response.figures.get("log_prob_mismatch_bits")),
         log_prob_compared_tokens=round(response.figures.get("log_prob_compared_tokens", 0.0)),
         drop_rate_by_length=_drop_rates(slots, lambda slot: _length_bucket(slot.tokens)),
         drop_rate_by_pass_rate=_drop_rates(slots, lambda slot: passed.get(slot.prompt, "unscored")),
@@ -67,6 +68,10 @@ def certify(
         scored_by_stage={stage: count for stage, count, _ in by_stage},
         reward_by_stage={stage: mean for stage, _, mean in by_stage},
     )
+
+
+def _whole(figure: float | None) -> int | None:
+    return None if figure is None else round(figure)
 
 
 def _mean_staleness(lineage: Lineage, base: int, tokens: Mapping[int, int]) -> float:

@@ -271,7 +271,6 @@ class Generation:
             max_new_tokens=spec.sampling.max_new_tokens,
             stop=spec.sampling.stop,
             chunk_tokens=spec.rollout.chunk_tokens,
-            deterministic=spec.deterministic,
         )
         return self.context.modality.opening(worker, sampling)
 

@@ -119,12 +119,6 @@ class HostedEngine(Engine):
     @override
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
         """While paused, groups come back at once as partial outputs."""
-        if stream.deterministic and not self.capabilities.deterministic:
-            raise Refused(
-                "INVALID",
-                f"deterministic: rollout.engine: {self._backend.name} has no randomness by position and no waves; "
-                "set deterministic: false or rollout.engine: transformers",
-            )
         self._check_distribution(stream.distribution)
 
         async def act() -> None:

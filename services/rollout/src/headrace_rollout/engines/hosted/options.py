@@ -61,6 +61,12 @@ class HostedOptions(Options):
     speculative: Speculation | None = Field(
         default=None, description="draft tokens and check several at once; default: one token after the other"
     )
+    batch_invariant: bool = Field(
+        default=False,
+        description="the engine's own kernels whose bits do not hang on the batch (vLLM's VLLM_BATCH_INVARIANT, "
+        "SGLang's deterministic inference, as it is made for FSDP): slower, on GPUs alone. They are not the "
+        "trainer's kernels: a run with deterministic: true has the engine transformers",
+    )
     start_timeout_s: PositiveFloat = Field(default=600.0, description="longest start of the engine's process")
     install_timeout_s: PositiveFloat = Field(default=300.0, description="longest install of a version")
     silence_timeout_s: PositiveFloat = Field(
@@ -78,6 +84,14 @@ def deadlines_of(options: HostedOptions) -> Deadlines:
         install_s=options.install_timeout_s,
         silence_s=options.silence_timeout_s,
     )
+
+
+def check_invariance(options: HostedOptions, *, has_gpu: bool) -> None:
+    """Raises PluginError where an engine has no kernels whose bits do not hang on the batch."""
+    if options.batch_invariant and not has_gpu:
+        reason = "on a CPU the engine's sums follow the batch, whatever it is told"
+        fix = "leave it out, or use the engine transformers with deterministic: true"
+        raise PluginError([KeyProblem(f"{KEY}.batch_invariant", reason, fix)])
 
 
 def check_names(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from headrace_modelkit.invariant import NAME as INVARIANT
+from headrace_modelkit.invariant import plain_attention
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -32,7 +34,7 @@ def attend_by_parts(model: PreTrainedModel) -> bool:
     """Lets `model` take Parts from its cache; False where its layers use attention of their own."""
     text = model.config.get_text_config()
     own = text._attn_implementation
-    if not model._supports_attention_backend or own not in ("sdpa", "eager"):
+    if not model._supports_attention_backend or own not in ("sdpa", "eager", INVARIANT):
         return False
     AttentionInterface.register(_PREFIX + own, _attend)
     AttentionMaskInterface.register(_PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])
@@ -47,7 +49,8 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
     name = text._attn_implementation
     text._attn_implementation = name.removeprefix(_PREFIX)
     try:
-        yield
+        with plain_attention([model]):
+            yield
     finally:
         text._attn_implementation = name
 

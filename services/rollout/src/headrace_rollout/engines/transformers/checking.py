@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import torch
+from headrace_modelkit.invariant import OnlyInvariant, Varies
 from headrace_modelkit.probing import BROKEN, OFF, breaks, distance, in_words, probe_tokens, wrong
 from torch import Tensor
 
@@ -22,9 +25,14 @@ do in a batch.
 def check_model(model: PolicyModel) -> None:
     """Raises Refused INVALID where log-probs along a decode are not those of the class. The cache is empty.
 
-    Rows are kept in one tensor for a model that cannot compute with several.
+    Rows are kept in one tensor for a model that cannot compute with several. Of a deterministic run, what a model
+    computes must be known not to hang on the batch.
     """
-    problem = _problem(model)
+    try:
+        problem = _problem(model)
+    except Varies as error:
+        reason = f"the model at {model.path!r} has bits that hang on its batch: {error}"
+        raise Refused("INVALID", f"deterministic: {reason}; set deterministic: false") from error
     if problem and model.cache.split:
         model.cache.split = False
         problem = _problem(model)
@@ -39,7 +47,8 @@ def _problem(model: PolicyModel) -> str:
     tokens = probe_tokens(model.architecture, sum(contexts) + 2 * (decoded + 1))
     rows = [tokens[: contexts[0] + decoded + 1], tokens[-(long + decoded + 1) :]]
     try:
-        found = _decoded(model, rows, contexts, decoded)
+        with OnlyInvariant() if model.deterministic else nullcontext():
+            found = _decoded(model, rows, contexts, decoded)
     except torch.OutOfMemoryError:
         raise
     except BROKEN as error:

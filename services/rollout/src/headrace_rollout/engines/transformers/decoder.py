@@ -17,7 +17,7 @@ from headrace_servicekit.failpoints import failpoint_sync
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_rollout.engines.base import Policy, Refused
+from headrace_rollout.engines.base import Policy
 from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.engines.rows import Rows
@@ -85,7 +85,7 @@ class Decoder:
     def submit(self, stream: Stream, groups: Sequence[Group], *, accept: bool) -> None:
         """Queues groups; with `accept` false they come back at once as they are."""
         policy = self.require(stream.policy_number)
-        self._threads.fixed = stream.deterministic or self.model.device.type != "cpu"
+        self._threads.fixed = self.model.device.type != "cpu"
         if not self.living:
             self._joining.settle_budget()
         finished = self._joining.add(stream, groups, self._matchers.of(stream.stop), policy)
@@ -126,14 +126,9 @@ class Decoder:
 
     @torch.inference_mode()
     def begin_again(self) -> None:
-        """Running rows wait with what they have as their prefix: they go on with weights that are installed now.
-
-        Refused in a wave of a deterministic stream, whose rounding would change.
-        """
+        """Running rows wait with what they have as their prefix: they go on with weights that are installed now."""
         policy = self.model.policy
         self.kept.clear()
-        if self._batch.count and self._joining.running_wave:
-            raise Refused("INVALID", "in_flight: a deterministic stream runs; pause first")
         running = []
         for row, trajectory in enumerate(self._batch.trajectories):
             end = int(self._batch.sampled[row] - self._batch.held_back[row])
@@ -210,7 +205,7 @@ class Decoder:
         """What each row guesses of its next tokens; empty where nobody may or can."""
         batch = self._batch
         most = min(self._speculative_tokens, MOST_ROWS // batch.count - 1)
-        plain = self._joining.running_wave or self.model.route_width or batch.seen.shape[1]
+        plain = self.model.route_width or batch.seen.shape[1]
         if most < 1 or plain or batch.has_stop[: batch.count].any() or batch.shift[: batch.count].any():
             return []
         left = batch.limit[: batch.count] - batch.sampled[: batch.count] - 1
@@ -250,7 +245,8 @@ class Decoder:
         logits_NV = self.model.head.logits(hidden_ND)
         seen = None if seen_NV is None else torch.from_numpy(seen_NV).to(logits_NV.device)
         uniform = torch.from_numpy(uniform_N).to(logits_NV.device)
-        tokens_N, log_probs_N = draw(process(logits_NV, rows, seen), rows, uniform)
+        scores_NV = process(logits_NV, rows, seen)
+        tokens_N, log_probs_N = draw(scores_NV, rows, uniform, exact=self.model.head.invariant)
         return tokens_N.cpu().numpy(), log_probs_N.cpu().numpy()
 
     def _row_distributions(self, first: int) -> RowDistributions:
@@ -284,8 +280,7 @@ class Decoder:
         assert policy is not None
         trajectory = self._batch.trajectories[row]
         tokens, log_probs = self._batch.answer(row, count)
-        # A deterministic sample begins again at token 0.
-        moves = stopped and trajectory.stream.moving.is_set() and not trajectory.stream.deterministic
+        moves = stopped and trajectory.stream.moving.is_set()
         output = trajectory.output(
             tokens,
             log_probs,

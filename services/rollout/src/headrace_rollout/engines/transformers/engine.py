@@ -65,8 +65,12 @@ class TransformersEngine(ThreadedHolder, Engine):
             routed_experts=config.routed_experts,
             images=config.codec.images,
             adapters=config.adapters,
+            deterministic=config.deterministic,
         )
         super().__init__(self._model, "decode")
+        if config.deterministic:
+            self._threads.single = True
+            self._executor.submit(self._threads.lease, 1)
         self._rows = Rows(config.max_concurrency, "rollout.engine_options.kv_cache_gib")
         self._decoder = Decoder(
             self._model,

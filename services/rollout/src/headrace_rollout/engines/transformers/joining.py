@@ -58,7 +58,6 @@ class Joining:
         self._model, self._figures, self._threads = model, figures, threads
         self._rows, self._kv_cache_bytes = rows, kv_cache_bytes
         self._arrivals = Arrivals(bounds)
-        self._wave = 0
         self.kept = KeptContexts()
         self.reset()
 
@@ -66,8 +65,6 @@ class Joining:
         """Forgets what waits and what is kept."""
         self.kept.clear()
         self.queue = JoinQueue(self._rows.most, PREFILL_TOKENS)
-        self.running_wave = 0
-        """0: the rows are of streams that are not deterministic."""
 
     @torch.inference_mode()
     def settle_budget(self) -> None:
@@ -83,11 +80,7 @@ class Joining:
         self, stream: Stream, groups: Sequence[Group], matcher: StopMatcher | None, policy: Policy
     ) -> list[tuple[RunningTrajectory, Finish]]:
         """Queues groups; returns the samples that are at their end already. Refused, nothing of them waits."""
-        wave = 0
-        if stream.deterministic:
-            self._wave += 1
-            wave, groups = self._wave, sorted(groups, key=lambda group: group.prompt_ordinal)
-        waiting = [self._arrivals.accept(stream, group, matcher, wave) for group in groups]
+        waiting = [self._arrivals.accept(stream, group, matcher) for group in groups]
         finished, self._arrivals.finished = self._arrivals.finished, []
         for contexts in waiting:
             self._check_room(contexts)
@@ -112,10 +105,9 @@ class Joining:
     def join(self, batch: Batch) -> Joined | None:
         """Gives rows to the samples that fit; None if none does."""
         running = [trajectory.full_length for trajectory in batch.trajectories]
-        admissions = self.queue.take(running, self.running_wave, self._model.cache.fits)
+        admissions = self.queue.take(running, self._model.cache.fits)
         if not admissions:
             return None
-        self.running_wave = admissions[0].waiting.wave
         extended = self._extend(admissions)
         first = batch.count
         moved = [a for a in admissions if a.waiting.keys is not None and a.waiting.hidden_D is None]
@@ -193,8 +185,7 @@ class Joining:
         return self.kept.find((first.stream.adapter, first.key), ids)
 
     def _goes_on(self, trajectory: RunningTrajectory) -> bool:
-        stream = trajectory.stream
-        return stream.goes_on and not stream.deterministic and not self._model.route_width
+        return trajectory.stream.goes_on and not self._model.route_width
 
     def _go_on(self, batch: Batch, moved: Sequence[Admission], first: int) -> None:
         """Rows that another engine has begun: their next token comes with the next round."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -69,7 +70,7 @@ class KeptContexts:
 
 
 class Extension(Cache):  # type: ignore[misc]  # transformers is not annotated
-    """The cache of one pass over new tokens behind known contexts, which stand padded before them."""
+    """The cache of one pass over new tokens, each row's behind its known context: a key lies where its token does."""
 
     def __init__(self, known: Sequence[PromptKeys], device: torch.device) -> None:
         super().__init__(layers=[])
@@ -80,17 +81,16 @@ class Extension(Cache):  # type: ignore[misc]  # transformers is not annotated
             for layer in range(len(known[0].layers))
         ]
         self._new: list[Layer] = []
+        self._place_NT = torch.zeros(0, 0, dtype=torch.int64, device=device)
 
     def inputs(self, lengths: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Positions (N, T) of that many new tokens of each context, and what they may see: (N, 1, T, P + T)."""
-        places_T = torch.arange(max(lengths), device=self._device)
         past_N = torch.tensor(self._lengths, device=self._device)
-        known_NP = torch.arange(self._longest, device=self._device)[None] < past_N[:, None]
-        seen_NTP = known_NP[:, None, :].expand(-1, len(places_T), -1)
-        seen_NTT = (places_T[None, :] <= places_T[:, None]).expand(len(lengths), -1, -1)
-        seen = torch.cat([seen_NTP, seen_NTT], 2)[:, None]
-        mask = torch.zeros(seen.shape, dtype=dtype, device=self._device).masked_fill_(~seen, float("-inf"))
-        return past_N[:, None] + places_T[None], mask
+        self._place_NT = past_N[:, None] + torch.arange(max(lengths), device=self._device)
+        places_L = torch.arange(self._longest + max(lengths), device=self._device)
+        hidden = (places_L > self._place_NT[..., None])[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+        return self._place_NT, mask
 
     def keys(self, lengths: Sequence[int]) -> list[PromptKeys]:
         """Each context with its new tokens behind it."""
@@ -108,10 +108,10 @@ class Extension(Cache):  # type: ignore[misc]  # transformers is not annotated
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """What a layer's attention sees: the known keys and values, then the new ones."""
+        """What a layer's attention sees: of each row the known keys and values, then the new ones."""
         self._new.append((key_states, value_states))
         past = self._past[layer_idx]
-        return torch.cat([past[0], key_states], 2), torch.cat([past[1], value_states], 2)
+        return self._behind(past[0], key_states), self._behind(past[1], value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions are given."""
@@ -124,6 +124,12 @@ class Extension(Cache):  # type: ignore[misc]  # transformers is not annotated
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """The pass brings its own mask."""
         return self._longest + query_length, 0
+
+    def _behind(self, past: Tensor, new: Tensor) -> Tensor:
+        whole = F.pad(past, (0, 0, 0, new.shape[2]))
+        rows = torch.arange(len(new), device=new.device)[:, None]
+        whole[rows, :, self._place_NT] = new.transpose(1, 2)
+        return whole
 
     def _padded(self, several: Sequence[Tensor]) -> Tensor:
         heads, _, width = several[0].shape

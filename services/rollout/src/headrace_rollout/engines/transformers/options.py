@@ -19,5 +19,5 @@ class TransformersOptions(Options):
         le=15,
         description="most tokens that a row drafts from what it has said before, while at most eight run; answers stay "
         "as they are, and those that repeat much come sooner. Beside stop strings, a penalty, routed experts "
-        "or images, and in deterministic runs, nothing is drafted; 0: never",
+        "or images, nothing is drafted; 0: never",
     )

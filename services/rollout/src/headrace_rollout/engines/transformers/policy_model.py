@@ -15,6 +15,7 @@ import torch
 from headrace_modelkit.attending import looks_elsewhere
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import expert_shape, take_routers
+from headrace_modelkit.invariant import make_invariant
 from headrace_modelkit.loading import body_of, context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
 from headrace_modelkit.products import PackedLayers, PackedWeight
@@ -41,7 +42,7 @@ from headrace_rollout.engines.transformers.adapters import AdapterLayers
 from headrace_rollout.engines.transformers.attention import attend_by_parts, own_attention
 from headrace_rollout.engines.transformers.cache import DecodePlan, PromptKeys, SlotCache
 from headrace_rollout.engines.transformers.kept import Extension
-from headrace_rollout.engines.transformers.sampling import RowDistributions, process
+from headrace_rollout.engines.transformers.sampling import RowDistributions, chosen_log_probs, process
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
 # Padded tokens of one scoring pass.
@@ -61,6 +62,7 @@ class PolicyModel(HeldModel):
         routed_experts: bool = False,
         images: ImageReader | None = None,
         adapters: Collection[str] = (),
+        deterministic: bool = False,
     ) -> None:
         self.architecture = architecture = load_architecture(config)
         self.path = config.path
@@ -79,8 +81,16 @@ class PolicyModel(HeldModel):
         )
         """Bytes of a token's routes; 0 where none are recorded."""
         self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.deterministic = deterministic
+        if deterministic:
+            try:
+                make_invariant(self._model)
+            except ValueError as error:
+                reason = f"the model at {config.path!r} has bits that hang on its batch: {error}"
+                raise ModelNotReadable(f"deterministic: {reason}; set deterministic: false") from error
         self.cache = SlotCache(split=attend_by_parts(self._model))
-        self._layers, self._packed_head = PackedLayers(body_of(self._model)), PackedWeight()
+        self._layers = PackedLayers(body_of(self._model), fixed=deterministic)
+        self._packed_head = PackedWeight(fixed=deterministic)
         self._adapters = AdapterLayers(self._model) if adapters else None
         self._names, self._base = frozenset(adapters), ""
         self._memory = ParameterMemory(self._model)
@@ -300,7 +310,7 @@ class PolicyModel(HeldModel):
             part_N = tokens_N[begin : begin + size]
             rows = RowDistributions.of([distribution] * len(part_N), self.device)
             scores_NV = process(self.head.logits(hidden_ND[begin : begin + size]), rows)
-            found += (scores_NV.gather(-1, part_N[:, None])[:, 0] - scores_NV.logsumexp(-1)).tolist()
+            found += chosen_log_probs(scores_NV, part_N).tolist()
         return _split(found, counts)
 
     def install(

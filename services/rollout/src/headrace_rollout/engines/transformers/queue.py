@@ -1,7 +1,4 @@
-"""Which waiting samples join next: in order of arrival, as many as rows, memory and a token budget allow.
-
-Deterministic streams run in waves: the samples of one submission in ordinal order, nothing joins a wave.
-"""
+"""Which waiting samples join next: in order of arrival, as many as rows, memory and a token budget allow."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ class Waiting:
     members: list[RunningTrajectory]
     keys: PromptKeys | None = None
     hidden_D: Tensor | None = None
-    wave: int = 0
     routes: bytes = b""
     """Of the context, once it was prefilled and where they are recorded."""
     adapter: str = ""
@@ -38,7 +34,7 @@ class Arrivals:
     bounds: Bounds
     finished: list[tuple[RunningTrajectory, Finish]] = field(default_factory=list)
 
-    def accept(self, stream: Stream, group: Group, matcher: StopMatcher | None, wave: int) -> list[Waiting]:
+    def accept(self, stream: Stream, group: Group, matcher: StopMatcher | None) -> list[Waiting]:
         """Contexts to compute; members that are at their end already go to `finished`."""
         fresh: list[RunningTrajectory] = []
         waiting: list[Waiting] = []
@@ -47,13 +43,11 @@ class Arrivals:
             if finish := self.bounds.ended(trajectory):
                 self.finished.append((trajectory, finish))
             elif trajectory.prefix.token_ids:
-                waiting.append(
-                    Waiting(trajectory.context_ids(), [trajectory], wave=wave, adapter=stream.adapter)
-                )
+                waiting.append(Waiting(trajectory.context_ids(), [trajectory], adapter=stream.adapter))
             else:
                 fresh.append(trajectory)
         if fresh:
-            waiting.insert(0, Waiting(list(group.prompt_ids), fresh, wave=wave, adapter=stream.adapter))
+            waiting.insert(0, Waiting(list(group.prompt_ids), fresh, adapter=stream.adapter))
         return waiting
 
 
@@ -99,20 +93,18 @@ class JoinQueue:
             waiting.keys = waiting.hidden_D = None
         self._waiting.extendleft(reversed(running))
 
-    def take(self, running: list[int], running_wave: int, fits: Fits) -> list[Admission]:
+    def take(self, running: list[int], fits: Fits) -> list[Admission]:
         """Contexts to join now; those that must be computed fit the token budget, one always does.
 
-        `running` has the lengths that the running rows may come to, and `running_wave` is their wave: 0 for ordinary
-        ones. Where nothing runs one sample is taken, whatever `fits` says of it.
+        `running` has the lengths that the running rows may come to. Where nothing runs one sample is taken, whatever
+        `fits` says of it.
         """
         taken: list[Admission] = []
         lengths, longest = list(running), 0
-        wave = running_wave if running else (self._waiting[0].wave if self._waiting else 0)
-        closed = bool(running) and running_wave != 0
-        while self._waiting and not closed:
+        while self._waiting:
             head = self._waiting[0]
             longest = max(longest, 0 if head.keys else len(head.context_ids))
-            if head.wave != wave or (taken and longest * (len(taken) + 1) > self._prefill_tokens):
+            if taken and longest * (len(taken) + 1) > self._prefill_tokens:
                 break
             count = self._fitting(head, lengths, fits)
             if not count:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from headrace_modelkit.hidden import vocabulary_totals
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -65,10 +66,13 @@ def process(logits_NV: Tensor, rows: RowDistributions, seen_NV: Tensor | None = 
     return scores_NV
 
 
-def draw(scores_NV: Tensor, rows: RowDistributions, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+def draw(
+    scores_NV: Tensor, rows: RowDistributions, uniform_N: Tensor, *, exact: bool = False
+) -> tuple[Tensor, Tensor]:
     """(tokens_N, fp32 log_probs_N): the first token whose cumulated probability exceeds the uniform.
 
-    A token of probability 0 is never drawn. Greedy rows take the most likely token.
+    A token of probability 0 is never drawn. Greedy rows take the most likely token. `exact`: log-probs are rounded as
+    a trainer's are, one that computes the same logits.
     """
     peak_N = scores_NV.amax(-1, keepdim=True)
     cumulated_NV = (scores_NV - peak_N).exp_().cumsum_(-1)
@@ -80,8 +84,15 @@ def draw(scores_NV: Tensor, rows: RowDistributions, uniform_N: Tensor) -> tuple[
     tokens_N = torch.searchsorted(cumulated_NV, target_N, right=True)
     if rows.greedy_N is not None:
         tokens_N = torch.where(rows.greedy_N[:, None], scores_NV.argmax(-1, keepdim=True), tokens_N)
+    if exact:
+        return tokens_N[:, 0], chosen_log_probs(scores_NV, tokens_N[:, 0])
     log_probs_N = scores_NV.gather(-1, tokens_N) - peak_N - total_N.log()
     return tokens_N[:, 0], log_probs_N[:, 0]
+
+
+def chosen_log_probs(scores_NV: Tensor, tokens_N: Tensor) -> Tensor:
+    """fp32 (N,) log-probs of tokens under the softmax of their rows, rounded as a trainer's are."""
+    return scores_NV.gather(-1, tokens_N[:, None])[:, 0] - vocabulary_totals(scores_NV)
 
 
 def _column(values: Sequence[float], neutral: float, device: torch.device) -> Tensor | None:

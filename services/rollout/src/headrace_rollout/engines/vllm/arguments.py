@@ -215,6 +215,7 @@ def variables_of(
         **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
+        **({"VLLM_BATCH_INVARIANT": "1"} if options.batch_invariant else {}),
         OWNER: str(os.getpid()),
         "OMP_NUM_THREADS": str(max(1, start.threads // workers)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

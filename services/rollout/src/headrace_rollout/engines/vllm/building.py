@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.loading import load_architecture
 from headrace_schema.model_size import model_size
@@ -15,6 +16,7 @@ from headrace_rollout.engines.hosted.options import (
     KEY,
     check_draft,
     check_heads,
+    check_invariance,
     check_no_gguf,
     deadlines_of,
     needing,
@@ -31,6 +33,7 @@ def build_vllm(options: VllmOptions, config: EngineConfig) -> Engine:
         from headrace_rollout.engines.vllm.arguments import check_extra, lora_arguments
         from headrace_rollout.engines.vllm.backend import VllmBackend
     check_extra(options.engine_args)
+    check_invariance(options, has_gpu=torch.cuda.is_available())
     if config.adapters:
         lora_arguments(config.adapters)
     check_heads(options.tensor_parallel_size, config.model)

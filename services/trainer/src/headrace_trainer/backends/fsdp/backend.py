@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from headrace_modelkit.critic import Critic, hidden_size
 from headrace_modelkit.experts import expert_shape, take_routers
+from headrace_modelkit.invariant import is_invariant, make_invariant
 from headrace_modelkit.loading import body_prefix
 from headrace_modelkit.lora import standing_in
 from headrace_modelkit.products import use_fp32_products
@@ -152,16 +153,19 @@ class FsdpBackend(FsdpState, HelpingBackend):
         self._bodies = bodies
         if self.layout.checkpointing:
             self._recompute()
+        self._routing = take_routers(model)
+        self._expert_shape = expert_shape(model.config)
+        if self._config.deterministic:
+            self._compute_as_engines(model)
         for body in bodies:
-            use_fp32_products(body, self._ranks.device)
+            if not is_invariant(body):
+                use_fp32_products(body, self._ranks.device)
             use_newest_flash(self._ranks.device)
             if compiles(self._options, self._config, self._ranks.device):
                 _compile_layers(body)
         # 24 D² products a layer and token against 2 D for each token before it.
         self._square_nodes = 12.0 * max(hidden_size(body.config) for body in bodies)
         self._images = load_images(self._config.model)
-        self._routing = take_routers(model)
-        self._expert_shape = expert_shape(model.config)
         policy = Policy(model, critic, self._routing)
         policy.context = self._context
         self._model = ShardedModel(
@@ -174,6 +178,15 @@ class FsdpBackend(FsdpState, HelpingBackend):
         )
         self._optimizer = self._new_optimizer()
         self._dirty = False
+
+    def _compute_as_engines(self, model: PreTrainedModel) -> None:
+        try:
+            make_invariant(model)
+        except ValueError as error:
+            reason = f"the model at {self._config.model.path!r} has bits that hang on its batch: {error}"
+            raise invalid(
+                f"deterministic: {reason}; set deterministic: false", key="deterministic"
+            ) from error
 
     def _recompute(self) -> None:
         for body in self._bodies:
@@ -277,6 +290,8 @@ class FsdpBackend(FsdpState, HelpingBackend):
         """What the attention of all models that see a micro-batch can be told."""
         if not self._attention.along or (self._reference is not None and not self._reference.attention.along):
             return Attends.MASK
+        if self._config.deterministic:
+            return Attends.PATHS
         along = self._options.context_parallel > 1 or self._ranks.device.type != "cpu"
         models = [self._attention, *([self._reference.attention] if self._reference is not None else [])]
         windowed = any(each.windowed for each in models)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms._base import LossSums, TokenBatch
-from headrace_trainer.learning.figures import LARGEST_LOG_RATIO
+from headrace_trainer.learning.figures import BITS, LARGEST_LOG_RATIO, Difference, differences
+from headrace_trainer.learning.samples import Rows
 
 Figure = float | Tensor
 """A number, or a double without dimensions that is still on the device."""
@@ -34,6 +36,8 @@ class TokenFigures:
         self._sums: dict[str, Figure] = dict.fromkeys(names, 0.0)
         self._own: dict[str, Figure] = {}
         self._maxima: dict[str, Figure] = {"mismatch": 0.0, "ratio": 0.0}
+        self.differs: list[Difference] = []
+        """Of a deterministic run: the first token whose log-prob is not the engine's."""
 
     def add(self, sums: LossSums, batch: TokenBatch) -> None:
         """Adds a micro-batch. The mismatch is that of the old log-probs; tokens without an engine one are left out."""
@@ -58,6 +62,17 @@ class TokenFigures:
         self._sums["engine_tokens"] += told
         for name, value in zip(("mismatch", "ratio"), torch.stack([off_K, ratio_K]).amax(-1), strict=True):
             self._maxima[name] = _larger(self._maxima[name], value)
+
+    def compare_bits(self, batch: TokenBatch, rows: Rows) -> None:
+        """Counts the bits in which old log-probs differ from the engine's, and keeps the first that does."""
+        engine_K, old_K = batch.engine_log_probs_K.float(), batch.old_log_probs_K.float()
+        differ_K = (engine_K.view(torch.int32) ^ old_K.view(torch.int32))[~engine_K.isnan()]
+        bits = int(np.bitwise_count(differ_K.cpu().numpy().view(np.uint32)).sum())
+        self._sums[BITS] = self._sums.get(BITS, 0.0) + float(bits)
+        if bits:
+            own, samples = iter(old_K.tolist()), [sample for row in rows for sample in row]
+            each = [[next(own) for _ in sample.trained] for sample in samples]
+            self.differs = sorted([*self.differs, *differences(samples, each)])[:1]
 
     def balance(self, loss: float, busiest: float) -> None:
         """Adds the load-balance loss of a minibatch, and the share of the busiest expert against an equal one."""
@@ -88,6 +103,7 @@ class TokenFigures:
             self._own[name] = self._own.get(name, 0.0) + value
         for name, value in other._maxima.items():
             self._maxima[name] = _larger(self._maxima[name], value)
+        self.differs = sorted([*self.differs, *other.differs])[:1]
 
     @classmethod
     def of(cls, sums: Mapping[str, float], maxima: Mapping[str, float]) -> TokenFigures:

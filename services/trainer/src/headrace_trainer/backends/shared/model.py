@@ -278,6 +278,8 @@ class LanguageModel(LearnedModel, BalancingBackend):
             sums = self._algorithm.loss(tokens)
             found.add(sums, tokens)
             found.add_entropy(forward[1].detach())
+            if self._config.deterministic:
+                found.compare_bits(tokens, rows)
             return sums.loss
 
         self._compare_routing(rows, found)
@@ -288,6 +290,15 @@ class LanguageModel(LearnedModel, BalancingBackend):
             self._figures.merge(found)
         self._count_changed()
         return finite
+
+    @override
+    def commit(self, denominator: float, learning_rate: float, critic_rate: float = 0.0) -> CommitReport:
+        if self._config.deterministic:
+            own = "".join(map(str, self._figures.differs)).encode()
+            if differs := next(filter(None, self._ranks.gather(own)), b"").decode():
+                self.zero()
+                return CommitReport(False, 0.0, differs=differs)
+        return super().commit(denominator, learning_rate, critic_rate)
 
     def _compare_routing(self, rows: Rows, figures: TokenFigures) -> None:
         """With routing replay, once a step and rank: how far the engine is off where routers choose themselves."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from headrace_modelkit.attending import longest_window
 from headrace_modelkit.experts import expert_shape
+from headrace_modelkit.invariant import plain_attention
 from headrace_modelkit.loading import DTYPES, context_limit
 from headrace_modelkit.probing import (
     BROKEN,
@@ -118,7 +119,8 @@ class FormCheck:
         lone: Rows = [[self._first[2]]]
         path, kind = self._config.model.path, self.bodies[0].config.model_type
         try:
-            plain = self._probe(lone, Attends.MASK, shared=False, plain=True)
+            with plain_attention(self.bodies):
+                plain = self._probe(lone, Attends.MASK, shared=False, plain=True)
             own = self._probe(lone, Attends.MASK, shared=False)
         except torch.OutOfMemoryError:
             raise
@@ -155,11 +157,14 @@ class FormCheck:
         on_cpu = self._ranks.device.type == "cpu" and self._context is None and not self._window
         if not along:
             yield from [(Attends.MASK, True)] if shared else []
+        elif self._config.deterministic:
+            yield from [(Attends.PATHS, False), *([(Attends.PATHS, True)] if shared else [])]
         elif not on_cpu:
             yield Attends.SEGMENTS, shared
         else:
             yield Attends.MASK, False
-            yield from [(attends, True) for attends in Attends] if shared else []
+            kinds = (Attends.MASK, Attends.CHEAPEST, Attends.SEGMENTS)
+            yield from [(attends, True) for attends in kinds] if shared else []
 
     def _probe(self, rows: Rows, attends: Attends, *, shared: bool, plain: bool = False) -> list[Tensor]:
         batch = pack(

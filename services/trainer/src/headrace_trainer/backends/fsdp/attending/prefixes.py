@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from headrace_modelkit.attending import looks_elsewhere, window_of
+from headrace_modelkit.invariant import NAME as INVARIANT
 from headrace_modelkit.loading import context_limit
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor, nn
@@ -26,21 +28,25 @@ from headrace_trainer.backends.shared.attention import WIDENED_TOKENS, attend_se
 from headrace_trainer.learning.packing import Paths
 from headrace_trainer.learning.segments import Segments
 
-NAME = "headrace_trees"
+NAME = "headrace_trees_"
+"""What the name of a model's own attention gets before it."""
 
 
 def attend_to_trees(models: Collection[PreTrainedModel]) -> bool:
-    """Lets the layers of these models, which run sdpa over the whole context, take `paths` and `segments`; False where
-    one of them cannot.
+    """Lets the layers of these models, which run sdpa over the whole context or what `invariant` has in its place, take
+    `paths` and `segments`; False where one of them cannot.
 
     A micro-batch that brings no mask is then computed causally, without one being made.
     """
     if not all(model._supports_attention_backend for model in models):
         return False
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
     for model in models:
-        model.config.get_text_config()._attn_implementation = NAME  # a vision tower keeps its own
+        text: Any = model.config.get_text_config()
+        own = text._attn_implementation
+        name = NAME + own.removeprefix(NAME)
+        AttentionInterface.register(name, partial(_attend, own=own.removeprefix(NAME)))
+        AttentionMaskInterface.register(name, _no_mask)
+        text._attn_implementation = name  # a vision tower keeps its own
     return True
 
 
@@ -76,21 +82,22 @@ def _attend(
     paths: Paths | None = None,
     segments: Segments | None = None,
     context: ContextGroup | None = None,
+    own: str = "sdpa",
     **options: Any,
 ) -> tuple[Tensor, None]:
-    own = [query, key, value]
+    given = [query, key, value]
     if segments is not None:
         layer: Any = module
         told = segments, options.get("scaling"), window_of(layer.config, layer.layer_idx)
         if context is None:
-            return _of_segments(own, *told), None
-        return context.to_nodes(_of_segments([context.to_heads(tensor) for tensor in own], *told)), None
+            return _of_segments(given, *told), None
+        return context.to_nodes(_of_segments([context.to_heads(tensor) for tensor in given], *told)), None
     if paths is not None:  # in fp32, so that the gradients of a node on several paths add up in it
-        own = [_along(paths.nodes_SP, tensor.float()) for tensor in own]
-    short = query.device.type == "cpu" and own[0].shape[2] <= WIDENED_TOKENS
+        given = [_along(paths.nodes_SP, tensor.float()) for tensor in given]
+    short = query.device.type == "cpu" and given[0].shape[2] <= WIDENED_TOKENS
     dtype = torch.float32 if short else query.dtype
-    found = ALL_ATTENTION_FUNCTIONS["sdpa"](
-        module, *(tensor.to(dtype) for tensor in own), attention_mask, **options
+    found = ALL_ATTENTION_FUNCTIONS[own](
+        module, *(tensor.to(dtype) for tensor in given), attention_mask, **options
     )[0]
     if paths is not None:
         found = found.flatten(0, 1)[paths.places_RL]
@@ -118,7 +125,7 @@ def _along(nodes_SP: Tensor, tensor_RHLD: Tensor) -> Tensor:
 def obstacle_to_trees(config: TrainerConfig, architecture: PreTrainedConfig) -> str:
     """Why the model would not follow a tree's attention mask; empty when it does."""
     implementation = getattr(architecture.get_text_config(), "_attn_implementation", "")
-    if implementation != "sdpa":
+    if implementation not in ("sdpa", INVARIANT):
         # Only sdpa takes a mask of four dimensions as it is.
         return f"the model's attention is {implementation or 'unknown'}, which takes no mask of its own (sdpa does)"
     return looks_elsewhere(architecture, context_limit(config.model, architecture), windows=True)
