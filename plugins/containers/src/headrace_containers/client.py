@@ -6,16 +6,18 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from headrace_containers import wire
+from headrace_containers.files import packed_folder
 from headrace_containers.provider import (
     MIB,
     BadPath,
+    BadSpec,
     ContainerLost,
     EngineLost,
     File,
@@ -43,7 +45,7 @@ class Source:
         """See `Provider.prepare`. Raises BadSpec, EngineLost."""
         connection = self._connected()
         try:
-            _asked(connection, self._asks("prepare", spec))
+            _asked(connection, self._asks("prepare", spec), _context(spec))
         finally:
             connection.close()
 
@@ -51,14 +53,14 @@ class Source:
         """Starts a container. Raises BadSpec, EngineLost, ContainerLost."""
         connection = self._connected()
         try:
-            header, _ = _asked(connection, self._asks("start", spec))
+            header, _ = _asked(connection, self._asks("start", spec), _context(spec))
         except BaseException:
             connection.close()
             raise
         return RemoteContainer(connection, str(header["id"]))
 
     def _asks(self, what: str, spec: Spec) -> dict[str, Any]:
-        given = _SPEC.dump_python(spec, mode="json")
+        given = _SPEC.dump_python(replace(spec, build=None, context=b""), mode="json")
         return {
             "ask": what,
             "provider": self.provider,
@@ -163,9 +165,24 @@ class RemoteContainer:
         return header, payload
 
 
-def _asked(connection: socket.socket, header: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+def _context(spec: Spec) -> bytes:
+    """What an image is built of: this process reads it, with its own rights, and no broker. Raises BadSpec."""
+    if spec.build is None:
+        return spec.context
+    if not (spec.build / "Dockerfile").is_file():
+        raise BadSpec("build", f"there is no {spec.build / 'Dockerfile'}")
+    if len(packed := packed_folder(spec.build)) > wire.MOST_BYTES // 2:
+        raise BadSpec(
+            "build", f"{spec.build} has more than {wire.MOST_BYTES // 2} bytes; build of a smaller folder"
+        )
+    return packed
+
+
+def _asked(
+    connection: socket.socket, header: Mapping[str, Any], payload: bytes
+) -> tuple[dict[str, Any], bytes]:
     try:
-        wire.send(connection, header)
+        wire.send(connection, header, payload)
         answer = wire.receive(connection)
     except wire.Closed as error:
         raise EngineLost(f"the broker of containers ended: {error}") from error

@@ -20,7 +20,7 @@ from headrace_containers.provider import MIB, ContainerError, Spec
 _LIVES = "exec cat >/dev/null"
 """Of the first process: it ends with its standard input, which the engine closes once this process is gone."""
 _NOBODY = "65534:65534"
-_ROOTS = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"]
+_ROOTS = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 """Capabilities of a container whose user is root: what package managers need, and no more."""
 _WATCH_S, _REAP_S, _AHEAD_S = 1.0, 60.0, 3600.0
 
