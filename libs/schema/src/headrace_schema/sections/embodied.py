@@ -77,7 +77,7 @@ class EnvironmentSection(Section):
     backend: str = Field(
         default="gymnasium",
         description="name in the simulator's registry: gymnasium, metaworld, maniskill, libero, isaaclab; of an "
-        "agentic run: conversation",
+        "agentic run: conversation, container",
     )
     tasks: list[str] = Field(
         min_length=1,
