@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from containers.brokers import BrokerProcess
+from harness.waiting import wait_for
 from headrace_containers.backend import Containers
 from headrace_containers.client import BROKER_VARIABLE
 from headrace_containers.shell import Shell
@@ -84,7 +85,7 @@ def test_the_model_works_in_a_container_and_a_check_that_it_cannot_see_rewards_i
     )
     messages, reward, done, info = shell.step({"role": "assistant", "content": "done"})
     assert (messages, reward, done, info) == ([], 0.75, True, {"success": False})
-    assert not broker.containers(), "its container ends with the episode"
+    wait_for(lambda: not broker.containers(), "its container to end with the episode")
 
     shell.reset(1, ITEM)
     _, reward, _, _ = shell.step({"role": "assistant", "content": "done"})
