@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
+from typing_extensions import override
 
 from headrace_containers import wire
 from headrace_containers.files import packed_folder
@@ -18,6 +19,7 @@ from headrace_containers.provider import (
     MIB,
     BadPath,
     BadSpec,
+    Container,
     ContainerLost,
     EngineLost,
     File,
@@ -86,13 +88,14 @@ class Source:
         return connection
 
 
-class RemoteContainer:
-    """See `provider.Container`."""
+class RemoteContainer(Container):
+    """A container that a broker has; the connection with it is the container's life."""
 
     def __init__(self, connection: socket.socket, id: str) -> None:
         self.id = id
         self._connection = connection
 
+    @override
     def exec(
         self,
         command: Sequence[str],
@@ -105,7 +108,6 @@ class RemoteContainer:
         most_bytes: int = MIB,
         on_output: Output | None = None,
     ) -> Ran:
-        """See `provider.Container`."""
         options = {
             "cwd": cwd,
             "env": dict(env or {}),
@@ -123,29 +125,30 @@ class RemoteContainer:
             if on_output is not None:
                 on_output(number, piece)
 
+    @override
     def write(self, files: Sequence[File], *, user: str = "") -> None:
-        """See `provider.Container`."""
         if sum(len(file.data) for file in files) > wire.MOST_BYTES // 2:
             raise BadPath(f"more than {wire.MOST_BYTES // 2} bytes at once; write them in several calls")
         listed = [(file.path, len(file.data), file.mode) for file in files]
         self._send({"ask": "write", "files": listed, "user": user}, b"".join(file.data for file in files))
         self._received()
 
+    @override
     def read(self, path: str, *, most_bytes: int = 64 * MIB) -> bytes:
-        """See `provider.Container`."""
         self._send({"ask": "read", "path": path, "most_bytes": most_bytes})
         return self._received()[1]
 
+    @override
     def read_folder(self, path: str, *, most_bytes: int = 64 * MIB) -> Iterator[File]:
-        """See `provider.Container`. All has come before the first file is given."""
+        # All has come before the first file is given.
         self._send({"ask": "read_folder", "path": path, "most_bytes": most_bytes})
         found = []
         while "over" not in (header := (received := self._received())[0]):
             found.append(File(header["path"], received[1], header["mode"]))
         return iter(found)
 
+    @override
     def close(self) -> None:
-        """See `provider.Container`."""
         with suppress(OSError):  # whoever waits for an answer is woken by it
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

@@ -32,7 +32,7 @@ class BadSpec(ContainerError):
 
 
 class ContainerLost(ContainerError):
-    """The container is gone, or has to be given up: killed by a limit, by its engine's end, or by a full disk."""
+    """The container is gone, or had to be ended: killed by a limit, by its engine's end, or by a full disk."""
 
 
 class EngineLost(ContainerLost):

@@ -108,7 +108,7 @@ class Execs:
         most_bytes: int,
         on_output: Output | None,
     ) -> Ran:
-        """See `provider.Container.exec`."""
+        """Runs a command to its end, with everything said. Raises BadSpec, ContainerLost."""
         _check(command, env)
         begun = time.monotonic()
         started = self._begin(command, stdin, cwd, env, user or self._user)
