@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -19,7 +18,7 @@ import pytest
 from containers.brokers import BrokerProcess, containers_of
 from harness.waiting import wait_for
 from headrace_containers.client import Source
-from headrace_containers.docker.engine import OWNER, UNTIL, owner
+from headrace_containers.docker.engine import BUILT, OWNER, UNTIL, owner
 from headrace_containers.docker.provider import DockerProvider
 from headrace_containers.provider import (
     BadSpec,
@@ -115,7 +114,7 @@ def test_a_reaper_removes_what_owners_that_are_gone_have_left(docker: DockerProv
         (elsewhere + "2", time.time() + 1000),
     ):
         labels = ["--label", f"{OWNER}={name}", "--label", f"{UNTIL}={int(until)}"]
-        run = ["docker", "run", "-d", "--network", "none", *labels, "python:3.11-slim", "sleep", "600"]
+        run = ["docker", "create", "--network", "none", *labels, "python:3.11-slim", "sleep", "600"]
         subprocess.run(run, check=True, capture_output=True, timeout=120)
     try:
         docker.reap()
@@ -190,7 +189,7 @@ def test_an_engine_that_does_not_answer_is_named(
 def engine_there(engine: None, tmp_path: Path) -> Iterator[BrokerProcess]:
     """A broker whose operator allows engines at two sockets of this test."""
     addresses = [f"unix://{tmp_path}/{name}.sock" for name in ("none", "engine")]
-    process = BrokerProcess(tmp_path, HEADRACE_CONTAINERS_ENGINES=json.dumps(addresses))
+    process = BrokerProcess(tmp_path, HEADRACE_CONTAINERS_ENGINES=",".join(addresses))
     yield process
     process.close()
 
@@ -291,7 +290,7 @@ def test_images_are_built_once_for_their_content_and_owned_folders_are_the_users
     (tmp_path / "Dockerfile").write_text(
         f"FROM {spec.image}\nRUN mkdir /project && echo {os.getpid()} > /project/made\nWORKDIR /project\n"
     )
-    built = replace(spec, image="", build=tmp_path, owned=("/project",))
+    built, before = replace(spec, image="", build=tmp_path, owned=("/project",)), built_images()
     begun = time.monotonic()
     docker.prepare(built)
     first = time.monotonic() - begun
@@ -309,13 +308,7 @@ def test_images_are_built_once_for_their_content_and_owned_folders_are_the_users
     again.prepare(built)
     assert time.monotonic() - begun < first, "found by its content"
     again.close()
-    subprocess.run(
-        "docker rmi -f $(docker images -q --filter label=headrace.built)",
-        shell=True,
-        check=False,
-        capture_output=True,
-        timeout=60,
-    )
+    subprocess.run(["docker", "rmi", "-f", *(built_images() - before)], capture_output=True, timeout=60)
     (tmp_path / "Dockerfile").write_text(f"FROM {spec.image}\nRUN echo broken >&2; exit 3\n")
     # What was changed is made anew.
     with pytest.raises(BadSpec) as caught:
@@ -328,3 +321,8 @@ def test_images_are_built_once_for_their_content_and_owned_folders_are_the_users
         with pytest.raises(BadSpec) as caught:
             docker.prepare(wrong)
         assert caught.value.key == key
+
+
+def built_images() -> set[str]:
+    listed = ["docker", "images", "-q", "--filter", f"label={BUILT}"]
+    return {*subprocess.run(listed, capture_output=True, text=True, check=True, timeout=60).stdout.split()}

@@ -100,6 +100,8 @@ def packed_folder(folder: Path) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for path in sorted(folder.rglob("*")):
+            if not (path.is_file() or path.is_dir() or path.is_symlink()):
+                continue  # a socket, or a device
             entry = archive.gettarinfo(path, str(path.relative_to(folder)))
             entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
             if entry.isreg():

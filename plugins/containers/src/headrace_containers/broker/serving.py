@@ -44,8 +44,8 @@ class Settings(BaseModel):
     """Containers that are started before they are asked for."""
     most_memory_mib: PositiveInt = 65_536
     """Of one container."""
-    engines: list[str] = []
-    """Addresses of engines that a run may name, beside that of DOCKER_HOST."""
+    engines: str = ""
+    """Addresses of engines that a run may name, separated by commas, beside that of DOCKER_HOST."""
     place_s: PositiveFloat = 60.0
     """How long one waits for another one's end where there are too many."""
 
@@ -88,8 +88,8 @@ class Server:
     def had(self, name: str, options: Mapping[str, Any]) -> tuple[Provider, Warm | None]:
         """The one provider of a name and these options. Raises BadSpec, EngineLost."""
         host = options.get("host") or ""
-        if host and host not in self._settings.engines:
-            known = ", ".join(self._settings.engines) or "none"
+        if host and host not in self._settings.engines.split(","):
+            known = self._settings.engines or "none"
             reason = f"{host} is not among HEADRACE_CONTAINERS_ENGINES of the simulator ({known})"
             raise BadSpec(
                 "provider_options.host", f"{reason}; leave it out for the engine that DOCKER_HOST names"
