@@ -3,9 +3,15 @@
 PYTHON ?= python3
 PRESET ?= smollm2
 ENGINE ?= vllm
+# For which devices `make engines` works: cpu, cuda or rocm, not what this machine has. ELSEWHERE=1: for another machine.
+DEVICE ?= auto
+ELSEWHERE ?=
 SEED ?=
 SIM ?= metaworld
 PART ?=
+LIMIT ?=
+BUNDLE_PYTHON ?=
+THERE ?=
 # Where torch comes from when not from pip's own index: a folder or page of wheels, or an index.
 TORCH_FIND_LINKS ?=
 TORCH_INDEX_URL ?=
@@ -24,11 +30,12 @@ DISTS := proto libs/servicekit libs/schema libs/planner libs/modelkit plugins/ro
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check lint test nightly test-all engines test-engines megatron test-megatron browser e2e-browser screenshots recording simulators test-simulators gpu-check docs spec-docs reference-docs wheels freeze clean
+.PHONY: help setup run check lint test nightly test-all engines test-engines megatron test-megatron browser e2e-browser screenshots recording simulators test-simulators gpu-check gpu-check-bundle docs spec-docs reference-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
-	@echo "  PRESET=smollm2|tiny and SEED=N choose the run; ENGINE=vllm|sglang the engine; SIM=metaworld|maniskill|libero the"
+	@echo "  PRESET=smollm2|tiny and SEED=N choose the run; ENGINE=vllm|sglang the engine,"
+	@echo "  DEVICE=cpu|cuda|rocm and ELSEWHERE=1 its devices; SIM=metaworld|maniskill|libero the"
 	@echo "  simulator; PYTHON=, TORCH_FIND_LINKS=DIR and TORCH_INDEX_URL=URL the set-up; CHROMIUM=PATH the browser."
 
 setup: .venv/.complete ## Make .venv with all packages, editable (what run, test and lint call).
@@ -66,10 +73,11 @@ nightly: setup ## What takes too long for every change, for hours: many seeds, t
 test-all: setup ## Everything: lint, test and nightly, whatever changed.
 	.venv/bin/python -m ci.parts lint test nightly
 
-engines: ## Make .envs/ENGINE, in which the real engine runs on the CPU (ENGINE=vllm or sglang).
-	@TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" sh ci/engines_$(ENGINE).sh "$(PYTHON)"
+engines: ## Make .envs/ENGINE with the build for this machine's GPUs, or for the CPU (ENGINE=vllm or sglang; DEVICE=).
+	@TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" \
+	    "$(PYTHON)" -m ci.engines.environments "$(ENGINE)" --device "$(DEVICE)" $(if $(ELSEWHERE),--elsewhere)
 
-test-engines: setup ## The engine contract and a whole run on the real engine (ENGINE=vllm or sglang).
+test-engines: setup ## The engine contract and a whole run on the real engine, on the CPU (ENGINE=vllm or sglang).
 	CI=true TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" .venv/bin/python -m ci.engines "$(ENGINE)" --run
 
 megatron: ## Make .envs/megatron, in which trainers run megatron-core on the CPU.
@@ -98,8 +106,11 @@ test-simulators: ## The contract suite of the simulator service against SIM=meta
 recording: setup ## Draw docs/img/run.svg anew: a live run of examples/tiny.yaml in a terminal, on a fleet of its own.
 	@PYTHON=.venv/bin/python sh ci/recording.sh docs/img/run.svg
 
-gpu-check: setup ## What only a GPU can show, in ten minutes at most, a JSON line a finding; exits 3 without one.
-	@.venv/bin/python benchmarks/gpu_check.py
+gpu-check: setup ## What only a GPU can show, a JSON line an entry (LIMIT=seconds); exits 3 without one.
+	@.venv/bin/python benchmarks/gpu_check.py $(if $(LIMIT),--limit $(LIMIT))
+
+gpu-check-bundle: setup ## What gpu-check needs on a machine without a network (BUNDLE_PYTHON=3.12, THERE=its pip freeze).
+	@.venv/bin/python benchmarks/_gpu_bundle.py .cache/gpu-check-bundle $(if $(BUNDLE_PYTHON),--python $(BUNDLE_PYTHON)) $(if $(THERE),--there $(THERE))
 
 docs: setup spec-docs reference-docs ## Build the documentation site into .cache/site (tools in .envs/docs).
 	test -x .envs/docs/bin/mkdocs || "$(PYTHON)" -m venv .envs/docs

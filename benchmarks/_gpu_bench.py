@@ -5,9 +5,6 @@ Runs go through a fleet and the client, like a user's.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,8 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent
+ROOT = Path(__file__).parents[1]
 MISMATCH_KL = 0.02
 """Above it the engine computes another model: bf16's rounding alone stays below 0.003 in every run so far."""
 
@@ -65,10 +61,24 @@ class Bench:
 
 
 def missing(module: str) -> str:
-    """Why a module's checks cannot run; empty where it is installed, here or in .envs of the checkout."""
-    if find_spec(module) is not None or (ROOT / ".envs" / module / "bin" / "python").is_file():
+    """Why a module's checks cannot run; empty where it is installed, here or in .envs for these devices.
+
+    `make engines` says in `.complete` for which devices it made an environment; other environments say nothing.
+    """
+    import torch
+
+    environment = ROOT / ".envs" / module
+    if find_spec(module) is not None:
         return ""
-    return f"{module} is not installed, and there is no .envs/{module}"
+    if not (environment / "bin" / "python").is_file():
+        return (
+            f"{module} is not installed, and there is no .envs/{module} (make engines ENGINE=vllm or sglang)"
+        )
+    stamp = environment / ".complete"
+    made = stamp.read_text().strip() if stamp.is_file() else ""
+    if made and (made == "cpu") is torch.cuda.is_available():
+        return f".envs/{module} was made for {made}: make engines ENGINE={module}"
+    return ""
 
 
 def wrong_with(found: Mapping[str, float]) -> list[str]:
@@ -79,17 +89,6 @@ def wrong_with(found: Mapping[str, float]) -> list[str]:
     if found["worst_mismatch_kl"] > MISMATCH_KL:
         wrong.append(f"the engine's log-probs are {found['worst_mismatch_kl']:.3g} nats off the trainer's")
     return wrong
-
-
-def figures_of(name: str, *options: str) -> dict[str, float]:
-    """Another benchmark's figures; RuntimeError with its last words."""
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / name), *options], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr.strip()[-600:]}")
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])["figures"]
-    return figures
 
 
 def until(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:

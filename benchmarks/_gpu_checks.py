@@ -1,13 +1,12 @@
-"""What gpu_check asks of a machine, a function each: what to measure at which size, and what of it is wrong.
+"""What gpu_check asks of a machine without a fleet, a function each: what to measure at which size, and what is wrong.
 
-Each gets a Bench and returns a Finding.
+Each gets a Bench and returns a Finding. Those that run whole runs are in _gpu_runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _gpu_bench import Bench, Finding, figures_of, missing, until, wrong_with
+from _gpu_bench import Bench, Finding
 
-PROBES = {"vllm": "vllm", "megatron": "megatron"}
+NORM_TOLERANCE = 1e-3
+"""Between ways that sum in other orders."""
 DEVICE_GIB_A_PARAMETER = 20 / 2**30
 """Masters, moments, gradients, bf16 copy, and room for activations."""
 PARAMETERS = {"qwen2.5-7b": 7.62e9, "qwen2.5-1.5b": 1.54e9, "qwen2.5-0.5b": 0.49e9}
@@ -26,11 +26,11 @@ PARAMETERS = {"qwen2.5-7b": 7.62e9, "qwen2.5-1.5b": 1.54e9, "qwen2.5-0.5b": 0.49
 
 def basics(bench: Bench) -> Finding:
     """FSDP trains, suspends and wakes; an engine installs and gives all back; a device is leased once."""
-    from _gpu_ranks import problems, ranks
+    from _gpu_ranks import Task, problems, ranks
     from headrace_coordinator.domain.devices.leases import KEPT_BYTES
 
     model = bench.model("qwen2.5-small")
-    trained = ranks(model, bench.devices(2), tokens=64)
+    trained = ranks(model, bench.devices(2), Task(64))
     generated = asyncio.run(_engines(model, bench))
     wrong = problems(trained, KEPT_BYTES)
     if abs(generated[0]["log_prob"] - generated[-1]["log_prob"]) > 0.1:
@@ -45,34 +45,10 @@ def basics(bench: Bench) -> Finding:
     return Finding({"ranks": trained, "engines": generated}, tuple(wrong))
 
 
-def built_in(bench: Bench) -> Finding:
-    """A run of a small bf16 model with the built-in engine, in turns on one device."""
-    return _collocated(bench, "transformers")
-
-
-def collocated(bench: Bench) -> Finding:
-    """The same with vLLM: what it keeps asleep, how often it was started, how far its log-probs are off."""
-    return _collocated(bench, "vllm")
-
-
-def _collocated(bench: Bench, engine: str) -> Finding:
-    from headrace_coordinator.domain.devices.leases import ASLEEP_BYTES
-
-    shape = "qwen2.5-small" if bench.cpu else "qwen2.5-1.5b"
-    large = {} if bench.cpu else {"groups": 8, "samples": 8, "tokens": 256, "context": 1024}
-    more = {} if bench.cpu else {"micro_batch_tokens": 16_384}
-    found = bench.run(shape, engine=engine, steps=3 if bench.cpu else 5, **large, **more)
-    wrong = wrong_with(found)
-    if engine == "vllm" and found.get("engine_starts") != 1:
-        wrong.append(f"the engine was started {found.get('engine_starts', 0):.0f} times in one run")
-    if (asleep := found.get("engine_asleep_bytes", 0.0)) > ASLEEP_BYTES:
-        wrong.append(f"a sleeping engine keeps {asleep / 2**20:.0f} MiB of its GPU")
-    return Finding({"shape": shape, **found}, tuple(wrong))
-
-
 def largest(bench: Bench) -> Finding:
     """A model as large as fits in fp32 masters: restore, peak against plan_memory, tokens/s against FLOPs."""
-    from _gpu_ranks import problems, ranks
+    from _gpu_judging import largest_wrong, peak_tflops
+    from _gpu_ranks import Task, problems, ranks
     from headrace_coordinator.domain.devices.leases import KEPT_BYTES
 
     devices, shape = bench.devices(8), "qwen2.5-small"
@@ -82,25 +58,91 @@ def largest(bench: Bench) -> Finding:
         free = sum(torch.cuda.mem_get_info(name)[0] for name in devices) / 2**30
         fits = [name for name, count in PARAMETERS.items() if count * DEVICE_GIB_A_PARAMETER < 0.9 * free]
         shape = fits[0] if fits else "qwen2.5-0.5b"
-    found = ranks(bench.model(shape), devices, tokens=128 if bench.cpu else 4096)
+    found = ranks(bench.model(shape), devices, Task(128 if bench.cpu else 8192))
     parameters = PARAMETERS.get(shape, 0.0)
     rate = sum(each["tokens_per_s"] for each in found)
-    figures = {
-        "shape": shape,
-        "ranks": found,
-        "tokens_per_s": rate,
-        "tflops": 6 * parameters * rate / 1e12,
-        "peak_vs_plan": max(
-            each.get("peak_device_bytes", 0.0) / max(each["planned_device_bytes"], 1.0) for each in found
-        ),
-    }
-    return Finding(figures, tuple(problems(found, KEPT_BYTES)))
+    figures = {"shape": shape, "ranks": found, "tokens_per_s": rate, "tflops": 6 * parameters * rate / 1e12}
+    wrong = problems(found, KEPT_BYTES)
+    if not bench.cpu:
+        measured = _product_tflops(devices[0])
+        peak = peak_tflops(torch.cuda.get_device_name(devices[0]), measured)
+        figures |= {"peak_tflops": peak, "product_tflops": measured}
+        wrong += largest_wrong(found, figures["tflops"], peak)
+    return Finding(figures, tuple(wrong))
+
+
+def _product_tflops(name: str) -> float:
+    """What a product of two large bf16 matrices reaches."""
+    import torch
+
+    size, times = 8192, 10
+    matrix = torch.randn(size, size, device=name, dtype=torch.bfloat16)
+    for _ in range(3):
+        matrix @ matrix
+    torch.cuda.synchronize(name)
+    began = time.perf_counter()
+    for _ in range(times):
+        matrix @ matrix
+    torch.cuda.synchronize(name)
+    return 2 * size**3 * times / (time.perf_counter() - began) / 1e12
+
+
+def layouts(bench: Bench) -> Finding:
+    """Offload, and with four GPUs HSDP: gradient norms of the plain layout."""
+    from _gpu_judging import same_norms_wrong
+    from _gpu_ranks import Task, ranks
+
+    model, tokens = bench.model("qwen2.5-small"), 128 if bench.cpu else 1024
+    several = 2 if bench.cpu else bench.gpus
+    tried: dict[str, tuple[int, dict[str, object]]] = {"offload": (1, {"offload": "parameters"})}
+    if several >= 4:
+        tried["hsdp"] = (4, {"shard": "weights", "shard_ranks": 2})
+    figures: dict[str, Any] = {}
+    wrong: list[str] = []
+    for name, (count, options) in tried.items():
+        devices = ["cpu"] * count if bench.cpu else bench.devices(count)
+        plain, found = ranks(model, devices, Task(tokens)), ranks(model, devices, Task(tokens, options))
+        figures[name] = {"plain": plain, "tried": found}
+        norms = [[each["straight_norm"] for each in side] for side in (found, plain)]
+        wrong += same_norms_wrong(name, *norms, tolerance=NORM_TOLERANCE)
+    if several < 4:
+        figures["hsdp"] = f"skipped: it needs 4 devices and there are {several}"
+    return Finding(figures, tuple(wrong))
+
+
+def two_hosts(bench: Bench) -> Finding:
+    """NCCL between ranks that it takes for two hosts': by the network, and no NVLink or shared memory."""
+    from _gpu_judging import same_norms_wrong
+    from _gpu_ranks import Task, ranks
+
+    if bench.cpu:
+        return Finding(skipped="NCCL needs GPUs; two hosts over Gloo have tests of their own")
+    model, devices = bench.model("qwen2.5-0.5b"), bench.devices(2)
+    one, two = ranks(model, devices, Task(1024)), ranks(model, devices, Task(1024, hosts=True))
+    norms = [[each["straight_norm"] for each in side] for side in (two, one)]
+    wrong = same_norms_wrong("two hosts", *norms, tolerance=NORM_TOLERANCE)
+    return Finding({"one_host": one, "two_hosts": two}, tuple(wrong))
+
+
+def out_of_memory(bench: Bench) -> Finding:
+    """A micro-batch with no room, on a real GPU's allocator: known by name, and half of it goes on."""
+    from _gpu_judging import same_norms_wrong
+    from _gpu_ranks import Task, ranks
+
+    if bench.cpu:
+        return Finding(skipped="a CPU has no memory of its own; test_trainer_out_of_memory has a stand-in")
+    (found,) = ranks(bench.model("qwen2.5-0.5b"), bench.devices(1), Task(2048, short=True))
+    wrong = [] if found["out_of_memory"] else ["eight times the rows found room: nothing was tried"]
+    wrong += same_norms_wrong(
+        "after it", [found["norm_after"]], [found["norm_before"]], tolerance=NORM_TOLERANCE
+    )
+    return Finding({"ranks": [found]}, tuple(wrong))
 
 
 def weight_sync(bench: Bench) -> Finding:
     """Each leg that a version travels, in GB/s: off the device, cast, digest, shared memory, digest again, back up."""
     import torch
-    from headrace_servicekit.rpc.digests import digest_bytes
+    from headrace_servicekit.rpc.digests import tensor_digest
 
     count = 2**22 if bench.cpu else 2**29
     device = torch.device(bench.devices(1)[0])
@@ -129,7 +171,7 @@ def weight_sync(bench: Bench) -> Finding:
         leg("bf16_to_pinned", size, lambda: pinned.copy_(cast))
         leg("pinned_to_device", size, lambda: cast.copy_(pinned))
     data = host.view(torch.uint8).numpy()
-    digest = leg("digest", size, lambda: digest_bytes(memoryview(data)))
+    digest = leg("digest", size, lambda: tensor_digest(memoryview(data)))
     shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else bench.folder
     with tempfile.NamedTemporaryFile(dir=shared) as file:
 
@@ -140,17 +182,14 @@ def weight_sync(bench: Bench) -> Finding:
 
         leg("write_shared_memory", size, write)
         back = torch.from_file(file.name, shared=True, size=count, dtype=torch.bfloat16)
-        again = leg("digest_of_mapped", size, lambda: digest_bytes(back.view(torch.uint8).numpy().data))
+        again = leg("digest_of_mapped", size, lambda: tensor_digest(back.view(torch.uint8).numpy().data))
         leg("mapped_to_device", size, lambda: back.to(device, copy=True))
-    wrong = () if again == digest else ("what came out of shared memory is not what went in",)
-    return Finding({"bytes": float(size), **legs}, wrong)
-
-
-def lent_memory(bench: Bench) -> Finding:
-    """`cuda_ipc` between two processes: a version's copy on a GPU, mapped and summed by another process."""
-    if bench.cpu:
-        return Finding(skipped="a CPU has no memory to lend; the contract suite has a stand-in")
-    return _between(["lend"], ["map", "cuda:0"], 2**28)
+    wrong = [] if again == digest else ["what came out of shared memory is not what went in"]
+    figures: dict[str, Any] = {"bytes": float(size), **legs}
+    if not bench.cpu:  # a version's copy on a GPU, mapped and summed by another process
+        lent = _between(["lend"], ["map", "cuda:0"], 2**28)
+        figures["cuda_ipc"], wrong = lent.figures, [*wrong, *lent.problems]
+    return Finding(figures, tuple(wrong))
 
 
 def broadcast(bench: Bench) -> Finding:
@@ -184,86 +223,6 @@ def _between(giver: list[str], taker: list[str], size: int) -> Finding:
     if not figures.get("whole"):
         wrong.append("what arrived is not what was sent")
     return Finding(figures, tuple(wrong))
-
-
-def serving(bench: Bench) -> Finding:
-    """The engine by itself against the rollout service, by streams at once."""
-    figures: dict[str, Any] = {}
-    wrong: list[str] = []
-    shape = "qwen2.5-small" if bench.cpu else "qwen2.5-1.5b"
-    for streams in (4,) if bench.cpu else (64, 256, 512):
-        options = ["--requests", str(streams), "--turns", "1" if bench.cpu else "2"]
-        options += ["--prompt", "16" if bench.cpu else "128", "--tokens", "8" if bench.cpu else "128"]
-        options += ["--model", str(bench.model(shape)), "--dtype", "bfloat16"]
-        options += [] if bench.cpu else ["--gpu", "0"]
-        found = figures_of("engines.py", "--engines", "vllm", *options)
-        figures |= {f"{name}_{streams}": value for name, value in found.items() if "tokens_per_s" in name}
-        figures[f"service_vs_bare_{streams}"] = ratio = found["service_vs_bare_vllm"]
-        if ratio < 0.5 and not bench.cpu:
-            wrong.append(f"with {streams} streams the service makes {ratio:.0%} of the bare engine's tokens")
-    return Finding(figures, tuple(wrong))
-
-
-def prefixes(bench: Bench) -> Finding:
-    """A group whose prompt is computed once against one row an answer, by length of the prompt."""
-    figures: dict[str, Any] = {}
-    wrong: list[str] = []
-    shape = "qwen2.5-small" if bench.cpu else "qwen2.5-1.5b"
-    for tokens in (128,) if bench.cpu else (2048, 8192, 16_384):
-        options = ["--prompt", str(tokens), "--answer", str(tokens // 16), "--repetitions", "1"]
-        found = figures_of(
-            "prefix.py", *options, "--model", str(bench.model(shape)), "--device", bench.devices(1)[0]
-        )
-        figures |= {f"speedup_{tokens}": found["speedup_bf16"]}
-        if found["gradient_difference"] > 0.05:
-            difference = found["gradient_difference"]
-            wrong.append(f"at {tokens} tokens shared prompts change the gradient by {difference:.3g}")
-    return Finding(figures, tuple(wrong))
-
-
-def killed_rank(bench: Bench) -> Finding:
-    """SIGKILL of one rank of two in a run: seconds until its trainer group has committed the next step."""
-    lost: dict[str, float] = {}
-
-    def kill(fleet: Any, run: tuple[Any, str]) -> None:
-        client, name = run
-        until(lambda: client.get(name).step >= 1, "the first step")
-        step = client.get(name).step
-        pid = next(item["pid"] for item in fleet.processes() if item["name"] == "trainer-1")
-        subprocess.run(["kill", "-9", str(pid)], check=True)
-        began = time.perf_counter()
-        until(lambda: client.get(name).step > step + 1, "a step after the kill")
-        lost["recovered_s"] = time.perf_counter() - began
-
-    found = bench.run("qwen2.5-small", kill, ranks=2, steps=6, gpus=2, groups=4)
-    return Finding({**found, **lost}, tuple(wrong_with(found)))
-
-
-def megatron(bench: Bench) -> Finding:
-    """Megatron with tensor 2 and pipeline 2, and with context 2; the engine's log-probs say that it is one model."""
-    figures: dict[str, Any] = {}
-    wrong: list[str] = []
-    layouts = {
-        "tp2_pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
-        "cp2": (2, {"context_parallel": 2}),
-    }
-    for name, (count, options) in layouts.items():
-        if (bench.gpus or len(os.sched_getaffinity(0))) < count:
-            figures[name] = f"skipped: it needs {count} devices"
-            continue
-        shape = {"backend": "megatron", "backend_options": options, "ranks": count, "gpus": count}
-        found = bench.run("qwen2.5-small", steps=2, groups=4, **shape)
-        figures |= {f"{name}_{key}": value for key, value in found.items()}
-        wrong += [f"{name}: {problem}" for problem in wrong_with(found)]
-    ran = any(not isinstance(value, str) for value in figures.values())
-    return Finding(figures, tuple(wrong), "" if ran else "it needs 2 GPUs, and 4 for TP2 x PP2")
-
-
-def experts(bench: Bench) -> Finding:
-    """A run of a tiny Qwen3-MoE: versions under the checkpoint's names reach an engine with fused experts."""
-    engine = "transformers" if missing("vllm") else "vllm"
-    found = bench.run("qwen3-moe-tiny", engine=engine, steps=3)
-    return Finding({"engine": engine, **found}, tuple(wrong_with(found)))
 
 
 def simulated(bench: Bench) -> Finding:

@@ -36,6 +36,8 @@ class Size:
     backend: str = "fsdp"
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     engine_options: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys of the spec, such as {"trainer.lora": {"rank": 16}}."""
 
     @property
     def devices(self) -> str:
@@ -57,7 +59,7 @@ class Size:
         options = dict(self.engine_options)
         if self.engine == "vllm" and not self.gpus:
             options = {"enforce_eager": True, "kv_cache_gib": 0.25, **options}
-        return {
+        spec: dict[str, Any] = {
             "name": "at-size",
             "steps": self.steps,
             "seed": 0,
@@ -86,6 +88,13 @@ class Size:
             "reward": {"scorers": [{"name": "regex", "options": {"pattern": self.pattern}}]},
             "export": False,
         }
+        for key, value in self.more.items():
+            *sections, last = key.split(".")
+            place = spec
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[last] = value
+        return spec
 
 
 def write_model(shape: str, directory: Path, *, device: str = "cpu", tokenizer: str = "characters") -> Path:
@@ -144,6 +153,7 @@ def figures(steps: Sequence[Any], size: Size) -> dict[str, float]:
         "worst_mismatch_kl": max(step.figures.get("log_prob_mismatch_kl", 0.0) for step in steps),
         "steps_with_gradient": float(sum(bool(step.figures.get("grad_norm")) for step in steps)),
         "grad_norm": float(last.figures.get("grad_norm", 0.0)),
+        **{f"grad_norm_{n}": float(step.figures.get("grad_norm", 0.0)) for n, step in enumerate(steps, 1)},
     }
     return found
 

@@ -1,13 +1,17 @@
-"""What only a GPU can show, unattended: `make gpu-check`, or `python benchmarks/gpu_check.py`. Ten minutes at most.
+"""What only a GPU can show, unattended: `make gpu-check`, or `python benchmarks/gpu_check.py`.
 
-The checks run in their order, each in a process of its own with a deadline, and a failed one does not stop the next.
-Every finding is one JSON line on standard output: `check`, `status` (passed, failed, late, died, skipped), `seconds`,
-`figures`, and `reason` where there is something to say; the last line adds them up. What needs more GPUs than there
-are, an engine that is not installed, or more time than is left is skipped, with that reason.
+The entries run in the order of `_gpu_plan`, each in a process of its own with a deadline, and a failed one does not
+stop the next. Every finding is one JSON line on standard output: `check`, `proves`, `status` (passed, failed, late,
+died, skipped), `seconds`, `figures`, and `reason` where there is something to say; the last line adds them up, with
+the machine, so that the output is all that is sent. What needs more GPUs than there are, an engine that is not
+installed, or more time than is left is skipped, with that reason. `--plan` says which entries would run, and how long.
+
+Without `--limit` it takes as long as its entries may; with it an entry is begun only where all of its time is left. One
+GPU without engines of their own takes nine minutes at most.
 
 Exits 0 when nothing failed, 1 when something did, 3 without a GPU. `--device cpu` rehearses it all at small sizes on a
 machine without one: memory figures mean nothing there. Where there is no network, `--wheels DIR` installs a folder's
-wheels (such as vLLM's) as they are, beside this Python's own packages, into .envs/gpu-check, and goes on there.
+wheels (`make gpu-check-bundle`) as they are beside this Python's own packages, into .envs/gpu-check, and goes on there.
 """
 
 from __future__ import annotations
@@ -15,53 +19,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from _gpu_plan import CHECKS, GRACE_S, Check, whole_s, why_not
+
 ROOT = Path(__file__).parents[1]
 NO_GPU = 3
-LIMIT_S = 600.0
-LEAST_S = 15.0
-"""A check that would get less is skipped."""
-REHEARSAL = 3
-GRACE_S = 25.0
-"""To end its fleet: then it is killed."""
 LAST_WORDS = 1500
-ENVIRONMENT = ROOT / ".envs" / "gpu-check"
-
-
-@dataclass(frozen=True)
-class Check:
-    """A function of _gpu_checks by name; `gpus`: the fewest that it needs, `needs`: a module."""
-
-    name: str
-    deadline_s: float
-    gpus: int = 1
-    needs: str = ""
-
-
-CHECKS = (
-    Check("basics", 60),
-    Check("built_in", 90),
-    Check("collocated", 150, needs="vllm"),
-    Check("largest", 90),
-    Check("weight_sync", 30),
-    Check("lent_memory", 60),
-    Check("broadcast", 60, gpus=2),
-    Check("serving", 120, needs="vllm"),
-    Check("prefixes", 60),
-    Check("killed_rank", 90, gpus=2),
-    Check("megatron", 120, gpus=2, needs="megatron"),
-    Check("experts", 90),
-    Check("simulated", 120, needs="mani_skill"),
-)
+CARRIED = ROOT / ".envs" / "gpu-check"
+"""Folder of carried packages. No environment: one made inside of another does not see that one's packages."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,38 +48,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="CHECK", help=", ".join(names)
     )
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for all of it")
+    parser.add_argument(
+        "--limit", type=float, help="seconds for all of it; default: what its entries may take"
+    )
+    parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
+    parser.add_argument("--gpus", type=int, help="of --plan: for so many GPUs, not for those that are here")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels to install before")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    if given.wheels is not None and Path(sys.prefix) != ENVIRONMENT:
-        rest = [word for word in sys.argv[1:] if word not in ("--wheels", str(given.wheels))]
-        return subprocess.run(
-            [install(given.wheels), __file__, *rest], env=with_sources(), check=False
-        ).returncode
-    gpus = visible_gpus() if given.device == "gpu" else 0
+    if given.wheels is not None and "HEADRACE_GPU_CHECK_WHEELS" not in os.environ:
+        install(given.wheels)
+        again = {**with_sources(), "HEADRACE_GPU_CHECK_WHEELS": str(given.wheels)}
+        return subprocess.run([sys.executable, __file__, *sys.argv[1:]], env=again, check=False).returncode
+    gpus = given.gpus if given.gpus is not None else visible_gpus() if given.device == "gpu" else 0
     if given.one:
         return one(given.one, gpus, given.folder)
+    chosen = [check for check in CHECKS if check.name in given.only]
+    if given.plan:
+        return planned(chosen, gpus, given.limit)
     if given.device == "gpu" and not gpus:
         say("gpu_check: this machine shows no GPU that torch can use; nothing was checked")
         return NO_GPU
-    chosen = [check for check in CHECKS if check.name in given.only]
     return every(chosen, gpus, given.device, given.limit)
 
 
-def every(checks: Sequence[Check], gpus: int, device: str, limit_s: float) -> int:
+def planned(checks: Sequence[Check], gpus: int, limit_s: float | None) -> int:
+    """Prints what would run if each took all that it may; 0."""
+    from _gpu_bench import missing
+
+    left = whole_s(checks, gpus, missing) if limit_s is None else limit_s
+    say(f"gpu_check: {left:.0f} s at most on {gpus or 'no'} GPUs")
+    for check in checks:
+        reason = why_not(check, gpus, left, missing)
+        left -= 0 if reason else check.budget_s(gpus)
+        told = {"check": check.name, "proves": check.proves, "seconds": check.budget_s(gpus)}
+        print(json.dumps({**told, **({"skipped": reason} if reason else {})}), flush=True)
+    return 0
+
+
+def every(checks: Sequence[Check], gpus: int, device: str, limit_s: float | None) -> int:
     """Runs checks one after the other and prints a line for each; the exit status."""
-    ends, counts = (
-        time.monotonic() + limit_s,
-        dict.fromkeys(("passed", "failed", "late", "died", "skipped"), 0),
-    )
+    from _gpu_bench import missing
+
+    limit = whole_s(checks, gpus, missing) if limit_s is None else limit_s
+    ends, began_all = time.monotonic() + limit, time.monotonic()
+    counts = dict.fromkeys(("passed", "failed", "late", "died", "skipped"), 0)
+    say(f"gpu_check: {limit:.0f} s at most")
     with tempfile.TemporaryDirectory(prefix="headrace-gpu-check-") as folder:
         for check in checks:
             left = ends - time.monotonic()
-            reason = why_not(check, gpus, left)
             began = time.perf_counter()
-            if reason:
+            if reason := why_not(check, gpus, left, missing):
                 found: dict[str, Any] = {"status": "skipped", "reason": reason}
             else:
                 say(f"gpu_check: {check.name}, {left:.0f} s left")
@@ -119,27 +113,18 @@ def every(checks: Sequence[Check], gpus: int, device: str, limit_s: float) -> in
                     "--folder",
                     folder,
                 ]
-                # A rehearsal is done by a few slow cores.
-                deadline_s = check.deadline_s * (1 if gpus else REHEARSAL)
-                found = watched(command, min(deadline_s, left))
+                found = watched(command, check.budget_s(gpus) - GRACE_S)
             counts[found["status"]] += 1
-            line = {"check": check.name, "seconds": round(time.perf_counter() - began, 1), **found}
-            print(json.dumps(line), flush=True)
+            told = {
+                "check": check.name,
+                "proves": check.proves,
+                "seconds": round(time.perf_counter() - began, 1),
+            }
+            print(json.dumps({**told, **found}), flush=True)
     failed = counts["failed"] + counts["late"] + counts["died"]
-    summary = {**counts, "gpus": gpus, "device": device_name() if gpus else "cpu"}
+    summary = {**counts, "seconds": round(time.monotonic() - began_all, 1), "gpus": gpus, **machine(gpus)}
     print(json.dumps({"benchmark": "gpu_check", "figures": summary}), flush=True)
     return 1 if failed else 0
-
-
-def why_not(check: Check, gpus: int, left_s: float) -> str:
-    """Why a check cannot run; empty where it can. A rehearsal has as many processors as it takes."""
-    from _gpu_bench import missing
-
-    if left_s < LEAST_S:
-        return f"no time is left: {left_s:.0f} s"
-    if 0 < gpus < check.gpus:
-        return f"it needs {check.gpus} GPUs and there {'is' if gpus == 1 else 'are'} {gpus}"
-    return missing(check.needs) if check.needs else ""
 
 
 def watched(command: Sequence[str], deadline_s: float) -> dict[str, Any]:
@@ -188,7 +173,8 @@ def tail(words: Any) -> dict[str, str]:
 
 def one(name: str, gpus: int, folder: Path) -> int:
     """Runs one check in this process, and prints what it found as the last line."""
-    import _gpu_checks as checks
+    import _gpu_checks
+    import _gpu_runs
     from _gpu_bench import Bench
 
     # `every` ends what is late so: what the check has opened is closed on the way out.
@@ -196,7 +182,8 @@ def one(name: str, gpus: int, folder: Path) -> int:
     # What libraries print on standard output goes to standard error.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    found = getattr(checks, name)(Bench(gpus, folder))
+    check = getattr(_gpu_checks, name, None) or getattr(_gpu_runs, name)
+    found = check(Bench(gpus, folder))
     status = "skipped" if found.skipped else "failed" if found.problems else "passed"
     told: dict[str, Any] = {"status": status, "figures": found.figures}
     if reason := "; ".join(found.problems) or found.skipped:
@@ -205,23 +192,23 @@ def one(name: str, gpus: int, folder: Path) -> int:
     return 0
 
 
-def install(wheels: Path) -> str:
-    """Makes .envs/gpu-check over this Python's packages, with a folder's wheels as they are; its Python."""
+def install(wheels: Path) -> None:
+    """Puts a folder's wheels as they are into `CARRIED`, anew."""
     files = sorted(str(file) for file in wheels.glob("*.whl"))
     if not files:
-        raise SystemExit(f"gpu_check: --wheels: {wheels} holds no wheel")
-    python = ENVIRONMENT / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", str(ENVIRONMENT)], check=True)
+        raise SystemExit(
+            f"gpu_check: --wheels: {wheels} holds no wheel: make gpu-check-bundle makes such a folder"
+        )
     # No index is asked and nothing is resolved: what is carried is what is wanted.
-    command = [str(python), "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", *files]
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    return str(python)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
+    subprocess.run([*command, "--target", str(CARRIED), *files], check=True, stdout=sys.stderr)
 
 
 def with_sources() -> dict[str, str]:
     """This environment, in which the checkout's own packages need not be installed."""
     sources = [*sorted(ROOT.glob("*/src")), *sorted(ROOT.glob("*/*/src"))]
-    path = [*map(str, sources), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    carried = [CARRIED] if CARRIED.is_dir() else []
+    path = [*map(str, [*sources, *carried]), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
@@ -232,11 +219,22 @@ def visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def device_name() -> str:
-    """The first GPU's name."""
+def machine(gpus: int) -> dict[str, Any]:
+    """What a reader of the result must know of where it was made."""
     import torch
 
-    return str(torch.cuda.get_device_name(0))
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "device": str(torch.cuda.get_device_name(0)) if gpus else "cpu",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+    }
 
 
 def say(text: str) -> None:

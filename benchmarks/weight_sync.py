@@ -33,6 +33,7 @@ from statistics import median
 from typing import Any
 
 from _harness import emit, machine, say, table
+from _thread_rates import thread_rates
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests"))
 
@@ -79,7 +80,7 @@ def main() -> None:
         size = write_model(model, options.layers)
         syncs = measure(made, model, size, options.steps)
     say(f"at the end: {machine()}")
-    found = figures(syncs, size) | delta_rates()
+    found = figures(syncs, size) | delta_rates() | by_threads()
     show(syncs, size, found)
     emit("weight_sync", found)
 
@@ -166,7 +167,7 @@ def memcpy(source: Any, target: Any) -> float:
 def cast_and_hash(target: Any) -> float:
     """Seconds in which one thread casts fp32 weights into as many bytes of bf16, and hashes these: the fastest."""
     import torch
-    from headrace_servicekit.rpc.digests import digest_bytes
+    from headrace_servicekit.rpc.digests import tensor_digest
 
     torch.set_num_threads(1)
     weights, out = _fp32(len(target) // 2), torch.from_numpy(target).view(torch.bfloat16)
@@ -174,7 +175,7 @@ def cast_and_hash(target: Any) -> float:
     for _ in range(MEMCPYS):
         started = time.perf_counter()
         out.copy_(weights)
-        digest_bytes(memoryview(target))
+        tensor_digest(memoryview(target))
         found.append(time.perf_counter() - started)
     return min(found)
 
@@ -186,6 +187,16 @@ def _fp32(count: int) -> Any:
     return torch.randn(count) * 0.02
 
 
+def by_threads() -> dict[str, float]:
+    """GB/s of one thread and of as many as there are cores, by leg."""
+    cores = len(os.sched_getaffinity(0))
+    return {
+        f"{leg}_gb_s_{threads}": rate
+        for threads in sorted({1, cores})
+        for leg, rate in thread_rates(threads).items()
+    }
+
+
 def delta_rates() -> dict[str, float]:
     """Megabytes of weights a second whose changes are found, and applied with their digest, by one thread."""
     import asyncio
@@ -193,7 +204,7 @@ def delta_rates() -> dict[str, float]:
     import numpy as np
     import torch
     from headrace.common.v1 import common_pb2, weights_pb2
-    from headrace_servicekit.rpc.digests import digest_bytes
+    from headrace_servicekit.rpc.digests import tensor_digest
     from headrace_servicekit.weights.arrivals import Arrival
     from headrace_servicekit.weights.delta import encode, parts_of
     from headrace_servicekit.weights.versions import StoredWeights
@@ -205,7 +216,7 @@ def delta_rates() -> dict[str, float]:
     entry = common_pb2.WeightEntry(
         name="w", data_type=common_pb2.DATA_TYPE_BFLOAT16, shape=[count], size_bytes=2 * count
     )
-    entry.digest = digest_bytes(new)
+    entry.digest = tensor_digest(new)
     manifest = common_pb2.WeightManifest(entries=[entry], size_bytes=2 * count)
     out = memoryview(bytearray(2 * count))
     base = StoredWeights(common_pb2.PolicyVersion(), manifest, old, None, None)  # type: ignore[arg-type]

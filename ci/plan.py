@@ -84,9 +84,8 @@ _VLLM = (
     *(f":(glob){_ENGINES}/*.py", f"{_ENGINES}/hosted", f"{_ENGINES}/vllm", "services/rollout/tests/engines"),
     *(
         "integration_tests/engines/test_engine_run.py",
-        "constraints/vllm.txt",
-        "ci/engines.py",
-        "ci/engines_vllm.sh",
+        "constraints/vllm-cpu.txt",
+        ":(glob)ci/engines/*.py",
     ),
 )
 _MEGATRON = (
@@ -182,9 +181,26 @@ _BROWSER_ENVIRONMENT = Part(
 _BROWSER_TESTS = replace(
     _tests("browser", "integration_tests/browser", timeout_s=900, shares=True), inputs=_BROWSER
 )
+_MAKE_ENGINE = (sys.executable, "-m", "ci.engines.environments")
 _VLLM_ENVIRONMENT = Part(
-    "vllm-environment", ("sh", "ci/engines_vllm.sh", sys.executable), 900, "", True, True, _VLLM
+    "vllm-environment", (*_MAKE_ENGINE, "vllm", "--device", "cpu"), 900, "", True, True, _VLLM
 )
+_RESOLUTION = Part(
+    "engine-resolution",
+    (sys.executable, "-m", "ci.engines.resolution"),
+    900,
+    shares=True,
+    waits=True,
+    inputs=(
+        ":(glob)constraints/*-cuda.txt",
+        "ci/engines/resolution.py",
+        "deploy/requirements.py",
+        *(f"{dist}/pyproject.toml" for dist in ("proto", "libs/schema", "libs/servicekit", "libs/modelkit")),
+        *(f"{dist}/pyproject.toml" for dist in ("plugins/robots", "plugins/sglang")),
+        *(f"{dist}/pyproject.toml" for dist in ("services/rollout", "services/trainer")),
+    ),
+)
+"""Asks the package index. What `make test` always asks is the record of it: integration_tests/packaging."""
 
 # Long parts come before short ones, so that both cores end together. Parts that mostly wait count half: services of a
 # tiny run wait for each other; containers decode with a delay; what kills and stops fleets waits for silences of many
@@ -206,6 +222,7 @@ TEST = [
         "deploy-tools", ("sh", "ci/deploy_tools.sh", sys.executable), timeout_s=600, shares=True, waits=True
     ),
     _BROWSER_ENVIRONMENT,
+    _RESOLUTION,
     *_UNITS[:2],
     _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True, waits=True),
     *_UNITS[2:],
@@ -255,6 +272,7 @@ NIGHTLY = [
     _nightly("fake-world", "tools/fake_world/tests", timeout_s=1800),
     script("load", "benchmarks/load.py", "--check", timeout_s=1800),
     script("memory-at-size", "benchmarks/memory_at_size.py", "--check", timeout_s=3600),
+    script("weights-at-size", "benchmarks/weights_at_size.py", "--check", timeout_s=600),
     script("vla-at-size", "benchmarks/vla_at_size.py", "--check", timeout_s=3600),
     Part("sglang", (*_ENGINE, "sglang", "--run", "--nightly"), timeout_s=7200),
     Part("vllm-two-ranks", (*_ENGINE, "vllm", "--nightly", "--options", TWO_RANKS), timeout_s=3600),
@@ -270,6 +288,7 @@ NIGHTLY = [
         needs="integration_tests/engines",
     ),
     *(_simulator(name, "-m", "", timeout_s=3600) for name in ("metaworld", "maniskill", "libero")),
+    _RESOLUTION,
     _BROWSER_ENVIRONMENT,
     _BROWSER_TESTS,
 ]

@@ -19,7 +19,6 @@ from headrace_rollout.engines.hosted.backend import AdapterFile, Backend, Reques
 from headrace_rollout.engines.hosted.engine import HostedEngine
 from headrace_rollout.engines.samples import Distribution
 from headrace_servicekit.registry import Options, Plugin
-from headrace_servicekit.rpc.digests import digest_bytes
 
 _LOG_PROB = -1.2345678
 
@@ -143,9 +142,8 @@ class PacedBackend(Backend):
 
     async def update(
         self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
-    ) -> dict[str, str]:
-        body = memoryview(path.read_bytes())  # noqa: ASYNC240
-        return {e.name: digest_bytes(body[e.offset : e.offset + e.size]) for e in entries}
+    ) -> None:
+        path.read_bytes()  # noqa: ASYNC240
 
     async def finish_install(self, number: int) -> None:
         return

@@ -253,14 +253,60 @@ def test_rollout_instances_run_on_the_python_that_has_their_engine(tmp_path):
     assert wiring.instance_command("trainer", 0, "a")[0] == sys.executable
 
 
+def make_environment(folder, engine, device=None):
+    python = folder / ".envs" / engine / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    if device is not None:
+        (folder / ".envs" / engine / ".complete").write_text(f"{device}\n")
+    return str(python)
+
+
 def test_an_engine_is_found_in_its_environment_or_named_with_what_makes_it(tmp_path):
     assert engine_python("transformers") == ""
     with pytest.raises(CommandError, match="make engines ENGINE=no_such_engine"):
-        engine_python("no_such_engine", tmp_path)
-    python = tmp_path / ".envs" / "no_such_engine" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
-    assert engine_python("no_such_engine", tmp_path) == str(python)
+        engine_python("no_such_engine", folder=tmp_path)
+    with pytest.raises(CommandError, match="write auto, transformers, vllm or sglang"):
+        engine_python("../bin")
+    python = make_environment(tmp_path, "no_such_engine")
+    assert engine_python("no_such_engine", folder=tmp_path) == python
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "words"),
+    [
+        (
+            "cpu",
+            ["gpu:0"],
+            "the build of other_engine for cpu, and this fleet has GPUs; make engines ENGINE=other",
+        ),
+        ("cuda", ["cpu:0"], "the build of other_engine for cuda, and this fleet has none"),
+        ("cpu", ["cpu:0"], ""),
+        ("cuda", ["gpu:0", "gpu:1"], ""),
+        ("rocm", ["gpu:0"], ""),
+    ],
+)
+def test_an_environment_that_was_made_for_other_devices_is_refused(tmp_path, device, devices, words):
+    python = make_environment(tmp_path, "other_engine", device)
+    if not words:
+        assert engine_python("other_engine", devices, tmp_path) == python
+        return
+    with pytest.raises(CommandError) as refused:
+        engine_python("other_engine", devices, tmp_path)
+    assert words in " ".join(str(refused.value).split()) and "--engine" in str(refused.value)
+
+
+def test_a_fleet_with_gpus_takes_the_engine_that_was_made_for_them(tmp_path):
+    """README's one command for GPUs: `make engines`, and `headrace up` as everywhere."""
+    gpus = ["gpu:0"]
+    assert engine_python("auto", gpus, tmp_path) == ""
+    sglang = make_environment(tmp_path, "sglang", "cuda")
+    assert engine_python("auto", gpus, tmp_path) == sglang
+    vllm = make_environment(tmp_path, "vllm", "cpu")  # for `make test-engines`
+    assert engine_python("auto", gpus, tmp_path) == sglang
+    (tmp_path / ".envs" / "vllm" / ".complete").write_text("cuda\n")
+    assert engine_python("auto", gpus, tmp_path) == vllm
+    assert engine_python("auto", ["cpu:0"], tmp_path) == ""
 
 
 def test_a_training_backend_is_found_in_its_environment_or_named_with_what_makes_it(tmp_path):

@@ -51,6 +51,43 @@ def test_a_conversation_shows_who_said_what_and_a_tools_text_stays_text(
         page.screenshot(path=f"{directory}/conversation-{width}-{theme}.png", full_page=True)
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_long_conversation_is_folded_searched_and_gone_through_by_its_errors(
+    crowd, open_page, inaccessible, width
+):
+    page = open_page(f"{crowd.url}/#/runs/talk-1/trajectories", width=width, bypass_csp=True)
+    page.locator(".trajectory summary").nth(4).click()
+    talk = page.locator(".talk").last
+    said = talk.locator("> li")
+    said.nth(600).wait_for(state="attached")
+    folded = said.nth(2).locator("details")
+    assert folded.locator("summary").inner_text().startswith("60 lines, ")
+    assert not folded.locator("pre").is_visible()
+    find = page.get_by_role("group", name="Find in this conversation").last
+    find.get_by_label("Search this conversation").fill("OF ANSWER 123")
+    find.get_by_role("button", name="Next", exact=True).click()
+    assert find.get_by_role("status").inner_text() == "match 1 of 1"
+    found = talk.locator(".found")
+    assert found.locator("pre").is_visible() and "line 59 of answer 123" in found.inner_text()
+    assert found.evaluate("each => each.getBoundingClientRect().top < innerHeight")
+    for number in ("1", "2", "1"):
+        find.get_by_role("button", name="Next error (2)").click()
+        assert find.get_by_role("status").inner_text() == f"error {number} of 2"
+        assert "error: no such file" in talk.locator(".found").inner_text()
+    find.get_by_label("Search this conversation").fill("nowhere")
+    find.get_by_label("Search this conversation").press("Enter")
+    assert find.get_by_role("status").inner_text() == "no match"
+    figures = page.locator(".turns").last
+    figures.locator("summary").click()
+    rows = figures.locator("tbody tr")
+    assert rows.count() == 300
+    assert rows.nth(8).locator("th, td").all_inner_texts() == ["9", "2", "-0.5", "0", "–", "19", "1"]
+    assert inaccessible(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    if directory := os.environ.get("PICTURES"):
+        page.screenshot(path=f"{directory}/long-conversation-{width}.png")
+
+
 def test_tokens_are_coloured_over_the_text(crowd, opened):
     page = opened(crowd, "trajectories")
     page.locator(".trajectory summary").first.click()

@@ -74,6 +74,21 @@ def talked(step: int, prompt: int, sample: int, text: str) -> SettledTrajectory:
     )  # fmt: skip
 
 
+def long_talk(turns: int) -> SettledTrajectory:
+    """A conversation of many turns, whose tool says much, and twice an error."""
+    said, messages = "Next.", [Message("user", "Work through the log.")]
+    for turn in range(turns):
+        told = "\n".join(f"line {line} of answer {turn}" for line in range(60))
+        messages += [
+            Message("assistant", said, 2, 0.0),
+            Message("tool", "error: no such file" if turn in (7, turns - 2) else told),
+        ]
+    return msgspec.structs.replace(
+        talked(1, 0, 0, ""), tokens=2 * turns, versions=[(1, 2 * turns)], log_probs=[-0.5] * (2 * turns),
+        text_bytes=places(said, 2) * turns, messages=messages,
+    )  # fmt: skip
+
+
 def places(text: str, tokens: int) -> list[int]:
     """Bytes of each token: as even as can be, and not at the borders of characters."""
     total = len(text.encode())
@@ -84,7 +99,8 @@ def places(text: str, tokens: int) -> list[int]:
 def write_conversations(directory: Path, text: str) -> None:
     """Conversations of one step, whose tool says `text`."""
     directory.mkdir(parents=True)
-    TrajectoryFile(directory, 8, 16 << 20, 100).append([talked(1, 0, sample, text) for sample in range(4)])
+    said = [long_talk(300), *(talked(1, 1, sample, text) for sample in range(4))]
+    TrajectoryFile(directory, 8, 16 << 20, 100).append(said)
 
 
 def write_episodes(directory: Path, seen: str) -> None:

@@ -1,6 +1,6 @@
 """Keeps torchvision's CUDA-only registrations from being imported: its wheel raises there beside a CPU build of torch.
 
-A test arrangement: `ci/engines_vllm.sh` and `ci/engines_sglang.sh` import this at the start of every process of theirs.
+A test arrangement: `ci.engines.environments` has every process of the engines' CPU environments import this.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ policies: {b: {}}
 agent: {online: {}, python: "a.py:f", command: [a], verifiers: v}
 environment:
   {alternating: 3, reward: dense, stop_on_success: true, state: [x], cameras: {a: b}, instructions: {a: b}, videos: {},
-   variants: {v: {}}, rewritten_turns: append, max_episode_s: 9.0, roles: {r: {}}}
+   variants: {v: {}}, rewritten_turns: append, max_episode_s: 9.0,
+   max_episode_tokens: 9, on_overflow: truncate, roles: {r: {}}}
 data:
   {source: jsonl, prompt: {template: "{question}?", system: s, prefill: p, longest: 9}, exclude: [q], curriculum: {},
    heldout: 4}

@@ -12,9 +12,11 @@ from headrace_servicekit.lease.devices import (
     detect_devices,
     full_names,
     gpu_uuids,
-    let_idle_threads_sleep,
+    own_part,
+    prepare_torch,
 )
 from headrace_servicekit.lease.gpus import Gpu
+from headrace_servicekit.process.supervisor import Supervisor
 from headrace_servicekit.rpc.errors import ServiceError
 
 BIND = """
@@ -81,19 +83,97 @@ def test_a_gpu_that_this_process_cannot_use_is_refused(monkeypatch):
         full_names(["gpu:0"])
 
 
+SLICES = ["MIG-a/gpu:0.0", "MIG-b/gpu:0.1", "MIG-c/gpu:0.2"]
+
+
+def test_of_several_that_see_the_same_mig_devices_each_has_one():
+    assert [own_part(SLICES, index) for index in range(4)] == [[SLICES[index % 3]] for index in range(4)]
+    assert own_part(SLICES, 0, from_end=True) == [SLICES[2]] and own_part(SLICES[:1], 5) == SLICES[:1]
+    whole = ["GPU-x/gpu:1", "GPU-y/gpu:2"]
+    assert own_part(whole, 3) == whole and own_part(["b/cpu:0", "b/cpu:1"], 1) == ["b/cpu:0", "b/cpu:1"]
+    # A machine with one divided GPU of three: CUDA shows either the whole ones or one part.
+    assert [own_part([*whole, SLICES[0]], index) for index in range(3)] == [whole, [SLICES[0]], whole]
+
+
+PART = """
+import os
+from headrace_servicekit.entry import run_service
+from headrace_servicekit.lease import devices
+from headrace_servicekit.lease.gpus import Gpu
+from headrace_servicekit.process.supervisor import Supervisor
+from headrace_servicekit.rpc.errors import invalid
+
+devices._gpus = lambda: [Gpu(f"MIG-{name}", f"0.{index}") for index, name in enumerate("abc")]
+
+async def mount(instance):
+    print(*instance.config.devices, os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+    raise invalid("this is enough")
+
+run_service(KIND, mount, ["--listen", "127.0.0.1:0", "--devices", "auto"])
+"""
+
+
+async def test_several_mig_devices_are_divided_between_the_processes_of_one_fleet(tmp_path, until):
+    """By the real supervisor, as `headrace up` starts them: each process sees its own part by CUDA's variable."""
+    supervisor = Supervisor(
+        "h",
+        "",
+        None,
+        lambda kind, index, incarnation: [sys.executable, "-c", PART.replace("KIND", repr(kind))],
+        tmp_path,
+    )
+    supervisor.set_count("rollout", 2)
+    supervisor.set_count("trainer", 1)
+    await supervisor.start()
+    try:
+        logs = [tmp_path / f"{name}.log" for name in ("rollout-0", "rollout-1", "trainer-0")]
+        said = await until(
+            lambda: (
+                all(log.exists() and "MIG-" in log.read_text() for log in logs)
+                and [next(line for line in log.read_text().splitlines() if "MIG-" in line) for log in logs]
+            ),
+            "their devices",
+        )
+    finally:
+        await supervisor.stop(2)
+    assert said == ["MIG-a/gpu:0.0 MIG-a", "MIG-b/gpu:0.1 MIG-b", "MIG-c/gpu:0.2 MIG-c"]
+
+
 def test_detection_finds_something():
     kinds = {name.rpartition("/")[2].partition(":")[0] for name in detect_devices()}
     assert kinds in ({"cpu"}, {"gpu"})
 
 
-def test_idle_threads_sleep_unless_the_user_says_otherwise(monkeypatch):
-    # Set before they are deleted, so that what the function sets ends with the test.
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    monkeypatch.setenv("GOMP_SPINCOUNT", "1")
-    let_idle_threads_sleep()
-    assert (os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"]) == ("ACTIVE", "1")
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    let_idle_threads_sleep()
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert 0 < int(os.environ["GOMP_SPINCOUNT"]) < 10_000
+def test_what_torch_reads_as_it_starts_is_set_unless_the_user_says_otherwise():
+    theirs = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "1", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    kept = dict(theirs)
+    prepare_torch(kept)
+    assert kept == theirs
+    ours = {}
+    prepare_torch(ours)
+    assert ours["OMP_WAIT_POLICY"] == "PASSIVE" and 0 < int(ours["GOMP_SPINCOUNT"]) < 10_000
+    assert ours["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+CHILD = """
+import os, subprocess, sys
+from headrace_servicekit.entry import run_service
+from headrace_servicekit.rpc.errors import invalid
+
+async def mount(instance):
+    assert "torch" not in sys.modules
+    ask = "import os; print(os.environ.get('CUBLAS_WORKSPACE_CONFIG'))"
+    print(subprocess.check_output([sys.executable, "-c", ask], text=True).strip(), flush=True)
+    raise invalid("this is enough")
+
+run_service("rollout", mount, ["--coordinator", "127.0.0.1:1", "--listen", "127.0.0.1:0"])
+"""
+
+
+def test_a_service_and_what_it_starts_compute_with_cublas_in_one_order():
+    """Hosted engines are children of their instance; CUDA has not started where they read it."""
+    environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    ended = subprocess.run(
+        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert ended.returncode == 2 and ended.stdout == ":4096:8\n", ended.stderr

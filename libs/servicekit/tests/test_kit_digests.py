@@ -1,13 +1,21 @@
 """Digests: what they cover, and what they do not depend on."""
 
 import random
+from functools import partial
 
+import pytest
 from headrace.common.v1 import common_pb2
+from headrace_servicekit.rpc import digests
 from headrace_servicekit.rpc.digests import (
     digest_and_size,
     digest_bytes,
+    digest_stretch,
+    in_threads,
+    joined_digest,
     manifest_digest,
     set_digest,
+    stretches,
+    tensor_digest,
     trajectory_digest,
 )
 from hypothesis import given, settings
@@ -34,6 +42,40 @@ def trajectory(**changes):
 
 def test_known_digest_of_bytes():
     assert digest_bytes(b"") == "99aa06d3014798d86001c324468d497f"
+
+
+@given(size=st.integers(0, 40), threads=st.integers(1, 4))
+@settings(deadline=None, max_examples=60)
+def test_a_tensors_digest_does_not_depend_on_threads(size, threads):
+    data, before = memoryview(random.Random(size).randbytes(size)), digests.STRETCH_BYTES
+    digests.STRETCH_BYTES = 8
+    try:
+        parts = [b""] * len(stretches(size))
+        in_threads(
+            [partial(take, parts, place, data[a:b]) for place, (a, b) in enumerate(stretches(size))], threads
+        )
+        assert joined_digest(parts) == tensor_digest(data)
+        assert size > 8 or tensor_digest(data) == digest_bytes(data)
+        assert size == 0 or tensor_digest(data) != tensor_digest(memoryview(bytes([data[0] ^ 1, *data[1:]])))
+    finally:
+        digests.STRETCH_BYTES = before
+
+
+def take(parts, place, piece):
+    parts[place] = digest_stretch(piece)
+
+
+def test_what_one_thread_raises_comes_when_the_others_are_done():
+    done = []
+
+    def act(index):
+        if index in (3, 5):
+            raise ValueError(index)
+        done.append(index)
+
+    with pytest.raises(ValueError, match="3"):
+        in_threads([partial(act, index) for index in range(9)], 3)
+    assert sorted(done) == [0, 1, 2, 4, 6, 7, 8]
 
 
 def test_a_trajectorys_digest_covers_its_body_and_not_the_text():

@@ -144,6 +144,27 @@ def test_what_the_drivers_files_lack_is_asked_for(tmp_path):
     assert uuids({}, unknown) == ["8f2a"]
 
 
+OF_WSL = """
+GPU 00000000:01:00.0
+    GPU UUID                              : GPU-wsl1
+    Minor Number                          : N/A
+GPU 00000000:02:00.0
+    GPU UUID                              : GPU-wsl2
+    Minor Number                          : N/A
+"""
+
+
+@pytest.mark.parametrize("contained", [False, True])
+def test_gpus_of_wsl_have_no_minor_number_and_no_nodes_of_their_own(tmp_path, contained):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/dxg").touch()
+    if contained:
+        (tmp_path / ".dockerenv").touch()
+    machine = Nvidia(tmp_path, lambda *asked: OF_WSL if asked == ("-q",) else "")
+    assert machine.gpus() == [Gpu("GPU-wsl1", "0"), Gpu("GPU-wsl2", "1")]
+    assert uuids({"CUDA_VISIBLE_DEVICES": "1"}, machine) == ["wsl2"]
+
+
 def amd(root, *, nodes=(128, 129), unique=(0x72FF9D1A3A4BA6BB, 0)):
     """A CPU and two GPUs, of which the older one has no identifier."""
     topology = root / "sys/class/kfd/kfd/topology/nodes"

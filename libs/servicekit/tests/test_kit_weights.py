@@ -9,6 +9,7 @@ from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError, reason_of
+from headrace_servicekit.weights import receiving
 from headrace_servicekit.weights.arrivals import Arrival
 from headrace_servicekit.weights.receiving import receive_base, receive_weights, ways_of
 from headrace_servicekit.weights.serving import WeightServicer
@@ -100,6 +101,40 @@ async def test_a_version_already_held_moves_nothing_and_another_digest_is_a_conf
     different = publish(other, seed=9)
     with pytest.raises(ServiceError, match="CONFLICT"):
         await receive(receiver, *different, other.source(RUN, 1))
+
+
+async def test_one_instance_of_a_host_verifies_a_mapped_version_and_the_others_trust_it(stores, monkeypatch):
+    producer, checked = stores("a"), []
+    whole = receiving.check_body
+    monkeypatch.setattr(
+        receiving, "check_body", lambda body, manifest: (checked.append(1), whole(body, manifest))
+    )
+    version, manifest = publish(producer)
+    others = [stores(name) for name in "bcde"]
+    source = producer.source(RUN, 1)
+    found = await asyncio.gather(*(receive(store, version, manifest, source) for store in others))
+    assert [each.transport for each in found] == [SHM] * 4 and checked == [1]
+    other_host = stores("f", root="other")
+    other_host.map_shared = producer.map_shared
+    await receive(other_host, version, manifest, source)
+    assert checked == [1, 1], "another host's instances share no word of it"
+
+
+async def test_what_another_instance_has_verified_is_trusted_for_the_same_bytes_and_digest_alone(stores):
+    producer, first, second = stores("a"), stores("b"), stores("c")
+    version, manifest = publish(producer)
+    await receive(first, version, manifest, producer.source(RUN, 1))
+    lying = common_pb2.WeightManifest.FromString(manifest.SerializeToString())
+    lying.entries[0].digest = "0" * 32
+    lying.digest = manifest_digest(lying.entries)
+    told = common_pb2.PolicyVersion(number=1, digest=lying.digest)
+    with pytest.raises(ServiceError, match="DIGEST_MISMATCH"):
+        await receive(second, told, lying, producer.source(RUN, 1))
+    copy = stores("d")
+    publish(copy)
+    spoil(copy.get(RUN, 1).path, 3)
+    with pytest.raises(ServiceError, match="DIGEST_MISMATCH"):
+        await receive(second, version, manifest, copy.source(RUN, 1))
 
 
 def spoil(path, offset):

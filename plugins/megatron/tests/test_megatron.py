@@ -5,6 +5,7 @@ Runs where megatron-core is: `make test-megatron`. Each layout is a group of pro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -241,11 +242,16 @@ def test_bf16_differs_from_fsdp_by_rounding_and_keeps_fp32_masters(run_cases, mo
         name: {"config": config(**given, ranks=2, options=chosen), "saved": fsdp.file}
         for name, chosen in options.items()
     }
-    for found in run_cases(2, cases).values():
+    walked = run_cases(2, cases)
+    for found in walked.values():
         assert relative_l2(part(found.tensors, "gradient"), part(fsdp.tensors, "gradient")) < 2e-2
         assert found.resumed and found.held and found.refused
         assert found.layout == fsdp.layout and {entry[1] for entry in found.layout} == {"bfloat16"}
         assert all(value.dtype is torch.float32 for value in part(found.tensors, "weights").values())
+    # The leader of replicas is sent nothing, of two halves the other one, in bf16.
+    divided = sum(2 * math.prod(shape) for _, _, shape in fsdp.layout if len(shape) > 1)
+    assert walked["data-bf16"].received == 0 and walked["tensor-bf16"].received == divided // 2
+    assert 0 < walked["pipeline-bf16"].received < divided
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -50,11 +50,11 @@ def load(model, weights, directory):
     return json.loads(answer.read_text())
 
 
-def test_a_version_is_loaded_from_its_file_and_the_digests_are_of_what_was_read(tmp_path):
+def test_a_version_is_loaded_from_its_file(tmp_path):
     given, model = tiny_model(2), EngineModel(1)
     weights = weights_of_model(given)
     answer = load(model, weights, tmp_path)
-    assert answer == {"digests": {each.name: each.digest for each in weights.entries}, "problem": ""}
+    assert answer == {"problem": ""}
     for own, wanted in zip(model.inner.parameters(), given.parameters(), strict=True):
         assert torch.equal(own, wanted)
 

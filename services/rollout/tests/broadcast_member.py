@@ -1,5 +1,5 @@
 """What tests of broadcasts share; and, as a process, a receiver of one version: ROOT; source, version and
-manifest in hex come on its input.
+manifest in hex come on its input. Or an engine's worker with an imaginary GPU: `worker GPU`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import sys
 import threading
 from pathlib import Path
 
+import torch
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
-from headrace_modelkit.broadcasting import Broadcasts
+from headrace_modelkit.broadcasting import GLOO, Broadcasts, Group
+from headrace_rollout.engines.hosted.relaying import listen
 from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights.receiving import receive_weights, ways_of
 from headrace_servicekit.weights.store import WeightStore
@@ -94,6 +96,45 @@ class Standing:
         yield from ()
 
 
+class OverGloo:
+    """What a broadcast asks of NCCL's group, over Gloo; `calls` are the names of what it was asked."""
+
+    def __init__(self, group, calls):
+        self._group, self._calls = group, calls
+
+    def broadcast(self, tensors, options):
+        self._calls.append("broadcast")
+        return self._group.broadcast(tensors, options)
+
+    def allreduce(self, tensors):
+        self._calls.append("allreduce")
+        return self._group.allreduce(tensors)
+
+    def shutdown(self):
+        self._calls.append("shutdown")
+
+    def abort(self):
+        self._calls.append("abort")
+
+
+class Imaginary(Broadcasts):
+    """A process with a GPU of this name, where NCCL is Gloo and the GPU is the CPU."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.calls = name, []
+
+    def device_id(self):
+        return self.name
+
+    def join(self, host, port, key, rank, size, backend, own_host):
+        self.calls.append(backend)
+        made = super().join(host, port, key, rank, size, GLOO, own_host)
+        if backend == GLOO:
+            return made
+        return Group(OverGloo(made._group, self.calls), rank, size, torch.device("cpu"))
+
+
 async def main(root: str) -> None:
     store = WeightStore(Path(root), "child")
     texts = [bytes.fromhex(line) for line in sys.stdin.read().split()]
@@ -108,4 +149,8 @@ async def main(root: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "worker":
+        listen(Imaginary(sys.argv[2]))
+        print("listens", flush=True)
+        threading.Event().wait()
     asyncio.run(main(*sys.argv[1:]))

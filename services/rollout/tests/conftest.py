@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -38,9 +39,10 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from collector import Collector
+from conversation_parts import GAME, TALKS, TASK
 from endpoint_desk import Desk
 from model_weights import weights_of_model
-from rollout_calls import RUN
+from rollout_calls import HEADER, RUN
 from rollout_rig import Published, Rollout
 from simulator_rig import SimulatorProcess
 
@@ -302,3 +304,35 @@ def checkpoint(tmp_path):
         return str(directory)
 
     return write
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    directory: Path = tmp_path_factory.mktemp("talks")
+    (directory / "talks.py").write_text(TALKS)
+    (directory / "game.py").write_text(GAME)
+    simulator = SimulatorProcess(directory)
+    yield simulator.address
+    simulator.kill()
+
+
+@pytest.fixture
+def talking(new_rollout, tiny_directory, publish, reference):
+    """Opens a run of conversations and installs version 3."""
+
+    async def start(others=None, policies=None, **environment):
+        rollout = await new_rollout()
+        rollout.model_path = tiny_directory
+        config = {
+            "policies": policies or {},
+            "workflow": "agentic",
+            "model": {"path": str(tiny_directory), "dtype": "float32", "max_context": 64},
+            "environment": {"backend": "conversation", "tasks": [TASK], **environment},
+            "rollout": {"max_concurrency": 16},
+            "seed": 7,
+        }
+        await rollout.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=json.dumps(config)))
+        await rollout.install(publish(reference, 3, **(others or {})))
+        return rollout
+
+    return start

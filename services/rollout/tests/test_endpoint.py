@@ -206,6 +206,12 @@ async def test_limits_end_a_session(desk):
     error = await desk.refused(session, {"messages": said})
     assert error["code"] == "context_length_exceeded" and session.limit is Finish.LENGTH
     assert session.join().branches[0].spans == [(3, 4)], "what does not fit is not kept"
+    session, _ = desk.open("yes")
+    session.most_tokens = 4  # "yes" and its end
+    await desk.said(session, [user("one")])
+    error = await desk.refused(session, {"messages": [user("other")]})
+    assert error["code"] == "turn_limit" and "4 tokens (environment.max_episode_tokens)" in error["message"]
+    assert session.limit is Finish.TRUNCATED
     session, _ = desk.open("yes", most_tokens=20)
     await desk.refused(session, {"messages": [user("one" * 9)]})
     assert session.limit is Finish.PROMPT_TOO_LONG

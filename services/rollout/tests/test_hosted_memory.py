@@ -63,6 +63,7 @@ def driver(monkeypatch):
     nvml = Nvml(made)
     monkeypatch.setattr(Nvml, "open", lambda: nvml)
     monkeypatch.setattr(devices, "_seen", lambda: ["aa"])
+    monkeypatch.setattr(devices, "has_hosts_pids", lambda: True)
     monkeypatch.setattr(processes, "total_bytes", lambda device: 80 * GIB)
     monkeypatch.setattr(processes, "free_bytes", lambda device: 80 * GIB - sum(made.used.values()))
     return made
@@ -134,7 +135,40 @@ async def test_without_a_count_by_process_the_whole_card_less_what_was_there_bef
     driver.used[4711] = GIB
     await process.release()
     assert backend.alive, "30 GiB were there when it was started"
-    driver.used[4711] = ASLEEP_BYTES + 1
     await process.place(Start((GPU,), 1))
+    driver.used[4711] = ASLEEP_BYTES + 1
     await process.release()
     assert not backend.alive
+
+
+async def test_a_container_with_process_ids_of_its_own_is_not_taken_for_its_neighbours(
+    engine, driver, monkeypatch
+):
+    """The driver lists the host's ids: one that is an engine's here may be anybody's there.
+
+    What the whole card has is then the engine's, but for what others had as it got the card: a false figure would
+    quarantine the card and end its holder.
+    """
+    monkeypatch.setattr(devices, "has_hosts_pids", lambda: False)
+    process, backend = engine
+    driver.used |= {
+        backend.pids[0]: 40 * GIB,
+        4711: GIB,
+    }  # 40 GiB of another process of that number, GIB its own
+    assert devices.process_bytes([GPU], list(backend.pids)) is None
+    driver.used.pop(backend.pids[0])
+    await process.sleep()
+    mark = Watermark(process.devices, list(backend.pids), process.others_bytes)
+    assert mark.freed().used_bytes == GIB, "and 30 GiB are the neighbour's"
+    await process.release()
+    # The trainer has the card in between, and keeps its context when it gives it back: that is not the engine's growth.
+    driver.used[NEIGHBOUR] += ASLEEP_BYTES
+    await process.place(Start((GPU,), 1))
+    await process.release()
+    assert process.up and backend.alive
+    assert Watermark(process.devices, list(backend.pids), process.others_bytes).freed().used_bytes == GIB
+
+
+def test_a_process_knows_whether_it_counts_with_the_hosts_process_ids(tmp_path):
+    assert not devices.has_hosts_pids(tmp_path)  # any other inode than the first namespace's
+    assert not devices.has_hosts_pids(tmp_path / "missing")

@@ -17,7 +17,7 @@ from headrace_modelkit import broadcasting
 from headrace_modelkit.broadcasting import Broadcasts
 from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.weights import broadcasts
+from headrace_servicekit.weights import broadcasts, collective
 from headrace_servicekit.weights.delta import Changes
 from headrace_servicekit.weights.serving import WeightServicer
 from headrace_servicekit.weights.store import WeightStore
@@ -64,6 +64,7 @@ class Source:
 @pytest.fixture
 async def source(tmp_path, monkeypatch):
     monkeypatch.setattr(broadcasts, "GATHER_S", 30.0)  # processes begin at times of their own
+    monkeypatch.setattr(collective, "SEAT_S", 60.0)
     store, groups = WeightStore(tmp_path / "head", "trainer"), Held()
     made = Source(store, groups)
     server = await serve(store, made.servicer)

@@ -66,6 +66,14 @@ async def dies() -> str:
 
 
 @server.tool()
+async def dies_once(mark: str) -> str:
+    if not os.path.exists(mark):
+        open(mark, "w").close()
+        os._exit(3)
+    return "alive"
+
+
+@server.tool()
 async def floods() -> str:
     return "x" * (9 << 20)
 
@@ -239,6 +247,16 @@ def test_a_broken_call_is_a_message(server):
     assert found[0].startswith("error: add: ValueError: ") and found[1].startswith("error: fails: ")
     assert "[6000 characters are left out]" in found[2] and "there is no tool 'none'" in found[3]
     assert answers(environment, call("add", a=2, b=2)) == ["4"]
+
+
+def test_a_call_whose_service_was_lost_is_asked_again_and_counted(server, tmp_path):
+    environment = talk(tools=["calculator"], mcp=[server], deadline_s=30.0)
+    both = call("dies_once", mark=str(tmp_path / "one")) + call("calculator", expression="1 + 1")
+    messages, _, _ = environment.step({"role": "assistant", "content": both})
+    assert [(each["content"], each.get("retries")) for each in messages] == [("alive", 1), ("2", None)]
+    environment = talk(tools=["calculator"], mcp=[server], retries=0)
+    with pytest.raises(ServiceLost, match="exit code 3"):
+        environment.step({"role": "assistant", "content": call("dies_once", mark=str(tmp_path / "two"))})
 
 
 def test_a_service_that_floods_is_broken(server):

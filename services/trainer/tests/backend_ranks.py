@@ -12,10 +12,12 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from headrace_modelkit.tensor_files import Box, TensorFiles
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_schema.openings import TrainerConfig
@@ -143,6 +145,7 @@ class Walk:
         saved = whole_state(self.trainer_group, self.backend.weight_parts())
         assert same(saved, {name.removeprefix("weights/"): value for name, value in weights.items()})
         self.check_narrow(weights)
+        self.check_published(weights)
         self.check_owned(weights)
         moments = whole_state(self.trainer_group, self.backend.moment_parts())
         return weights | {f"moments/{name}": value for name, value in moments.items()}
@@ -152,9 +155,29 @@ class Walk:
         rank, ranks = self.trainer_group.rank, self.trainer_group.world_size
         names = [name for name, _, _ in self.backend.weight_layout()]
         owners = {name: (at * 7) % ranks for at, name in enumerate(names)}
-        own = {name: value.clone() for name, value in self.backend.weights(owners=owners)}
+        own = {name: value.clone() for name, value in self.backend.weights(published=True, owners=owners)}
         assert list(own) == [name for name in names if owners[name] == rank]
-        assert same(own, {name: weights[f"weights/{name}"].cpu() for name in own})
+        assert same(own, {name: self.cast(weights, name) for name in own})
+
+    def check_published(self, weights: dict[str, torch.Tensor]) -> None:
+        """What the leader publishes are the weights, rounded to the type that they are published in."""
+        types = {name: getattr(torch, kind) for name, kind, _ in self.backend.weight_layout()}
+        exchange, received = dist.batch_isend_irecv, [0]
+
+        def counting(operations):
+            received[0] += sum(each.tensor.nbytes for each in operations if each.op is dist.irecv)
+            return exchange(operations)
+
+        with patch.object(dist, "batch_isend_irecv", counting):
+            published = {name: value.clone() for name, value in self.backend.weights(published=True)}
+        self.figures["received"] = received[0]
+        found = {name: value.to(types[name]) for name, value in published.items()}
+        if self.trainer_group.leads:
+            assert same(found, {name: self.cast(weights, name) for name in types})
+
+    def cast(self, weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+        kinds = {each: kind for each, kind, _ in self.backend.weight_layout()}
+        return weights[f"weights/{name}"].cpu().to(getattr(torch, kinds[name]))
 
     def check_narrow(self, weights: dict[str, torch.Tensor]) -> None:
         """What ranks exchange in bf16 is what is cast of the whole."""

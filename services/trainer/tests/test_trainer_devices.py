@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from headrace_modelkit.pinned import Rooms
 from headrace_modelkit.tensor_files import slices
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import OptimizerSection
@@ -24,6 +25,7 @@ from headrace_trainer import backends, trainer
 from headrace_trainer.backends.fsdp import backend
 from headrace_trainer.backends.shared import model as shared_model
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
+from headrace_trainer.errors import Refusal
 from headrace_trainer.group import group
 from headrace_trainer.ranks import device
 from headrace_trainer.ranks.messages import AbortRound
@@ -130,6 +132,7 @@ def test_the_optimizer_s_state_lies_with_its_shards():
 def test_suspend_moves_to_the_host_and_wake_to_the_leased_device(on_leased, monkeypatch):
     moved = []
     monkeypatch.setattr(shared_model, "used_bytes", lambda device: 10 - len(moved))
+    monkeypatch.setattr(shared_model, "rooms_of", lambda device: Rooms(device, used=False))
     with FakeTensorMode():
         there, here = torch.zeros(2, device=LEASED), torch.zeros(2)
         monkeypatch.setattr(on_leased, "move", lambda move: moved.append([move(there), move(here)]))
@@ -205,3 +208,24 @@ def test_what_is_measured_is_the_leased_device(monkeypatch):
     subject.use((LEASED,), 1)
     subject.memory()
     assert asked == [("free_bytes", LEASED), ("used_bytes", LEASED)]
+
+
+def test_a_deterministic_run_needs_workspaces_with_which_cublas_sums_in_one_order(monkeypatch):
+    """torch says so at the first product on a GPU alone, by when a run has long begun."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        for given, words in ((":0:0", "is ':0:0' where this trainer runs"), (None, "is ''")):
+            monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+            if given is not None:
+                monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+            with pytest.raises(
+                Refusal, match=f"deterministic: CUBLAS_WORKSPACE_CONFIG {words}.*makes it :4096:8"
+            ):
+                shared_model.fix_sums(True)
+        shared_model.fix_sums(False)
+        assert not torch.are_deterministic_algorithms_enabled()
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        shared_model.fix_sums(True)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 from headrace_modelkit.weights import CheckpointNames
+from headrace_servicekit.rpc import digests
 from headrace_servicekit.weights.store import WeightStore
+from headrace_servicekit.weights.versions import check_body
 from headrace_trainer.backends.fsdp.loading import HostCopies
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.step import Version
@@ -43,6 +45,24 @@ def test_a_tensor_with_nan_is_named_and_the_version_before_stays(store):
     publisher.stage(3, weights(head=torch.tensor([math.inf, -math.inf, 1, 1, 1, 1, 1])))
     publisher.publish(Version(3, 1, 1, ""))
     assert store.find("runs/r", 3)
+
+
+def test_several_threads_write_the_bytes_and_digests_that_one_does(store, monkeypatch):
+    wide = torch.randn(3, 5 * CAST_ELEMENTS + 7)
+    layout = [("wide", "bfloat16", tuple(wide.shape)), ("head", "float32", (7,)), ("empty", "float32", (0,))]
+    found, before = [], torch.get_num_threads()
+    for number, threads in enumerate((1, 3), 1):
+        monkeypatch.setattr(digests, "own_threads", lambda threads=threads: threads)
+        publisher = Publisher(store, f"runs/{threads}", layout)
+        given = {"wide": wide, "head": torch.arange(7.0), "empty": torch.empty(0)}
+        publisher.stage(number, iter(given.items()))
+        stored = publisher.publish(Version(number, 0, 0, ""))
+        check_body(stored.body, stored.manifest)
+        assert torch.frombuffer(bytearray(stored.body[: 2 * wide.numel()]), dtype=torch.bfloat16).equal(
+            wide.bfloat16().flatten()
+        )
+        found.append([entry.digest for entry in stored.manifest.entries])
+    assert found[0] == found[1] and torch.get_num_threads() == before
 
 
 def test_a_part_with_nan_is_named_with_its_rank_once_the_others_have_theirs(store):

@@ -62,6 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
         "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,

@@ -165,6 +165,30 @@ def measure(case: Case, *, whole: bool = False, device: torch.device | None = No
     return Measured(phases, kept, more.layout, time.monotonic() - started)
 
 
+def published(case: Case) -> tuple[Layout, Phase]:
+    """What the leader of the case moves to publish a version, in the layout that the trainer chooses."""
+    layout, plan = planned(case)
+    case = replace(case, layout=layout, saves_in_place=plan.saves_in_place)
+
+    def go(layers: int) -> Phase:
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            fake_world(case.ranks, None) as (group, tracker),
+        ):
+            config = case.config(case.write(Path(directory), layers))
+            kind = run_kind(config).policies[""]
+            backend: Any = kind.backend(kind.algorithm(), group)
+            backend._layout, backend.saves_in_place = layout, case.saves_in_place
+            backend.load_initial()
+            group.leads = True
+            with tracker.phase("publish"):
+                _exhaust(backend.weights(published=True))
+            return tracker.phases["publish"]
+
+    times = (MODELS[case.model]["num_hidden_layers"] - FEW) / (MORE - FEW)
+    return layout, _stretched(go(FEW), go(MORE), times)
+
+
 def planned(case: Case) -> tuple[Layout, MemoryPlan]:
     """What the trainer chooses and plans for a rank of the case, on hosts with eight GPUs of 80 GB.
 

@@ -172,8 +172,11 @@ class Tracker(TorchDispatchMode):
         if kind is None:
             return
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        size = max(tensor.nbytes for tensor in tensors)
+        if name == "all_gather_into_tensor" and namespace == "_c10d_functional":
+            size *= args[1]  # of these only the shard is an argument
         self._phase.calls[kind] += 1
-        self._phase.moved[kind] += max(tensor.nbytes for tensor in tensors)
+        self._phase.moved[kind] += size
 
     def _carry(self, name: str, args: tuple[Any, ...], found: Any) -> None:
         if name not in ("_to_copy", "copy_") or not isinstance(found, Tensor):

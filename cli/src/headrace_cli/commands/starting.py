@@ -58,9 +58,10 @@ class FleetOptions:
     engine: Annotated[
         str,
         typer.Option(
-            help="Engine that the rollout instances must have: vllm or sglang from this Python or from .envs/ENGINE."
+            help="Engine that the rollout instances must have: vllm or sglang from this Python or from .envs/ENGINE. "
+            "auto: on GPUs that of .envs, where `make engines` made one for them."
         ),
-    ] = "transformers"
+    ] = "auto"
     sim: Annotated[
         str,
         typer.Option(
@@ -91,16 +92,17 @@ class FleetOptions:
     def plan(self, port: int, *, encrypt: bool, **more: Any) -> FleetPlan:
         """The fleet, or this host's part of one. Raises CommandError."""
         counts = {name: getattr(self, name) for name in KINDS}
+        devices = device_names(self.devices)
         return FleetPlan(
             str(
                 Path(os.path.expanduser(self.data_dir)).absolute()
             ),  # The launcher has another working directory.
             port,
             counts | dict(kind_and_count(text, "--scale") for text in self.scale or ()),
-            device_names(self.devices),
+            devices,
             tethered=self.foreground,
             pythons={
-                "rollout": engine_python(self.engine),
+                "rollout": engine_python(self.engine, devices),
                 "simulator": simulator_python(self.sim),
                 "trainer": backend_python(self.backend),
             },

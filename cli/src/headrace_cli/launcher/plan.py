@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,9 @@ from headrace_cli.launcher.data_dir import DataDir
 
 KINDS = ("rollout", "trainer", "reward", "simulator")
 DEFAULT_PORT = 8470
+AUTO = "auto"
+MADE_ENGINES = ("vllm", "sglang")
+"""What `make engines` makes, the one that `rollout.engine: auto` prefers first."""
 DEFAULT_SIMULATOR = "gymnasium"
 SIMULATORS = {
     "gymnasium": "gymnasium",
@@ -155,17 +159,46 @@ def kind_and_count(text: str, option: str) -> tuple[str, int]:
     return kind, int(number)
 
 
-def engine_python(engine: str, folder: Path = Path()) -> str:
+def engine_python(engine: str, devices: Sequence[str] = (), folder: Path = Path()) -> str:
     """The Python whose rollout instances can run an engine: this one, or that of .envs/ENGINE below `folder`.
 
-    Raises CommandError (exit code 2) where neither has it.
+    `auto` is, for a fleet with GPUs, the first of `MADE_ENGINES` that is installed for them; else the built-in engine.
+    Raises CommandError (exit code 2) where neither has the engine, or .envs/ENGINE was made for other devices.
     """
-    if not engine.isidentifier():
-        raise user_error("--engine", f"{engine!r} is no engine", "write transformers, vllm or sglang")
     if engine == "transformers":
         return ""
+    on_gpus = has_gpus(devices)
+    if engine == AUTO:
+        fitting = (name for name in MADE_ENGINES if on_gpus and made_for(name, folder) not in ("", "cpu"))
+        engine = next(fitting, "")
+        return str(_python_of(engine, folder)) if engine else ""
+    if not engine.isidentifier():
+        raise user_error(
+            "--engine", f"{engine!r} is no engine", f"write {AUTO}, transformers, {' or '.join(MADE_ENGINES)}"
+        )
     fix = f"install headrace-rollout[{engine}], or in a checkout: make engines ENGINE={engine}"
-    return _python_with(engine, engine, folder, "--engine", fix)
+    python = _python_with(engine, engine, folder, "--engine", fix)
+    made = made_for(engine, folder) if python else ""
+    if made and (made == "cpu") is on_gpus:
+        problem = f"{python} holds the build of {engine} for {made}, and this fleet has {'GPUs' if on_gpus else 'none'}"
+        other = "--devices cpu:0,cpu:1 keeps it" if on_gpus else "--devices gpu:0 names one"
+        raise user_error(
+            "--engine", problem, f"make engines ENGINE={engine} makes the one for this machine; {other}"
+        )
+    return python
+
+
+def has_gpus(devices: Sequence[str]) -> bool:
+    """Whether a fleet with these devices, or with none named, has a GPU of this machine."""
+    from headrace_servicekit.lease.devices import detect_devices  # takes gRPC along
+
+    return any(name.rpartition("/")[2].startswith("gpu:") for name in devices or detect_devices())
+
+
+def made_for(engine: str, folder: Path = Path()) -> str:
+    """For which kind of device .envs/ENGINE was made ("cpu", "cuda", "rocm"); "" where it does not say."""
+    stamp = folder.absolute() / ".envs" / engine / ".complete"
+    return stamp.read_text(encoding="utf-8").strip() if stamp.is_file() else ""
 
 
 def simulator_python(simulator: str, folder: Path = Path()) -> str:
@@ -192,10 +225,14 @@ def backend_python(backend: str, folder: Path = Path()) -> str:
 def _python_with(name: str, module: str, folder: Path, option: str, fix: str) -> str:
     if find_spec(module) is not None:
         return ""
-    python = folder.absolute() / ".envs" / name / "bin" / "python"
+    python = _python_of(name, folder)
     if python.is_file():
         return str(python)
     raise user_error(option, f"{name} is not installed here, and there is no {python}", fix)
+
+
+def _python_of(name: str, folder: Path) -> Path:
+    return folder.absolute() / ".envs" / name / "bin" / "python"
 
 
 def _module(name: str, python: str = "") -> list[str]:

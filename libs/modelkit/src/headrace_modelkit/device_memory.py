@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from headrace_modelkit.broadcasting import device_id
 from headrace_modelkit.devices import fixed_segments
+from headrace_modelkit.pinned import Rooms, flat_bytes
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
@@ -137,7 +138,8 @@ class DeviceCopies:
                     wanted = len(body) + SPARE_BYTES
                     raise RuntimeError(f"the GPU has {free} bytes free, and a copy wants {wanted}")
                 with fixed_segments():
-                    flat = torch.frombuffer(body, dtype=torch.uint8).to(device, copy=True)
+                    flat = torch.empty(len(body), dtype=torch.uint8, device=device)
+                Rooms(device).upload(flat_bytes(body), flat)
                 copy = self._copies[key] = DeviceCopy(key, flat, sums_of(flat, places))
             handle = self._layer.share(copy.flat)
             copy.users += 1

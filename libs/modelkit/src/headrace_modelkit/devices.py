@@ -157,6 +157,8 @@ class Nvml:
 
 
 ROOT = Path("/")
+_FIRST_PIDS = 0xEFFFFFFC
+"""The kernel's PROC_PID_INIT_INO: the inode of the namespace in which the machine was started."""
 _KFD = "sys/class/kfd/kfd"
 
 
@@ -233,11 +235,22 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
+def has_hosts_pids(namespace: Path = Path("/proc/self/ns/pid")) -> bool:
+    """Whether this process is in the first namespace of process ids, whose numbers drivers list."""
+    try:
+        return namespace.stat().st_ino == _FIRST_PIDS
+    except OSError:  # not Linux
+        return False
+
+
 def process_bytes(devices: Sequence[torch.device], pids: Sequence[int]) -> int | None:
     """Bytes that processes use on GPUs, their contexts included; None where the driver does not say.
 
-    So it is without NVML, and in a container whose process ids are not the host's: none of `pids` is listed then.
+    So it is without NVML, on WSL2, and in a container with process ids of its own: the driver's list has the host's, of
+    which one may be the number of quite another process here.
     """
+    if not has_hosts_pids():
+        return None
     if torch.version.hip is not None:
         return used_by_kfd([_plain(driver_name(device)) for device in devices], pids)
     try:

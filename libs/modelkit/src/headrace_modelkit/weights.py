@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -244,8 +244,12 @@ def published_tensor(model: nn.Module, name: str) -> Tensor:
     return _names_of(model).find(_named(model), name)[1].detach()
 
 
-def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_weights(
+    model: nn.Module, tensors: Mapping[str, Tensor], upload: Callable[[Tensor], Tensor] = lambda own: own
+) -> None:
     """Copies a whole version into the model, cast to the model's types; by the checkpoint's names or the model's.
+
+    `upload` takes each to the model's device.
 
     Raises ValueError, before anything is written, when names or shapes are not the model's own.
     """
@@ -255,7 +259,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(f"the weights are not this model's: {problem}")
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+            tensor.copy_(upload(tensors[name]))
 
 
 def read_weights(model: nn.Module, tensors: Tensors) -> None:

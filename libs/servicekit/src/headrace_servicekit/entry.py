@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headrace_servicekit.descriptors import raise_limit
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
-from headrace_servicekit.lease.devices import let_idle_threads_sleep
+from headrace_servicekit.lease.devices import prepare_torch, show_part
 from headrace_servicekit.logs import configure_logging
 from headrace_servicekit.rpc.addresses import keep_collectives_at
 from headrace_servicekit.rpc.errors import ServiceError, message_of
@@ -30,7 +30,8 @@ def run_service(kind: str, mount: Mount, argv: Sequence[str] | None = None) -> N
     configure_logging(config.log_level, instance=config.name)
     raise_limit()
     keep_collectives_at(config.listen)
-    let_idle_threads_sleep()
+    prepare_torch()
+    show_part(config.devices)
     try:
         asyncio.run(_serve(config, mount))
     except (ServiceError, TracingMissing) as error:

@@ -17,7 +17,7 @@ import grpc
 from headrace.coordinator.v1 import fleet_pb2
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from headrace_servicekit.lease.devices import detect_devices, full_names
+from headrace_servicekit.lease.devices import detect_devices, full_names, own_part
 from headrace_servicekit.problems import explain
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.tracing import check_endpoint
@@ -63,6 +63,9 @@ class InstanceConfig(BaseModel):
     listen: str = Field("127.0.0.1:0", description="host:port to listen on; port 0 picks a free one")
     advertise: str = Field("", description="host that others reach this instance at; default: from --listen")
     devices: tuple[str, ...] = Field((), description="devices to lease out, comma-separated, or 'auto'")
+    index: int = Field(
+        0, ge=0, description="number among this host's instances of its kind: says which MIG device it has"
+    )
     token_file: Path | None = Field(None, description="file with the bearer token that the fleet shares")
     shm_dir: Path = Field(
         default_factory=default_shm_dir, description="directory on a tmpfs for published weights"
@@ -116,7 +119,8 @@ class InstanceConfig(BaseModel):
             named = tuple(full_names(self.devices))
         except ServiceError as error:
             raise ValueError(f"devices: {error.message}") from error
-        object.__setattr__(self, "devices", named)
+        own = own_part(named, self.index, from_end=self.kind == "trainer")
+        object.__setattr__(self, "devices", tuple(own))
         return self
 
     def read_token(self) -> str | None:

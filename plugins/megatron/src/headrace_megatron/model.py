@@ -29,6 +29,7 @@ from headrace_megatron.architecture import Architecture
 from headrace_megatron.gpt import build_stage, context_places, transformer_config
 from headrace_megatron.groups import Groups
 from headrace_megatron.names import OWN_EMBEDDING, OWN_HEAD, Part, Pick, parts_of
+from headrace_megatron.publishing import Publication
 from headrace_megatron.shards import ModelShards
 
 
@@ -103,6 +104,7 @@ class ParallelModel:
         self._parts = parts_of(
             architecture, groups.layout, groups.tensor.rank(), groups.stage, groups.expert.rank()
         )
+        self._publication = Publication(architecture, ranks, groups)
         copies = {part.local for part in self._parts.values() if part.copy}
         self.counted = [name for name in self.shards.shapes() if name not in copies]
         """Local parameters that no other rank counts: each weight of the model is counted once over all ranks."""
@@ -167,29 +169,27 @@ class ParallelModel:
                     value = pick(part.of_local(own)).reshape([end - first for first, end in box])
                     yield StatePart(name, shape, box, value)
 
-    def gather(
-        self, pieces: Mapping[str, Tensor], owners: Owners | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Whole canonical tensors by name, of this rank's pieces by local name; every rank exhausts it. The leader's
-        are on the CPU, or each at its owner alone.
+    def gather(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Whole canonical tensors by name, on every rank, of this rank's pieces by local name; every rank exhausts it.
+        The leader's are on the CPU.
 
         A rank's whole is 0 where others have the values, so the bits add up.
         """
-        rank, shapes = self._ranks.rank, self.architecture.shapes
-        for name, shape in ((name, shapes[name]) for name in (shapes if owners is None else owners)):
+        for name, shape in self.architecture.shapes.items():
             whole = torch.zeros(shape, dtype=torch.float32, device=self._ranks.device)
             part = self._parts.get(name)
             if part is not None and not part.copy:
                 own = self.shards.whole(part.local, pieces[part.local])
                 part.of_whole(whole).copy_(part.of_local(own))
-            if owners is not None:
-                dist.reduce(whole.view(torch.int32), owners[name])
-                if owners[name] == rank:
-                    yield name, whole.cpu()
-                continue
             if self._ranks.world_size > 1:
                 dist.all_reduce(whole.view(torch.int32))
             yield name, whole.cpu() if self._ranks.leads else whole
+
+    def published(self, owners: Owners | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Whole canonical tensors in the model's type, on the host of the leader or each of its owner; see
+        `Publication`.
+        """
+        return self._publication.wholes(self.shards.values(), owners)
 
     def reduce_gradients(self) -> None:
         """Adds up what the ranks have accumulated, so that `shards.gradients` are the model's."""

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from headrace_modelkit.loading import DTYPES
 from headrace_modelkit.model_files import empty_model
+from headrace_modelkit.pinned import rooms_of
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends._base import Owners, ReferenceFacts, StatePart, StateReader
@@ -76,14 +77,14 @@ class Reference:
     def model(self) -> ParallelModel:
         """The model, with its weights on the device."""
         if self._away:
-            self._model.shards.move(lambda tensor: tensor.to(self._device))
+            self._model.shards.move(rooms_of(self._device).to_device)
             self._away = False
         return self._model
 
     def park(self) -> None:
         """Takes the weights to host memory until they are used again; nothing to do where they are there."""
         if self._device.type != "cpu" and not self._away:
-            self._model.shards.move(lambda tensor: tensor.to("cpu"))
+            self._model.shards.move(rooms_of(self._device).to_host)
             self._away = True
 
 
@@ -190,7 +191,9 @@ class MegatronModels(LanguageModel):
     def weights(
         self, *, published: bool = False, owners: Owners | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        return self._model.gather(self._model.shards.masters(), owners)
+        if published or owners is not None:
+            return self._model.published(owners)
+        return self._model.gather(self._model.shards.masters())
 
     @override
     def weight_parts(self) -> Iterator[StatePart]:

@@ -63,6 +63,13 @@ class Shards:
         """This rank's fp32 masters, flat, by parameter; after writing to them call `spread`."""
         return self._pieces(self._values_slice() if self._own_masters is None else self._own_masters)
 
+    def values(self) -> dict[str, Tensor]:
+        """Each parameter, whole and in the type that it is computed in."""
+        return {
+            name: self._values[place.start : place.end].view(place.shape)
+            for name, place in self._places.items()
+        }
+
     def gradients(self) -> dict[str, Tensor]:
         """As `masters`, of the gradient that `reduce` has added up."""
         return self._pieces(self._reduced)
@@ -191,6 +198,9 @@ class ModelShards:
     def masters(self) -> dict[str, Tensor]:
         """See `Shards`; so are the others."""
         return self._in_order([shards.masters() for shards in self._all])
+
+    def values(self) -> dict[str, Tensor]:
+        return self._in_order([shards.values() for shards in self._all])
 
     def gradients(self) -> dict[str, Tensor]:
         return self._in_order([shards.gradients() for shards in self._all])

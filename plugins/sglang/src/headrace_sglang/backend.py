@@ -13,6 +13,7 @@ from headrace_modelkit.devices import variables_for
 from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
 from headrace_rollout.engines.hosted.backend import AdapterFile, Backend, Request, Start, Tokens, rows_of
 from headrace_rollout.engines.hosted.processes import kill
+from headrace_rollout.engines.hosted.relaying import RELAYS
 from headrace_rollout.engines.hosts import BackendFailed
 from headrace_rollout.engines.samples import Distribution
 from headrace_servicekit.process.spawn import descendants
@@ -142,12 +143,9 @@ class SglangBackend(Backend):
     @override
     async def update(
         self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
-    ) -> dict[str, str]:
+    ) -> None:
         beside = adapter.as_json() if adapter else None
-        digests: dict[str, str] = await self._call(
-            "update", path=str(path), entries=rows_of(entries), adapter=beside
-        )
-        return digests
+        await self._call("update", path=str(path), entries=rows_of(entries), adapter=beside)
 
     @override
     async def finish_install(self, number: int) -> None:
@@ -245,5 +243,6 @@ def _variables(start: Start) -> Mapping[str, str]:
         # When one of its processes ends, SGLang would look into the others for 66 s before it ends too; the run waits.
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        RELAYS: start.relays,
     }
     return variables | (variables_for(start.devices) or {"SGLANG_USE_CPU_ENGINE": "1"})

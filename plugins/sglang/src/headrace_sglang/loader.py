@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from headrace_rollout.engines.hosted.files import LOADER_ERRORS, Row, read_tensors
+from headrace_modelkit.broadcasting import Broadcasts
+from headrace_rollout.engines.hosted.files import LOADER_ERRORS, Ranks, Row, read_tensors, taken
+from headrace_rollout.engines.hosted.relaying import listen
 from torch import Tensor
 
 
@@ -26,20 +29,35 @@ def request_tensor(
 
 
 def load_version(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Takes every tensor and writes {"digests", "problem"} to a file of this process.
+    """Takes every tensor and writes {"problem"} to a file of this process.
 
     SGLang ends the whole engine on what a loader raises, so a problem is an answer, not an error.
     """
     request = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
-    digests: dict[str, str] = {}
     problem = ""
     try:
         place = next(model.parameters()).device
-        _load(model, read_tensors(request["path"], request["entries"], request["adapter"], digests, place))
+        _listen(place)
+        ranks = _ranks() if place.type == "cuda" else None
+        _load(model, read_tensors(request["path"], request["entries"], request["adapter"], place, ranks))
     except LOADER_ERRORS as error:
         problem = f"{type(error).__name__}: {error}"
     answer = Path(request["answers"]) / f"{os.getpid()}.json"
-    answer.write_text(json.dumps({"digests": digests, "problem": problem}))
+    answer.write_text(json.dumps({"problem": problem}))
+
+
+@cache
+def _listen(place: torch.device) -> None:
+    """Takes part in broadcasts from the second version on: SGLang imports this module with the first."""
+    listen(Broadcasts(lambda: place))
+
+
+def _ranks() -> Ranks:
+    """The schedulers that divide the model's tensors."""
+    from sglang.srt.distributed import get_tp_group
+
+    found: Ranks = get_tp_group()
+    return found
 
 
 @torch.no_grad()
@@ -49,7 +67,8 @@ def _load(model: torch.nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None
     marked = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
     for parameter in marked.values():
         parameter.fill_(float("nan"))
-    model.load_weights(tensors)  # type: ignore[operator]
+    load: Any = model.load_weights
+    taken(load, tensors)
     missing = [name for name, parameter in marked.items() if bool(parameter.isnan().any())]
     if missing:
         raise ValueError(f"{len(missing)} parameters of the engine's model got no tensor, first {missing[0]}")

@@ -112,31 +112,25 @@ class PlainBackend:
 
     async def update(
         self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
-    ) -> dict[str, str]:
+    ) -> None:
         await self._answers("update")
-        digests: dict[str, str] = {}
         beside = adapter.as_json() if adapter else None
         try:
-            self._loaded = dict(read_tensors(str(path), rows_of(entries), beside, digests))
+            self._loaded = dict(read_tensors(str(path), rows_of(entries), beside))
         except ValueError as error:
             raise BackendFailed(str(error)) from error
         load_weights(self._model, self._loaded)
-        return digests
 
-    async def update_lent(self, lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+    async def update_lent(self, lent, path: Path, entries: Sequence[WeightEntry]) -> None:
         assert lent.memory is not None
-        return await self.update(path, entries)
+        await self.update(path, entries)
 
-    async def load_adapters(self, adapters: Mapping[str, AdapterFile]) -> dict[str, str]:
-        arrived = {}
+    async def load_adapters(self, adapters: Mapping[str, AdapterFile]) -> None:
         base = {name: tensor.clone() for name, tensor in state_tensors(self._model)}
         for name, adapter in adapters.items():
-            digests: dict[str, str] = {}
-            tensors = dict(read_tensors(str(adapter.path), rows_of(adapter.entries), None, digests))
+            tensors = dict(read_tensors(str(adapter.path), rows_of(adapter.entries), None))
             self._adapted[name] = copy.deepcopy(self._model)
             load_weights(self._adapted[name], dict(merged(base.items(), tensors, adapter.scale)))
-            arrived |= {f"{name}/{each}": digest for each, digest in digests.items()}
-        return arrived
 
     async def finish_install(self, number: int) -> None:
         self._loaded = {}

@@ -30,7 +30,7 @@ def _hosted(shared_rig) -> None:
 async def test_an_install_that_breaks_halfway_leaves_the_version_before(rig):
     weights, number = rig.weights(rig.model_b), rig.engine.policy.number
     *others, last = weights.entries
-    damaged = replace(weights, entries=(*others, replace(last, digest="0" * 16)))
+    damaged = replace(weights, entries=(*others, replace(last, offset=len(weights.body))))
     with pytest.raises(Refused) as refused:
         await rig.engine.install(Policy(number + 1, "c"), damaged)
     assert refused.value.reason == "INSTALL_FAILED"
@@ -45,7 +45,8 @@ async def test_an_update_in_flight_that_breaks_leaves_the_sequences_to_the_versi
     if not rig.engine.capabilities.inflight_update:
         pytest.skip(f"{rig.name} offers no update in flight")
     weights, number, collector = rig.weights(rig.model_b), rig.engine.policy.number, Collector()
-    damaged = replace(weights, entries=(*weights.entries[:-1], replace(weights.entries[-1], digest="0" * 16)))
+    *others, last = weights.entries
+    damaged = replace(weights, entries=(*others, replace(last, offset=len(weights.body))))
     stream = rig.stream(collector, Distribution(1.5), max_new_tokens=300, chunk_tokens=4)
     await rig.engine.submit(stream, [group(0, PROMPT, 8)])
     await collector.until(lambda: len(collector.outputs) > 2)

@@ -160,6 +160,8 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.ROLES: (_OF_AGENTIC, "remove it"),
         key("environment.rewritten_turns"): (_OF_AGENTIC, "remove it"),
         key("environment.max_episode_s"): (_OF_AGENTIC, "use environment.max_episode_steps"),
+        key("environment.max_episode_tokens"): (_OF_AGENTIC, "use environment.max_episode_steps"),
+        key("environment.on_overflow"): (_OF_AGENTIC, "remove it"),
         f.CREDIT: ("turns are those of agentic runs, and workflow is {spec.kind}", "remove it"),
     },
     f.ONLINE: {
@@ -170,7 +172,11 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.EVALUATION_DATA: (_UNASKED, _LATER),
         f.REMAX: "remax needs a greedy answer to each prompt, and what clients ask is sampled",
     },
-    f.AGENT: {f.ROLES: ("an agent leads its conversation itself", "remove it")},
+    f.AGENT: {
+        f.ROLES: ("an agent leads its conversation itself", "remove it"),
+        key("environment.on_overflow"): ("an agent edits its conversation itself", "remove it"),
+    },
+    f.ROLES: {key("environment.on_overflow"): ("a role has one branch", "remove it")},
     f.NO_ENVIRONMENT: {f.SIMULATORS: ("the run has no environment, and so no simulator", "remove it")},
     f.UNSHOWN_ROBOT: {f.WARMUP: "a robot policy imitates demonstrations, and there are none"},
     f.NO_WARMUP: {f.DEMONSTRATIONS: "they are not imitated in 0 steps"},

@@ -111,6 +111,17 @@ class EnvironmentSection(Section):
         default=0.0,
         description="seconds after which a conversation, or an agent, is cut; 0: no limit; default with agent: 600",
     )
+    max_episode_tokens: CountOrZero = Field(
+        default=0,
+        description="tokens that the policy may sample in a conversation, or an agent's session; the turn that reaches "
+        "them is its last one; 0: no limit",
+    )
+    on_overflow: Literal["end", "truncate", "summarise"] = Field(
+        default="end",
+        description="of a conversation whose context is nearly full: it ends, or goes on in a new branch with its "
+        "beginning and the newest turns that fit half of it (truncate), or with a summary that the policy writes then, "
+        "as a turn that is learned (summarise)",
+    )
     reward: Literal["default", "dense", "sparse"] = Field(
         default="default", description="reward of a step; sparse: 1 where the task succeeds"
     )

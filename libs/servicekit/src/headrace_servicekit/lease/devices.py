@@ -18,11 +18,17 @@ from headrace_servicekit.lease.gpus import MAKERS, Gpu, find_gpus
 from headrace_servicekit.rpc.errors import invalid
 
 _NAME = re.compile(r"(?:([^/]+)/)?(?:(cpu):(\d+)|(gpu):(\d+(?:\.\d+)?))")
+_MIG = "MIG-"
 PER_DEVICE = "devices"
 """Stands for the number of a container's instances: one for each of its devices."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SPINS = "2000"
 """Two threads alone gain up to a half over none; two processes of two threads on the same two cores lose a fifth."""
+
+
+WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+FIXED_WORKSPACES = (":4096:8", ":16:8")
+"""Values with which torch allows cuBLAS in a deterministic run."""
 
 
 def detect_devices() -> list[str]:
@@ -71,6 +77,27 @@ def gpu_uuids(devices: Iterable[str]) -> list[str]:
     return [owner for owner, kind, _ in map(_parse, devices) if kind == "gpu"]
 
 
+def own_part(devices: Sequence[str], index: int, *, from_end: bool = False) -> list[str]:
+    """What a process has of the devices that several see: all, where none is a MIG device.
+
+    CUDA shows a process one MIG device and nothing beside it, so each of several has one by its number. Those that
+    count `from_end` meet the others as late as can be: a trainer and the rollouts.
+    """
+    parts = [name for name in devices if name.startswith(_MIG)]
+    whole = [name for name in devices if name not in parts]
+    choices = [*([whole] if whole else []), *([part] for part in parts)]
+    if not parts:
+        return whole
+    return choices[(-1 - index if from_end else index) % len(choices)]
+
+
+def show_part(devices: Sequence[str], environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has CUDA show this process its own GPUs alone where this machine has MIG devices; before CUDA starts."""
+    own = gpu_uuids(devices)
+    if own and any(gpu.uuid.startswith(_MIG) for gpu in _gpus()):
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+
+
 def core_of(slot: str) -> int:
     """The core of a CPU slot: its own, or beyond the last core of the host one that it shares with another slot.
 
@@ -106,14 +133,19 @@ def bind_cpu(devices: Sequence[str], process: int | None = None) -> int:
     return len(cores)
 
 
-def let_idle_threads_sleep(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Idle OpenMP threads sleep after they have spun for microseconds; read as torch is imported.
+def prepare_torch(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets what OpenMP and cuBLAS read as they start, where the user has not: before torch is imported.
 
-    Two busy processes whose idle threads spin on shared cores slow each other down tenfold. Without any spinning every
-    operation of two threads pays for a wake-up, which on a virtual machine takes longer than a small operation.
+    Idle OpenMP threads sleep after they have spun for microseconds: two busy processes whose idle threads spin on
+    shared cores slow each other down tenfold. Without any spinning every operation of two threads pays for a wake-up,
+    which on a virtual machine takes longer than a small operation.
+
+    cuBLAS sums in one order with `WORKSPACES` alone. It reads them once, so an instance has them before any run says
+    `deterministic: true`; they are torch's own default on GPUs since Hopper.
     """
     if environment.setdefault("OMP_WAIT_POLICY", "PASSIVE").upper() == "PASSIVE":
         environment.setdefault("GOMP_SPINCOUNT", _SPINS)
+    environment.setdefault(WORKSPACES, FIXED_WORKSPACES[0])
 
 
 def _parse(name: str) -> tuple[str, str, str]:

@@ -19,6 +19,10 @@ ROOT = Path("/")
 ASK_S = 30
 GPU_MEMORY = "gpu_memory"
 """Facet of an instance's capabilities: "GPU-8f2a…/gpu:0=85520809984", bytes of each GPU that it may be given."""
+_OF_WSL = "/usr/lib/wsl/lib/nvidia-smi"
+"""Windows puts it there, which not every shell has on its path."""
+_PARAVIRTUAL = "dev/dxg"
+"""WSL2's one device node for all GPUs: there is none a GPU."""
 _MIG = re.compile(r"MIG (\S+).*Device\s+(\d+):.*\(UUID:\s*(MIG-[^)]+)\)")
 _PROFILE = re.compile(r"\.(\d+)gb")
 _DIVIDED = "proc/driver/nvidia/capabilities/gpu*/mig/gi*"
@@ -106,7 +110,7 @@ def chosen(gpus: Sequence[Gpu], value: str) -> list[Gpu]:
 
 def ask_nvidia_smi(*arguments: str) -> str:
     """What nvidia-smi prints; nothing where there is none, or it does not answer."""
-    tool = shutil.which("nvidia-smi")
+    tool = shutil.which("nvidia-smi") or shutil.which(_OF_WSL)
     if tool is None:
         return ""
     try:
@@ -212,7 +216,8 @@ MAKERS: tuple[Maker, ...] = (Nvidia(), Amd())
 def parse_gpus(text: str) -> list[Gpu]:
     """GPUs in the order of `nvidia-smi -q` or of the driver's files in /proc.
 
-    GPUs whose UUID the driver does not know yet are left out.
+    GPUs whose UUID the driver does not know yet are left out. WSL2's have no minor number ("N/A"): they are numbered in
+    their order, as CUDA numbers them.
     """
     found: list[Gpu] = []
     uuid = ""
@@ -220,8 +225,8 @@ def parse_gpus(text: str) -> list[Gpu]:
         key, _, value = (part.strip() for part in line.partition(":"))
         if key == "GPU UUID":
             uuid = value
-        elif key in ("Minor Number", "Device Minor") and value.isdigit() and uuid and "?" not in uuid:
-            found.append(Gpu(uuid, value))
+        elif key in ("Minor Number", "Device Minor") and uuid and "?" not in uuid:
+            found.append(Gpu(uuid, value if value.isdigit() else str(len(found))))
     return found
 
 
@@ -251,7 +256,7 @@ def _divided(gpus: Sequence[Gpu], listing: str) -> list[Gpu]:
 def _with_nodes(root: Path, gpus: Sequence[Gpu], node: Callable[[Gpu], str], every: str) -> list[Gpu]:
     """Those whose device nodes are here. On a host itself nodes may be made when they are first used."""
     contained = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
-    if not contained and not any(root.glob(every)):
+    if (root / _PARAVIRTUAL).exists() or (not contained and not any(root.glob(every))):
         return list(gpus)
     return [gpu for gpu in gpus if (root / node(gpu)).exists()]
 

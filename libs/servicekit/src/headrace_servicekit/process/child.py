@@ -184,7 +184,11 @@ class Child:
         settings = self._settings
         self._incarnation = uuid.uuid4().hex
         command = settings.spawn(settings.kind, settings.index, self._incarnation)
-        names = {"HEADRACE_INCARNATION": self._incarnation, "HEADRACE_NAME": settings.name}
+        names = {
+            "HEADRACE_INCARNATION": self._incarnation,
+            "HEADRACE_NAME": settings.name,
+            "HEADRACE_INDEX": str(settings.index),
+        }
         readable, writable = os.pipe()
         try:
             process = await settings.launch(command, {**os.environ, **names}, writable)

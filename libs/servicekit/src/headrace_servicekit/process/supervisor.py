@@ -55,8 +55,8 @@ class Supervisor:
     """Keeps a wanted number of processes of each kind running.
 
     `spawn(kind, index, incarnation)` gives the command of one process, which also finds its incarnation in
-    HEADRACE_INCARNATION and its name, by default KIND-INDEX, in HEADRACE_NAME. Output goes to
-    `log_dir`/NAME.log. With an empty `coordinator_address` nothing is reported; the coordinator may change
+    HEADRACE_INCARNATION, its name, by default KIND-INDEX, in HEADRACE_NAME, and its index in HEADRACE_INDEX. Output
+    goes to `log_dir`/NAME.log. With an empty `coordinator_address` nothing is reported; the coordinator may change
     the number of `scalable_kinds` only, up to what `capacity` allows. Kinds that the contract does not have
     are supervised, but not reported. At most `starts_at_once` processes start at a time. `on_end` hears of
     every end.

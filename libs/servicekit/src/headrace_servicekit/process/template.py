@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from headrace_servicekit.lease.devices import let_idle_threads_sleep
+from headrace_servicekit.lease.devices import prepare_torch
 from headrace_servicekit.process.spawn import start_child
 from headrace_servicekit.process.template_process import MAX_BYTES, ROOM
 
@@ -93,7 +93,7 @@ class Template:
     async def _begin(self) -> None:
         # Read by torch: huge pages for large blocks, which a trainer wants; and no CUDA where one asks for GPUs.
         environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        let_idle_threads_sleep(environment)
+        prepare_torch(environment)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             for each in (ours, theirs):

@@ -6,7 +6,10 @@ They detect corruption and mismatch between honest parties; they are no signatur
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 
 import xxhash
 from headrace.common.v1 import common_pb2
@@ -17,19 +20,71 @@ def digest_bytes(data: bytes | bytearray | memoryview) -> str:
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
-class RunningDigest:
-    """`digest_bytes` of all pieces together."""
+STRETCH_BYTES = 4 << 20
+"""Of a tensor: several threads take the digests of its stretches, whose digest is the tensor's."""
+MOST_THREADS = 16
+"""More do not read a host's memory faster."""
 
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_128()
 
-    def update(self, piece: bytes | bytearray | memoryview) -> None:
-        """Adds a piece."""
-        self._hash.update(piece)
+def stretches(size: int) -> list[tuple[int, int]]:
+    """(begin, end) of the stretches of a tensor of `size` bytes."""
+    return [(begin, min(size, begin + STRETCH_BYTES)) for begin in range(0, size, STRETCH_BYTES)]
 
-    def hexdigest(self) -> str:
-        """32 hexadecimal digits."""
-        return str(self._hash.hexdigest())
+
+def tensor_digest(data: memoryview) -> str:
+    """Digest of a tensor's bytes: of one stretch `digest_bytes`, of several that of their digests in order."""
+    return joined_digest([digest_stretch(data[begin:end]) for begin, end in stretches(len(data))])
+
+
+def joined_digest(parts: Sequence[bytes]) -> str:
+    """The digest of a tensor with stretches of these digests."""
+    if len(parts) == 1:
+        return parts[0].hex()
+    return digest_bytes(b"".join(parts))
+
+
+def digest_stretch(data: memoryview) -> bytes:
+    """Digest of one stretch, for `joined_digest`."""
+    return bytes(xxhash.xxh3_128_digest(data))
+
+
+StretchDigest = xxhash.xxh3_128
+"""As `digest_stretch`, of pieces."""
+
+
+def own_threads() -> int:
+    """How many threads may work on a body at once: as many as this process has cores, at most MOST_THREADS."""
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def in_threads(acts: Sequence[Callable[[], None]], threads: int | None = None) -> None:
+    """Does all of them, the caller in one thread and others in up to `threads` - 1 more, which hold no lock while they
+    copy or hash.
+
+    Raises what the first in order of those that failed has raised, when none runs any more.
+    """
+    problems: list[tuple[int, Exception]] = []
+    left = iter(enumerate(acts))
+
+    def take() -> None:
+        for index, act in left:
+            try:
+                act()
+            except Exception as problem:  # noqa: BLE001 - it is raised below
+                problems.append((index, problem))
+
+    beside = min(own_threads() if threads is None else threads, len(acts)) - 1
+    running = [_pool(os.getpid()).submit(take) for _ in range(beside)]
+    take()
+    wait(running)
+    if problems:
+        raise min(problems, key=lambda each: each[0])[1]
+
+
+@cache
+def _pool(_pid: int) -> ThreadPoolExecutor:
+    """Of one process: a fork has none of its parent's threads."""
+    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="digests")
 
 
 def trajectory_digest(trajectory: common_pb2.Trajectory) -> str:

@@ -27,6 +27,9 @@ RPC_SECONDS = Histogram(
 )
 WEIGHT_VERSIONS = Counter("headrace_weight_versions", "Versions that came, by transport", ["transport"])
 WEIGHT_BYTES = Counter("headrace_weight_bytes", "Bytes moved for versions that came", ["transport"])
+WEIGHT_VERIFIED = Counter(
+    "headrace_weight_verified_bytes", "Bytes of mapped versions that were verified here"
+)
 WEIGHT_FALLBACKS = Counter(
     "headrace_weight_fallbacks", "Tries of a transport that failed and led to the next one", ["transport"]
 )

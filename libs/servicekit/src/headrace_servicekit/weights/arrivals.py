@@ -10,26 +10,31 @@ import asyncio
 import fcntl
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 from google.protobuf.message import DecodeError
 from headrace.common.v1 import common_pb2, weights_pb2
 
-from headrace_servicekit.rpc.digests import RunningDigest
+from headrace_servicekit.rpc.digests import digest_stretch, in_threads, joined_digest, stretches
 from headrace_servicekit.rpc.errors import invalid
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 from headrace_servicekit.weights.delta import BadChange, apply
 from headrace_servicekit.weights.versions import StoredWeights, check_digest, mismatch
 
 CHUNK_BYTES = 1024 * 1024
+COPIED_BYTES = 32 * CHUNK_BYTES
 SIGN_S = 1.0
 """From a relay's last piece to its sign that it waits for its own source."""
 STUCK_S = 45.0
 """A host's other instances take a version themselves when the one whose turn it is has got nothing for so long."""
 POLL_S = 0.02
 _RECORD_BYTES = 64 * 1024
+_DIGEST_BYTES = 32
+"""Of a record's beginning."""
 
 
 class Arrival:
@@ -53,7 +58,8 @@ class Arrival:
         """Changes of `base`, by the offset at which they begin."""
         self._whole = whole
         self._place = 0
-        self._digest = RunningDigest()
+        self._parts: list[bytes] = []
+        """Digests of the stretches that have come of the tensor that is not whole."""
         self._changed = asyncio.Event()
         self._ended = False
 
@@ -61,29 +67,30 @@ class Arrival:
         """Begins anew, by changes of another version."""
         self.base, self.changes = base, {}
         self.offset = self.moved = self._place = 0
-        self._digest = RunningDigest()
+        self._parts = []
 
     def rewind(self) -> None:
         """Goes back to the beginning of the tensor that is not whole: another source sends it again."""
-        self.offset, self._digest = self.entries[self._place].offset_bytes, RunningDigest()
+        self.offset, self._parts = self.entries[self._place].offset_bytes, []
 
     async def add(self, data: memoryview) -> None:
-        """The next piece of what is not held. Raises ServiceError DIGEST_MISMATCH at a tensor's end."""
+        """The next piece of what is not held, a large one in several threads. Raises ServiceError DIGEST_MISMATCH at a
+        tensor's end.
+        """
         self.moved += len(data)
-        self._write(data)
-        self._check(data)
+        if len(data) > CHUNK_BYTES:
+            await _to_the_end(lambda: self._take(data))
+        else:
+            self._take(data)
+        self._tell()
         await self.copy_held()
 
     async def change(self, response: weights_pb2.FetchWeightsResponse) -> None:
         """The next changes. Raises ServiceError DIGEST_MISMATCH, naming the tensor."""
         self.moved += response.ByteSize()
         self.changes[self.offset] = response
-        changing = asyncio.ensure_future(asyncio.to_thread(self._change, response.changes))
         try:
-            await asyncio.shield(changing)
-        except asyncio.CancelledError:
-            await asyncio.wait({changing})  # Else it would write on, into what another way brings.
-            raise
+            await _to_the_end(lambda: self._change(response.changes))
         except BadChange as error:
             raise mismatch(str(error)) from error
         self._tell()
@@ -94,9 +101,10 @@ class Arrival:
             if self.offset != self.entries[self._place].offset_bytes:
                 return  # half of it was sent
             self._place += 1
-            for start in range(0, len(own), CHUNK_BYTES):
-                self._write(own[start : start + CHUNK_BYTES])
-                await asyncio.sleep(0)
+            for start in range(0, len(own), COPIED_BYTES):
+                piece = own[start : start + COPIED_BYTES]
+                await _to_the_end(partial(self._write, piece))
+                self._tell()
 
     def end(self) -> None:
         """No more comes: it is published, or has failed. Releases the view of the memory."""
@@ -118,14 +126,19 @@ class Arrival:
             return None
         return bytes(self._whole[offset : min(self.offset, offset + CHUNK_BYTES)])
 
+    def _take(self, data: memoryview) -> None:
+        self._write(data)
+        self._check()
+
     def _write(self, data: memoryview) -> None:
-        self._whole[self.offset : self.offset + len(data)] = data
+        if data:
+            to, of = (np.frombuffer(each, np.uint8) for each in (self._whole[self.offset :], data))
+            in_threads([partial(_copy, to, of, *stretch) for stretch in stretches(len(data))])
         self.offset += len(data)
-        self._tell()
 
     def _change(self, changes: Iterable[weights_pb2.WeightChange]) -> None:
         assert self.base is not None
-        self._check(memoryview(b""))  # tensors without elements have no change
+        self._check()  # tensors without elements have no change
         for change in changes:
             size = change.size_bytes
             entry = self.entries[min(self._place, len(self.entries) - 1)]
@@ -141,24 +154,53 @@ class Arrival:
             with self._whole[stretch] as out, self.base.body[stretch] as before:
                 apply(change, NUMPY_TYPES[entry.data_type].itemsize, before, out)
                 self.offset = stretch.stop
-                self._check(out)
+                self._check()
 
-    def _check(self, data: memoryview) -> None:
-        """Adds the bytes before `offset` to the digest of the tensor; compares that of each tensor that is whole."""
-        while self._place < len(self.entries):
-            entry = self.entries[self._place]
-            left = entry.offset_bytes + entry.size_bytes - (self.offset - len(data))
-            with data[:left] as own:
-                self._digest.update(own)
-            if len(data) < left:
-                return
-            check_digest(entry, self._digest.hexdigest())
-            data = data[left:]
-            self._place, self._digest = self._place + 1, RunningDigest()
+    def _check(self) -> None:
+        """Takes the digests of all stretches before `offset`; compares that of each tensor that is whole."""
+        acts, whole, place = [], list[tuple[common_pb2.WeightEntry, list[bytes]]](), self._place
+        parts = self._parts
+        while place < len(self.entries):
+            entry = self.entries[place]
+            bounds = [
+                (entry.offset_bytes + a, entry.offset_bytes + b) for a, b in stretches(entry.size_bytes)
+            ]
+            for begin, end in bounds[len(parts) :]:
+                if end > self.offset:
+                    break
+                acts.append(partial(self._digest, begin, end, parts, len(parts)))
+                parts.append(b"")
+            if len(parts) < len(bounds) or entry.offset_bytes > self.offset:
+                break
+            whole.append((entry, parts))
+            place, parts = place + 1, []
+        in_threads(acts)
+        for entry, found in whole:
+            check_digest(entry, joined_digest(found))
+            self._place, self._parts = self._place + 1, []
+        self._parts = parts
+
+    def _digest(self, begin: int, end: int, parts: list[bytes], place: int) -> None:
+        with self._whole[begin:end] as own:
+            parts[place] = digest_stretch(own)
 
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _to_the_end(act: Callable[[], None]) -> None:
+    """Does it in a thread, to its end whatever becomes of the caller: it would write into what another way brings."""
+    doing = asyncio.ensure_future(asyncio.to_thread(act))
+    try:
+        await asyncio.shield(doing)
+    except asyncio.CancelledError:
+        await asyncio.wait({doing})
+        raise
+
+
+def _copy(to: np.ndarray, of: np.ndarray, begin: int, end: int) -> None:
+    to[begin:end] = of[begin:end]
 
 
 def lacking(
@@ -187,17 +229,18 @@ class Turn:
     def __init__(self, handle: int = -1) -> None:
         self._handle = handle
 
-    def landed(self) -> common_pb2.WeightSource | None:
-        """Where an instance of this host holds the version, as it said when it had it."""
+    def landed(self, digest: str) -> common_pb2.WeightSource | None:
+        """Where an instance of this host holds the version of this digest, verified, as it said when it had it."""
         if self._handle < 0:
             return None
-        source = _record(os.pread(self._handle, _RECORD_BYTES, 0))
-        return source if source.shm_path else None
+        content = os.pread(self._handle, _RECORD_BYTES, 0)
+        source = _record(content)
+        return source if source.shm_path and content[:_DIGEST_BYTES] == _of(digest) else None
 
-    def say(self, source: common_pb2.WeightSource) -> None:
-        """Tells the others of this host who pulls it, and, with a path, where it is."""
+    def say(self, source: common_pb2.WeightSource, digest: str) -> None:
+        """Tells the others of this host who pulls the version of this digest, and, with a path, where it is."""
         if self._handle >= 0:
-            content = source.SerializeToString()
+            content = _of(digest) + source.SerializeToString()
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, content, 0)
 
@@ -267,8 +310,12 @@ def _try_lock(handle: int) -> bool:
     return True
 
 
+def _of(digest: str) -> bytes:
+    return digest.encode()[:_DIGEST_BYTES].ljust(_DIGEST_BYTES)
+
+
 def _record(content: bytes) -> common_pb2.WeightSource:
     try:
-        return common_pb2.WeightSource.FromString(content)
+        return common_pb2.WeightSource.FromString(content[_DIGEST_BYTES:])
     except DecodeError:  # It is being written.
         return common_pb2.WeightSource()

@@ -22,7 +22,7 @@ from typing_extensions import override
 from headrace_servicekit.rpc.addresses import split_address
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import message_of
-from headrace_servicekit.weights.arrivals import CHUNK_BYTES, Arrival
+from headrace_servicekit.weights.arrivals import Arrival
 from headrace_servicekit.weights.versions import StoredWeights, unavailable
 from headrace_servicekit.weights.ways import Attempt, Found, Links, Way
 
@@ -154,8 +154,7 @@ async def _add(arrival: Arrival, piece: memoryview) -> None:
         return
     if arrival.offset + len(piece) > arrival.size:
         raise unavailable(f"the broadcast goes beyond byte {arrival.size}")
-    for start in range(0, len(piece), CHUNK_BYTES):
-        await arrival.add(piece[start : start + CHUNK_BYTES])
+    await arrival.add(piece)
 
 
 async def _nothing(arrival: Arrival) -> bool:

@@ -19,9 +19,10 @@ from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from typing_extensions import override
 
 from headrace_servicekit.failpoints import failpoint
+from headrace_servicekit.memory.segments import Segment
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of
-from headrace_servicekit.rpc.metrics import WEIGHT_BYTES, WEIGHT_VERSIONS
+from headrace_servicekit.rpc.metrics import WEIGHT_BYTES, WEIGHT_VERIFIED, WEIGHT_VERSIONS
 from headrace_servicekit.weights.arrivals import host_turn
 from headrace_servicekit.weights.collective import Collective, Groups
 from headrace_servicekit.weights.cuda_ipc import DeviceMemory, Mapper
@@ -68,14 +69,20 @@ class ReceivedWeights:
 
 
 class SharedMemory(Way):
-    """The producer's file on a tmpfs of this host, mapped: no byte is moved."""
+    """The producer's file on a tmpfs of this host, mapped: no byte is moved.
+
+    The first instance of a host verifies it and says so; `verified`: another one has, which is known.
+    """
 
     name = "shm"
     kind = common_pb2.WEIGHT_TRANSPORT_SHM
 
+    def __init__(self, *, verified: bool = False) -> None:
+        self._verified = verified
+
     @override
     async def take_from(self, source: common_pb2.WeightSource, attempt: Attempt) -> Found | None:
-        """Maps and verifies it."""
+        """Maps it, and verifies it where no other instance of this host has."""
         path, manifest, store = Path(source.shm_path), attempt.manifest, attempt.store
         try:
             _prove_same_host(source)
@@ -85,8 +92,27 @@ class SharedMemory(Way):
             raise unavailable(f"{path} is being written with another version") from error
         except (OSError, ValueError) as error:
             raise unavailable(str(error)) from error
-        await asyncio.to_thread(check_body, body, manifest)
-        return Found(store.adopt(attempt.run, attempt.version, manifest, path, segment, body), 0)
+        if self._verified:
+            return Found(store.adopt(attempt.run, attempt.version, manifest, path, segment, body), 0)
+        async with host_turn(store.turn_path(attempt.run, attempt.version.number)) as turn:
+            if not _same_file(turn.landed(attempt.version.digest), segment):
+                await asyncio.to_thread(check_body, body, manifest)
+                WEIGHT_VERIFIED.inc(len(body))
+            stored = store.adopt(attempt.run, attempt.version, manifest, path, segment, body)
+            turn.say(store.source(attempt.run, attempt.version.number), attempt.version.digest)
+        return Found(stored, 0)
+
+
+def _same_file(landed: common_pb2.WeightSource | None, segment: Segment) -> bool:
+    """Whether an instance of this host has verified the bytes that are mapped here."""
+    if landed is None:
+        return False
+    try:
+        found = os.stat(landed.shm_path, follow_symlinks=False)
+    except OSError:
+        return False  # Dropped since: the file may hold another version.
+    own = os.fstat(segment.handle)
+    return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 
 
 def _prove_same_host(source: common_pb2.WeightSource) -> None:
@@ -162,11 +188,12 @@ async def _once_a_host(
     async with host_turn(store.turn_path(run, number)) as turn:
         if (held := _held(attempt)) is not None:
             return held
-        if (landed := turn.landed()) is not None and (
-            found := await _first([SharedMemory()], attempt, [landed])
+        if (landed := turn.landed(attempt.version.digest)) is not None and (
+            found := await _first([SharedMemory(verified=True)], attempt, [landed])
         ):
             return _received(found, attempt)
-        turn.say(common_pb2.WeightSource(address=store.address, incarnation=store.incarnation))
+        own = common_pb2.WeightSource(address=store.address, incarnation=store.incarnation)
+        turn.say(own, attempt.version.digest)
         attempt, received = replace(attempt, turn=turn), None
         for source in offers:
             if received is None and source.parts:
@@ -174,7 +201,7 @@ async def _once_a_host(
         if received is None and (found := await _first(ways, attempt, offers)):
             received = _received(found, attempt)
         if received is not None:
-            turn.say(store.source(run, number))
+            turn.say(store.source(run, number), attempt.version.digest)
         return received
 
 

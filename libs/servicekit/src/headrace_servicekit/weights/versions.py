@@ -16,7 +16,14 @@ import grpc
 from headrace.common.v1 import common_pb2
 
 from headrace_servicekit.memory.segments import Segment
-from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
+from headrace_servicekit.rpc.digests import (
+    digest_stretch,
+    in_threads,
+    joined_digest,
+    manifest_digest,
+    stretches,
+    tensor_digest,
+)
 from headrace_servicekit.rpc.errors import ServiceError, invalid
 from headrace_servicekit.rpc.tensors import MAX_TENSOR_BYTES, tensor_bytes
 
@@ -128,7 +135,7 @@ class PendingWeights:
         for entry in self.entries:
             known = digests.get(entry.name) if digests is not None else None
             part = self._whole[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
-            entry.digest = known or digest_bytes(part)
+            entry.digest = known or tensor_digest(part)
             part.release()
         return _manifest(self.entries, adapter)
 
@@ -274,10 +281,25 @@ def check_manifest(version: common_pb2.PolicyVersion, manifest: common_pb2.Weigh
 
 
 def check_body(body: memoryview, manifest: common_pb2.WeightManifest) -> None:
-    """Raises ServiceError DIGEST_MISMATCH, naming the first tensor that is not the manifest's."""
+    """Raises ServiceError DIGEST_MISMATCH, naming the first tensor that is not the manifest's; in several threads."""
+    found: list[list[bytes]] = []
+    acts: list[Callable[[], None]] = []
+
+    def add(begin: int, end: int, parts: list[bytes], place: int) -> None:
+        def act() -> None:
+            with body[begin:end] as part:
+                parts[place] = digest_stretch(part)
+
+        acts.append(act)
+
     for entry in manifest.entries:
-        with body[entry.offset_bytes : entry.offset_bytes + entry.size_bytes] as part:
-            check_digest(entry, digest_bytes(part))
+        own = stretches(entry.size_bytes)
+        found.append([b""] * len(own))
+        for place, (begin, end) in enumerate(own):
+            add(entry.offset_bytes + begin, entry.offset_bytes + end, found[-1], place)
+    in_threads(acts)
+    for entry, parts in zip(manifest.entries, found, strict=True):
+        check_digest(entry, joined_digest(parts))
 
 
 def check_digest(entry: common_pb2.WeightEntry, digest: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 from headrace.common.v1 import common_pb2
 
-from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.rpc.digests import tensor_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.metrics import WEIGHT_FALLBACKS
 from headrace_servicekit.weights.arrivals import Arrival, Turn
@@ -82,7 +82,7 @@ class Attempt:
         kept = {}
         for place, entry in enumerate(self.manifest.entries):
             own = found.get((entry.name, entry.digest)) if entry.size_bytes else memoryview(b"")
-            if own is not None and len(own) == entry.size_bytes and digest_bytes(own) == entry.digest:
+            if own is not None and len(own) == entry.size_bytes and tensor_digest(own) == entry.digest:
                 kept[place] = own
         return kept
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import secrets
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,10 +44,11 @@ class AgentSession(Session):
         says: Says,
         *,
         greedy: bool = False,
+        most_tokens: int = sys.maxsize,
         mark: str = "",
         secret: str = "",
     ) -> None:
-        super().__init__(key, attempt, greedy)
+        super().__init__(key, attempt, greedy, most_tokens)
         self.terms, self.player, self._says = terms, says.player, says
         self.id = mark + secrets.token_hex(8)[len(mark) :]
         self.api_key = own_key(secret or secrets.token_urlsafe(32), self.id)
@@ -234,7 +236,9 @@ class AgentSession(Session):
         """The refusal that tells of the limit."""
         if self.limit is Finish.TRUNCATED:
             message = (
-                f"this session has had its {self.terms.most_turns} turns (environment.max_episode_steps)"
+                f"this session has had its {self.most_tokens} tokens (environment.max_episode_tokens)"
+                if self.sampled >= self.most_tokens
+                else f"this session has had its {self.terms.most_turns} turns (environment.max_episode_steps)"
             )
             return Refusal(400, "turn_limit", message)
         if self.limit is Finish.ERROR:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from headrace_modelkit import devices as gpu
+from headrace_modelkit.pinned import rooms_of
 from headrace_modelkit.weights import load_weights, published_tensor, share_weights, state_tensors
 from headrace_servicekit import failpoints
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ class ParameterMemory:
         if device.type == "cpu" and not adapted and all(view.on_device is None for view in tensors):
             share_weights(self._model, views)
             return
-        load_weights(self._model, views)
+        load_weights(self._model, views, rooms_of(device).to_device)
         for view in adapted:
             weight = published_tensor(self._model, view.name)
             weight.copy_(merge_into(weight, view))

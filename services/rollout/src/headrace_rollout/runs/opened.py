@@ -151,7 +151,13 @@ class OpenedRun:
             return device_of(self.engine)
 
         maps = DeviceMaps(lambda: device_of(self.engine, maps=True), opens=lambda: device() is not None)
-        return ways_of(chosen.transports, links, Broadcasts(device), maps)
+        relays = getattr(self.engine, "relays", None)
+        groups = Broadcasts(device)
+        if relays is not None:
+            from headrace_rollout.engines.hosted.relaying import Relayed
+
+            groups = Relayed(relays)
+        return ways_of(chosen.transports, links, groups, maps)
 
     @property
     def max_context_tokens(self) -> int:

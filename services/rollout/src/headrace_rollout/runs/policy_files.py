@@ -27,7 +27,7 @@ from headrace_modelkit.weights import (
 )
 from headrace_schema.openings import RolloutConfig
 from headrace_schema.sections.generating import ModelSection
-from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
+from headrace_servicekit.rpc.digests import manifest_digest, tensor_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.versions import entries_of
 from safetensors import SafetensorError
@@ -119,7 +119,7 @@ def _adapters_digest(config: ModelSection, directory: Path, dtype: torch.dtype) 
                 name=published,
                 data_type=common_pb2.DATA_TYPE_FLOAT32,
                 shape=part.shape,
-                digest=digest_bytes(data),
+                digest=tensor_digest(memoryview(data)),
             )
         )
     base_digest = _body(base, dtype)[0].digest
@@ -170,7 +170,7 @@ def _body(model: nn.Module, dtype: torch.dtype) -> tuple[common_pb2.WeightManife
         with body[entry.offset_bytes : entry.offset_bytes + entry.size_bytes] as part:
             if entry.size_bytes:
                 copy_out(model, entry.name, part, dtype)
-            entry.digest = digest_bytes(part)
+            entry.digest = tensor_digest(part)
     manifest = common_pb2.WeightManifest(
         entries=entries, digest=manifest_digest(entries), size_bytes=len(body)
     )

@@ -5,6 +5,7 @@ It asks for turns, keeps what was said, and applies the limits of context and im
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -80,15 +81,21 @@ class Session:
     key: SlotKey
     attempt: int
     greedy: bool = False
+    most_tokens: int = sys.maxsize
+    """That it may sample; the turn that reaches it is the last one."""
     talk: Conversation = field(default_factory=Conversation)
     limit: Finish | None = None
     learned: bool = False
     """Whether anything was drawn that can be learned from."""
     taken: int = 0
     """Turns that were kept, those of players that do not learn among them."""
+    sampled: int = 0
+    """Tokens of the turns that were kept."""
 
     def check(self, place: Place, player: Player) -> None:
-        """Raises Limited where the context has no room for what is read and a token."""
+        """Raises Limited where all tokens were sampled, or the context has no room for what is read and one more."""
+        if self.sampled >= self.most_tokens:
+            raise self._limited(place, Finish.TRUNCATED)
         if len(place.context) >= player.engine.max_context_tokens:
             raise self._limited(place, Finish.PROMPT_TOO_LONG)
 
@@ -120,6 +127,7 @@ class Session:
         tokens = branch.spoke(whole, said.drawn)
         self.limit, self.talk.cut = None, branch if said.cut and player.learns else None
         self.taken += 1
+        self.sampled += len(whole.token_ids)
         if player.learns:
             self.talk.turns.append(Turn(said.number, message, branch, tokens))
             self.learned |= said.drawn is None or said.drawn.whole

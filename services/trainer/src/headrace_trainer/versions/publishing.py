@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.weights import CheckpointNames, state_tensors, weight_layout
 from headrace_schema.sections.generating import ModelSection
-from headrace_servicekit.rpc.digests import RunningDigest
+from headrace_servicekit.rpc.digests import StretchDigest, in_threads, joined_digest, stretches
 from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.versions import PendingWeights, StoredWeights
 from torch import Tensor
@@ -46,26 +47,59 @@ CAST_ELEMENTS = 1 << 19
 """Elements that are cast and hashed at a time: they stay in a core's cache."""
 
 
-def cast_into(out: memoryview, tensor: Tensor, dtype: torch.dtype, name: str) -> str:
-    """Writes a tensor's elements as `dtype`; the digest of the bytes written. Raises Refusal NONFINITE_WEIGHTS."""
-    count, size = tensor.numel(), dtype.itemsize
-    digest = RunningDigest()
-    target = torch.frombuffer(out, dtype=dtype, count=count)
-    flat = tensor.detach().reshape(-1)
-    for first in range(0, count, CAST_ELEMENTS):
-        last = min(first + CAST_ELEMENTS, count)
+def cast_into(
+    tensors: Iterable[tuple[str, Tensor, memoryview]], types: Mapping[str, torch.dtype]
+) -> dict[str, str]:
+    """Writes each tensor's elements in its type into its room, in several threads; the digests of the bytes written.
+
+    Raises Refusal NONFINITE_WEIGHTS.
+    """
+    found: list[tuple[str, list[bytes]]] = []
+    acts: list[Callable[[], None]] = []
+    for name, tensor, room in tensors:
+        flat, dtype = tensor.detach().reshape(-1), types[name]
+        target = torch.frombuffer(room, dtype=dtype, count=len(flat))
+        parts = [b""] * len(bounds := stretches(len(flat) * dtype.itemsize))
+        found.append((name, parts))
+        for place, (begin, end) in enumerate(bounds):
+            own = slice(begin // dtype.itemsize, end // dtype.itemsize)
+            acts.append(partial(_cast_stretch, name, flat, target, own, room[begin:end], parts, place))
+    threads = torch.get_num_threads()
+    try:
+        in_threads(acts)
+    finally:
+        torch.set_num_threads(threads)
+    return {name: joined_digest(parts) for name, parts in found}
+
+
+def _cast_stretch(
+    name: str,
+    flat: Tensor,
+    target: Tensor,
+    own: slice,
+    written: memoryview,
+    parts: list[bytes],
+    place: int,
+) -> None:
+    """One stretch of a tensor, in this thread alone."""
+    if torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+    digest, size = StretchDigest(), target.dtype.itemsize
+    for first in range(own.start, own.stop, CAST_ELEMENTS):
+        last = min(first + CAST_ELEMENTS, own.stop)
         part = flat[first:last]
         # One NaN makes the sum one, and so do infinities of both signs.
-        if part.is_floating_point() and part.sum().isnan() and (found := int(part.isnan().sum())):
+        if part.is_floating_point() and part.sum().isnan() and (nans := int(part.isnan().sum())):
             raise Refusal(
                 "NONFINITE_WEIGHTS",
-                f"tensor {name} has {found} NaN among its elements {first} to {last - 1}: this version is not "
+                f"tensor {name} has {nans} NaN among its elements {first} to {last - 1}: this version is not "
                 "published, and the run goes on from its last checkpoint; a lower optimizer.lr may prevent it",
             )
         target[first:last].copy_(part)
-        with out[first * size : last * size] as written:
-            digest.update(written)
-    return digest.hexdigest()
+        with written[(first - own.start) * size : (last - own.start) * size] as bytes_:
+            digest.update(bytes_)
+    written.release()
+    parts[place] = digest.digest()
 
 
 class Publisher:
@@ -121,11 +155,10 @@ class Publisher:
             )  # The one before is not needed any more: its memory is used again.
         pending = self._store.begin(self._run, number, layout)
         try:
-            digests = {
-                name: cast_into(pending.buffer(name), tensor, self._types[name], name)
-                for name, tensor in self._named(weights)
-                if tensor.numel()
-            }
+            digests: dict[str, str] = {}
+            for parts in self._named(weights):
+                rooms = [(name, tensor, pending.buffer(name)) for name, tensor in parts]
+                digests |= cast_into(rooms, self._types)
         except BaseException:
             pending.discard()
             raise
@@ -144,15 +177,19 @@ class Publisher:
         """The digest of a version that stays published, where these are its weights; empty where one differs."""
         digests = {entry.name: entry.digest for entry in held.manifest.entries}
         same = True
-        for name, tensor in self._named(weights):
-            if tensor.numel():
-                room = memoryview(bytearray(tensor.numel() * self._types[name].itemsize))
-                same = cast_into(room, tensor, self._types[name], name) == digests[name] and same
+        for parts in self._named(weights):
+            rooms = [
+                (name, tensor, memoryview(bytearray(tensor.numel() * self._types[name].itemsize)))
+                for name, tensor in parts
+            ]
+            found = cast_into(rooms, self._types)
+            same = all(digest == digests[name] for name, digest in found.items()) and same
         return str(held.manifest.digest) if same else ""
 
-    def _named(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _named(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+        """The parts that a checkpoint has of each of the model's tensors, which may hold until the next ones come."""
         for name, tensor in weights:
-            yield from self._names.split(name, tensor)
+            yield [each for each in self._names.split(name, tensor) if each[1].numel()]
 
     def publish(self, version: Version) -> StoredWeights:
         """Makes the staged version visible, drops all but it and the one before. A retry finds it."""

@@ -43,10 +43,13 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class Start:
-    """What the engine's process computes on: the lease's devices, and threads on the host."""
+    """What the engine's process computes on: the lease's devices, and threads on the host; `relays`: where its workers
+    listen for broadcasts.
+    """
 
     devices: tuple[torch.device, ...]
     threads: int
+    relays: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,19 +164,19 @@ class Backend(Protocol):
 
     async def update(
         self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
-    ) -> dict[str, str]:
-        """Takes tensors from a file of this host; returns the digest of each that arrived, in every process.
+    ) -> None:
+        """Takes tensors from a file of this host, whose bytes are verified, in every process.
 
         With `adapter` the tensors are frozen ones, and what is taken is both merged, by `files.read_tensors`.
         """
 
-    async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+    async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> None:
         """As `update`, from memory that is lent on a GPU where it can be had; with `maps_device_memory`."""
-        return await self.update(path, entries)
+        await self.update(path, entries)
 
-    async def load_adapters(self, adapters: Mapping[str, AdapterFile]) -> dict[str, str]:
-        """Takes adapters in the place of those of the same names, with `Capabilities.lora`; the digest of each tensor
-        that arrived, by "{adapter}/{tensor}", in every process. Requests go on with the new ones.
+    async def load_adapters(self, adapters: Mapping[str, AdapterFile]) -> None:
+        """Takes adapters in the place of those of the same names, with `Capabilities.lora`, in every process. Requests
+        go on with the new ones.
         """
         raise BackendFailed("the engine computes with no adapters beside its model")
 

@@ -7,8 +7,10 @@ processes between two messages is not seen: a command acts once the engine has a
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace_modelkit.loading import context_limit, load_architecture
@@ -73,6 +75,7 @@ class HostedEngine(Engine):
             lambda: self._policy,
             self._deadlines.command_s,
         )
+        self._relays = tempfile.TemporaryDirectory(prefix="headrace-relays-", ignore_cleanup_errors=True)
         self._thread = LoopThread(backend.name)
         self._maps = getattr(backend, "maps_device_memory", False)
         self._turn = asyncio.Lock()
@@ -82,6 +85,10 @@ class HostedEngine(Engine):
         """The GPU for which its processes map memory that is lent."""
         gpus = gpus_among(self._process.devices) if self._maps else []
         return gpus[0] if gpus else None
+
+    def relays(self) -> Path | None:
+        """Where its workers listen that take part in broadcasts; None while it is not up."""
+        return Path(self._relays.name) if self._process.up else None
 
     @property
     def policy(self) -> Policy | None:
@@ -256,7 +263,7 @@ class HostedEngine(Engine):
         async def act() -> None:
             if not devices:
                 await self._process.bind(threads)
-            elif not await self._process.place(Start(devices, threads)):
+            elif not await self._process.place(Start(devices, threads, self._relays.name)):
                 self._nothing_installed()
 
         await self._command(act)
@@ -268,6 +275,7 @@ class HostedEngine(Engine):
         await self._thread.call(self._process.cancel_start)
         await self._command(lambda: self._end(self._process.stop))
         await self._thread.close()
+        self._relays.cleanup()
 
     async def _command(self, act: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
         async def in_turn() -> _Result:
@@ -349,7 +357,8 @@ class HostedEngine(Engine):
         self._installer.forget()
 
     def _watermark(self) -> Watermark:
-        return Watermark(self._process.devices, list(self._backend.pids) if self._process.up else [])
+        pids = list(self._backend.pids) if self._process.up else []
+        return Watermark(self._process.devices, pids, self._process.others_bytes)
 
     def _lost(self, reason: str) -> None:
         self._requests.fail(f"{self._backend.name}: {reason}")

@@ -93,6 +93,10 @@ class FollowerEngine(Engine):
         self._turn = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
+    def relays(self) -> Path | None:
+        """Where its part's workers listen that take part in broadcasts; None while it has none."""
+        return self._files if self._part.pids else None
+
     @property
     def policy(self) -> Policy | None:
         """The version whose bytes lie ready."""
@@ -191,7 +195,7 @@ class FollowerEngine(Engine):
             ]
         if devices and devices != self._start.devices:
             await self._end("it has other devices")
-            self._start = Start(devices, threads)
+            self._start = Start(devices, threads, str(self._files))
         self._say()
 
     @override

@@ -52,6 +52,8 @@ class EngineProcess:
         self._placed: Start | None = None
         self._made_with: Start | None = None
         self._others_bytes = 0
+        self._kept_bytes = 0
+        """What it kept of its GPUs at its last sleep."""
         self._released: list[Scope] = []
         self._deadlines = deadlines
         self._lost = lost
@@ -73,6 +75,11 @@ class EngineProcess:
     def asleep(self) -> bool:
         """Some of its memory was released."""
         return bool(self._released)
+
+    @property
+    def others_bytes(self) -> int:
+        """Others' memory as it last got its GPUs: not its own where the driver does not count by process."""
+        return self._others_bytes
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -123,6 +130,10 @@ class EngineProcess:
         if not kept:
             await self.stop()
             self.begin()
+        elif (
+            self._released
+        ):  # nobody else computes there now: what is there beside its own is others' contexts
+            self._others_bytes = max(0, used_on(gpus_among(start.devices)) - self._kept_bytes)
         await self.bind(start.threads)
         return kept
 
@@ -153,6 +164,7 @@ class EngineProcess:
         if self.up and not self._released:
             await self.call("sleep", self.backend.sleep())
             self._released = [Scope.WEIGHTS, Scope.KV_CACHE]
+            self._kept_bytes = used_by(gpus_among(self.devices), self.backend.pids, self._others_bytes)
 
     async def wake(self, wanted: Scope) -> None:
         """Takes memory for weights or cache again, where it was released."""

@@ -51,11 +51,12 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Watermark:
-    """Free and used memory at one moment, to be compared with a later one."""
+    """Free and used memory at one moment, to be compared with a later one; `others`: see `used_by`."""
 
-    def __init__(self, devices: Sequence[torch.device], pids: Sequence[int]) -> None:
+    def __init__(self, devices: Sequence[torch.device], pids: Sequence[int], others: int = 0) -> None:
         self._gpus = gpus_among(devices)
         self._pids = pids
+        self._others = others
         self._before = self._used()
 
     def freed(self) -> Freed:
@@ -64,7 +65,7 @@ class Watermark:
         return Freed(max(0, self._before - used), free if self._gpus else available_bytes(), max(0, used))
 
     def _used(self) -> int:
-        return used_by(self._gpus, self._pids) if self._gpus else resident(self._pids)
+        return used_by(self._gpus, self._pids, self._others) if self._gpus else resident(self._pids)
 
 
 def gpus_among(devices: Sequence[torch.device]) -> list[torch.device]:

@@ -31,6 +31,7 @@ from vllm.logger import DEFAULT_LOGGING_CONFIG
 from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted.backend import Start
 from headrace_rollout.engines.hosted.options import Speculation, check_names, parallel_size
+from headrace_rollout.engines.hosted.relaying import RELAYS
 from headrace_rollout.engines.vllm.options import (
     FIXED_ARGUMENTS,
     OWN_ARGUMENTS,
@@ -199,6 +200,7 @@ def variables_of(
         "OMP_NUM_THREADS": str(max(1, start.threads // workers)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         **({"VLLM_HOST_IP": host} if host else {}),
+        **({RELAYS: start.relays} if start.relays else {}),
     }
     if all(device.type != "cuda" for device in start.devices):
         # Eager on a CPU: no compiler is needed, nor the minute that it takes for what vLLM decorates.

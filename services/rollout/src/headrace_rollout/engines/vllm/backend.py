@@ -240,47 +240,41 @@ class VllmBackend(Backend):
     @override
     async def update(
         self, path: Path, entries: Sequence[WeightEntry], adapter: AdapterFile | None = None
-    ) -> dict[str, str]:
+    ) -> None:
         beside, version = adapter.as_json() if adapter else None, ""
         if self._hosts is not None:
             version = version_key(entries, adapter)
             await self._hosts.hold(version)
         info = {"path": str(path), "entries": rows_of(entries), "adapter": beside, "version": version}
-        return await self._update(info)
+        await self._update(info)
 
     @override
-    async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+    async def update_lent(self, lent: Lent, path: Path, entries: Sequence[WeightEntry]) -> None:
         gpu = {"handle": dict(lent.handle), "sums": list(lent.sums)}
-        return await self._update({"path": str(path), "entries": rows_of(entries), **gpu})
+        await self._update({"path": str(path), "entries": rows_of(entries), **gpu})
 
-    async def _update(self, info: dict[str, Any]) -> dict[str, str]:
+    async def _update(self, info: dict[str, Any]) -> None:
         await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
-        problem, workers = await self._session()
-        if problem:
+        if problem := await self._session():
             await self._finish_update()  # it ends the session, and changes nothing
             raise BackendFailed(problem)
-        if any(arrived != workers[0] for arrived in workers):
-            raise BackendFailed("the workers read different bytes from one file")
-        return workers[0]
 
     @override
-    async def load_adapters(self, adapters: Mapping[str, AdapterFile]) -> dict[str, str]:
+    async def load_adapters(self, adapters: Mapping[str, AdapterFile]) -> None:
         self._hand_out_all()
         given = [
             {"name": name, "id": self._loras[name].lora_int_id, **each.as_json()}
             for name, each in adapters.items()
         ]
         workers = await self._obey(self._engine.collective_rpc("headrace_adapters", args=(given,)))
-        if problem := next((problem for problem, _ in workers if problem), ""):
+        if problem := next(filter(None, workers), ""):
             raise BackendFailed(problem)
-        return dict(workers[0][1])
 
     @override
     async def finish_install(self, number: int) -> None:
         self._hand_out_all()
         await self._finish_update()
-        problem, _ = await self._session()
-        if problem:
+        if problem := await self._session():
             raise BackendFailed(problem)
         await self._obey(self._engine.update_weight_version(str(number)))
 
@@ -293,11 +287,10 @@ class VllmBackend(Backend):
         for state in self._engine.output_processor.request_states.values():
             _hand_out(state)
 
-    async def _session(self) -> tuple[str, list[dict[str, str]]]:
-        """What broke the session in any worker, and the digests of what arrived in each."""
+    async def _session(self) -> str:
+        """What broke the session in any worker."""
         workers = await self._obey(self._engine.collective_rpc("headrace_session"))
-        problems = (problem for problem, _ in workers if problem)
-        return next(problems, ""), [dict(arrived) for _, arrived in workers]
+        return str(next(filter(None, workers), ""))
 
     @override
     async def reset_cache(self) -> None:

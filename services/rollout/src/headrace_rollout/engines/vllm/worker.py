@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from headrace_modelkit.broadcasting import Broadcasts
 from headrace_modelkit.device_memory import DeviceMaps, Handle, tensor_at
 from torch import Tensor
 from typing_extensions import override
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -35,7 +37,8 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import register_kernels
 
-from headrace_rollout.engines.hosted.files import LOADER_ERRORS, read_tensors
+from headrace_rollout.engines.hosted.files import LOADER_ERRORS, read_tensors, taken
+from headrace_rollout.engines.hosted.relaying import listen
 from headrace_rollout.engines.hosts import FILES
 from headrace_rollout.engines.vllm.arguments import OWNER, TRANSFER
 
@@ -62,15 +65,14 @@ class SharedFile(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: ignore[misc]
-    """Reads tensors from a mapped file; what came of it is in `arrived` and `problem`, and nothing is raised."""
+    """Reads tensors from a mapped file; what broke is in `problem`, and nothing is raised."""
 
     init_info_cls = NoInit
     update_info_cls = SharedFile
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.arrived: dict[str, str] = {}
-        """The digest of each tensor as it was read here."""
+        listen(Broadcasts(lambda: self.device))
         self.problem = ""
         """What broke the session that runs, or the last one; the rest of its calls do nothing."""
         self._half = False
@@ -83,7 +85,7 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
     @override
     def start_weight_update(self) -> None:
         """A problem in a worker whose layers hold parts of two versions."""
-        self.arrived, self.problem = {}, ""
+        self.problem = ""
         if self._half:
             self.problem = "an update broke off while it was loaded; this worker must be started again"
         self._attempt(self._begin)
@@ -96,17 +98,17 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: SharedFile) -> None:
-        """Takes every tensor. Raises ValueError, on a wrong digest before anything is loaded."""
+        """Takes every tensor. Raises ValueError, before anything is loaded where a worker cannot have the bytes."""
         path, adapter = update_info.path, update_info.adapter
         if files := os.environ.get(FILES):
             path = f"{files}/{update_info.version}"
             adapter = adapter and {**adapter, "path": f"{path}.adapter"}
         tensors = self._lent(update_info) or read_tensors(
-            path, update_info.entries, adapter, self.arrived, self.device
+            path, update_info.entries, adapter, self.device, get_tp_group()
         )
         self._half = True
-        taken = self.model.load_weights(tensors)
-        if taken is not None and (missing := self._wanted - set(taken)):
+        loaded = taken(self.model.load_weights, tensors)
+        if loaded is not None and (missing := self._wanted - set(loaded)):
             raise ValueError(
                 f"{len(missing)} parameters of the engine's model got no tensor, first {min(missing)}"
             )
@@ -124,7 +126,6 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
             warnings.warn(f"weights: cuda_ipc: {error}; the mapped file is read", stacklevel=1)
             return None
         assert flat is not None
-        self.arrived = {name: digest for name, _, _, _, _, digest in entries}
         return ((n, tensor_at(flat, d, s, o, size)) for n, d, s, o, size, _ in entries)
 
     @override
@@ -267,22 +268,19 @@ class HeadraceWorker:
     weight_transfer_engine: SharedMemoryTransfer
     model_runner: Any
 
-    def headrace_session(self) -> tuple[str, dict[str, str]]:
-        """What broke the session of an update, or an empty text, and the digests of the tensors that arrived."""
-        return self.weight_transfer_engine.problem, self.weight_transfer_engine.arrived
+    def headrace_session(self) -> str:
+        """What broke the session of an update, or an empty text."""
+        return self.weight_transfer_engine.problem
 
-    def headrace_adapters(self, adapters: list[dict[str, Any]]) -> tuple[str, dict[str, str]]:
-        """Takes adapters in the place of those of their ids; what broke, and the digests of the tensors that came."""
-        arrived: dict[str, str] = {}
+    def headrace_adapters(self, adapters: list[dict[str, Any]]) -> str:
+        """Takes adapters in the place of those of their ids; what broke, or an empty text."""
         try:
             for each in adapters:
-                digests: dict[str, str] = {}
-                tensors = dict(read_tensors(each["path"], each["entries"], None, digests))
+                tensors = dict(read_tensors(each["path"], each["entries"], None))
                 _take_adapter(self.model_runner.lora_manager, each["id"], tensors, each["scale"])
-                arrived |= {f"{each['name']}/{name}": digest for name, digest in digests.items()}
         except LOADER_ERRORS as error:
-            return f"{type(error).__name__}: {error}", arrived
-        return "", arrived
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def headrace_threads(self, count: int) -> None:
         """Sets the number of threads; vLLM's CPU worker has put a function that does nothing in torch's place."""

@@ -52,7 +52,14 @@ class AgentDriver(EnvironmentDriver):
 
     @override
     def _session(self, sample: SessionSample) -> AgentSession:
-        return AgentSession(sample.key, sample.attempt, self._terms, self._speaker, greedy=sample.greedy)
+        return AgentSession(
+            sample.key,
+            sample.attempt,
+            self._terms,
+            self._speaker,
+            greedy=sample.greedy,
+            most_tokens=self._most_tokens,
+        )
 
     @override
     async def _drive(self, session: Session, sample: SessionSample, environment: Environment) -> Finish:

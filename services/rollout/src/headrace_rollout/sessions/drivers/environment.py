@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from headrace_rollout.engines.samples import Branch, Finish, Message, SlotKey, S
 from headrace_rollout.environments.pool import Environment, EnvironmentLost, PoolLost
 from headrace_rollout.environments.runner import EnvironmentRunner
 from headrace_rollout.environments.stage import SimulateStage
+from headrace_rollout.sessions.drivers.overflow import Overflow
 from headrace_rollout.sessions.session import Limited, Place, Session, Stopped, too_many
 from headrace_rollout.sessions.template import turns_of
 from headrace_rollout.sessions.turns import Player, Speaker
@@ -57,6 +59,8 @@ class EnvironmentDriver(EnvironmentRunner[SessionSample, TrajectoryUpdate]):
         assert run.config.environment is not None
         self._stream, self._put = stream, put
         self._seconds = run.config.environment.max_episode_s or math.inf
+        self._most_tokens = run.config.environment.max_episode_tokens or sys.maxsize
+        self._way = run.config.environment.on_overflow
         self._speaker = Speaker(run.policy, stream)
         self._simulate = SimulateStage(run.pools)
         super().__init__(run.pools.of(opening.pools), lambda pool: put([pool]))
@@ -66,7 +70,7 @@ class EnvironmentDriver(EnvironmentRunner[SessionSample, TrajectoryUpdate]):
         """How the session ended. Raises Limited, Stopped, EnvironmentLost, and what ends the stream."""
 
     def _session(self, sample: SessionSample) -> Session:
-        return Session(sample.key, sample.attempt, sample.greedy)
+        return Session(sample.key, sample.attempt, sample.greedy, self._most_tokens)
 
     async def read(self, groups: Sequence[rollout_pb2.GroupAssignment]) -> Sequence[SessionSample]:
         """The samples of an assignment, in order. Raises INVALID."""
@@ -166,6 +170,10 @@ class Roles:
             given = await asyncio.to_thread(template.opened, told, tools)
         return Place(branch, given)
 
+    def goes_on(self, role: str, branch: Branch) -> None:
+        """The role's next turn is in this branch."""
+        self._branches[role] = branch
+
     def spoke(self, role: str, message: Message) -> None:
         """Adds a role's turn, which the session has kept."""
         self._talk.messages.append(message)
@@ -215,6 +223,8 @@ class ConversationDriver(EnvironmentDriver):
             place = await roles.place(role, speaker.player, tools)
             if number == 1:
                 self._check_opening(sample, place)
+            place, number = await self._fit(Overflow(self._way, session, speaker, tools), role, place, number)
+            roles.goes_on(role, place.branch)
             session.check(place, speaker.player)
             said = await session.say(place, speaker, number)
             message = session.keep(said, role)
@@ -228,6 +238,13 @@ class ConversationDriver(EnvironmentDriver):
                 return Finish.TERMINATED if outcome.terminated else Finish.TRUNCATED
             if asyncio.get_running_loop().time() > late:
                 return Finish.TIMED_OUT
+
+    async def _fit(self, overflow: Overflow, role: str, place: Place, number: int) -> tuple[Place, int]:
+        """As `Overflow.fit`. Raises ValueError for a conversation of roles, whose trainer wants one branch a role."""
+        if role and overflow.way != "end":
+            reason = "this environment has roles, and a role has one branch"
+            raise ValueError(f"environment.on_overflow: {reason}; set it to end")
+        return await overflow.fit(place, number)
 
     def _check_opening(self, sample: SessionSample, place: Place) -> None:
         """Raises ValueError where two samples of a prompt begin otherwise, as their rewards would not compare."""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+from functools import cache, partial
+from itertools import count
+from typing import Any, NamedTuple, Protocol
 
 from headrace_schema.images import IMAGE_MARK
 from headrace_servicekit.image_files import image_file
@@ -170,29 +171,56 @@ def _untitled(schema: Any) -> Any:
 class Limits:
     """Of one turn: seconds that its calls take together, how many there are, and characters of each answer.
 
-    Without `images` the model is told where an answer has one.
+    Without `images` the model is told where an answer has one. A call whose service was lost is asked again so many
+    times, within the seconds.
     """
 
     deadline_s: float
     calls: int
     characters: int
+    retries: int = 0
     images: bool = False
 
 
-def answers(calls: list[Call], tools: Mapping[str, AnyTool], limits: Limits) -> list[Content]:
+class Answer(NamedTuple):
+    """What the model reads of a call, and how often it was asked again before that."""
+
+    content: Content
+    retries: int = 0
+
+
+def answers(calls: list[Call], tools: Mapping[str, AnyTool], limits: Limits) -> list[Answer]:
     """An answer to each call, in order, within the limits. Raises ServiceLost."""
     ends = time.monotonic() + limits.deadline_s
     begun = [_begin(call, tools, ends - time.monotonic()) for call in calls[: limits.calls]]
-    found: list[Content] = []
-    for call, answer in zip(calls, begun, strict=False):
-        found.append(_told(call.name, lambda answer=answer: answer(ends - time.monotonic()), limits))  # type: ignore[misc]
+    found = [_answered(call, tools, waits, limits, ends) for call, waits in zip(calls, begun, strict=False)]
     if len(calls) > limits.calls:
-        found.append(f"{ERROR}{len(calls)} calls in one turn; {limits.calls} are answered")
+        found.append(Answer(f"{ERROR}{len(calls)} calls in one turn; {limits.calls} are answered"))
     return found
 
 
+def _answered(
+    call: Call, tools: Mapping[str, AnyTool], begun: Callable[[float], Content], limits: Limits, ends: float
+) -> Answer:
+    """Waits for a call, and asks again where its service was lost meanwhile."""
+    lost: ServiceLost | None = None
+    for retries in count():
+        try:
+            return Answer(_told(call.name, partial(_until, begun, ends), limits, lost), retries)
+        except ServiceLost as error:
+            if retries == limits.retries or time.monotonic() > ends:
+                raise
+            lost = error
+            begun = _begin(call, tools, ends - time.monotonic())
+    raise AssertionError
+
+
+def _until(waits: Callable[[float], Content], ends: float) -> Content:
+    return waits(ends - time.monotonic())
+
+
 def _begin(call: Call, tools: Mapping[str, AnyTool], left_s: float) -> Callable[[float], Content]:
-    """What waits for the answer; of a call that cannot begin, it raises why."""
+    """What waits for the answer; of a call that cannot begin, it says why, or raises ServiceLost."""
     if call.problem:
         return _constant(ERROR + call.problem)
     if call.name not in tools:
@@ -200,18 +228,27 @@ def _begin(call: Call, tools: Mapping[str, AnyTool], left_s: float) -> Callable[
     try:
         tool = tools[call.name]
         return tool.begin(typed(call, tool.schema["function"]["parameters"]).arguments, left_s)
-    except ServiceLost:
-        raise
+    except ServiceLost as lost:
+        return partial(_raise, lost)
     except Exception as error:  # noqa: BLE001  # tools are other people's code: the model is told
         return _constant(_failure(call.name, error))
+
+
+def _raise(error: ServiceLost, left_s: float) -> str:
+    raise error
 
 
 def _constant(text: str) -> Callable[[float], str]:
     return lambda left_s: text
 
 
-def _told(name: str, answer: Callable[[], Content], limits: Limits) -> Content:
-    """The answer as the model gets it: its text is cut, and its images are checked files."""
+def _told(
+    name: str, answer: Callable[[], Content], limits: Limits, lost: ServiceLost | None = None
+) -> Content:
+    """The answer as the model gets it: its text is cut, and its images are checked files.
+
+    Where the service was `lost` before, that is why it is late. Raises ServiceLost.
+    """
     try:
         found = answer()
         if isinstance(found, list):
@@ -219,6 +256,8 @@ def _told(name: str, answer: Callable[[], Content], limits: Limits) -> Content:
     except ServiceLost:
         raise
     except (Late, TimeoutError):
+        if lost is not None:
+            raise lost from None
         found = f"{ERROR}{name} was stopped: the calls of a turn may take {limits.deadline_s:g} s"
     except (Exception, SystemExit) as error:  # noqa: BLE001  # tools are other people's code: the model is told
         found = _failure(name, error)

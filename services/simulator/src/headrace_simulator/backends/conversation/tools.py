@@ -15,7 +15,7 @@ from headrace_servicekit.registry import Options, Plugin, PluginError, Registry
 from headrace_servicekit.sandbox.run import POLICY, NotHeld, Policy, require_walls, run_programs
 from headrace_servicekit.sandbox.run import Limits as SandboxLimits
 from headrace_servicekit.tool_calls import beside_calls
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from headrace_simulator.backends.base import BackendError, Message
 from headrace_simulator.backends.base import Tool as ToolSchema
@@ -65,6 +65,10 @@ class ToolOptions(Options):
     )
     system: str = Field("", description="system message that the conversation begins with")
     deadline_s: PositiveFloat = Field(5.0, description="seconds that the calls of one turn may take together")
+    retries: NonNegativeInt = Field(
+        1,
+        description="times that a call is asked again whose service (an MCP server, a search) was lost meanwhile",
+    )
     most_calls: PositiveInt = Field(8, description="calls of one turn that are answered")
     most_characters: PositiveInt = Field(4000, description="characters of an answer that are kept")
     images: bool = Field(
@@ -91,7 +95,9 @@ class ToolConversation:
             raise BackendError(
                 "options_json.tools", f"tools need names of their own, and one at least: {names}"
             )
-        self._limits = Limits(options.deadline_s, options.most_calls, options.most_characters, options.images)
+        self._limits = Limits(
+            options.deadline_s, options.most_calls, options.most_characters, options.retries, options.images
+        )
         self.images = options.images
         self._turns = 0
 
@@ -112,7 +118,8 @@ class ToolConversation:
             for at, call in enumerate(calls)
         ]
         told = [
-            {"role": "tool", "content": each, "tool_call_id": id, "name": name}
+            {"role": "tool", "content": each.content, "tool_call_id": id, "name": name}
+            | ({"retries": each.retries} if each.retries else {})
             for each, (name, id) in zip(found, named, strict=False)
         ]
         return told, 0.0, not calls

@@ -14,6 +14,7 @@ import xxhash
 from headrace_modelkit.experts import take_routers
 from headrace_modelkit.loading import DTYPES
 from headrace_modelkit.model_files import empty_model
+from headrace_modelkit.pinned import rooms_of
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
@@ -82,7 +83,7 @@ class Reference:
         """Log-probs of the trained tokens at the temperature that each was drawn at, (K,)."""
         device = self._ranks.device
         if self._away:
-            self._model.move(lambda tensor: tensor.to(device))
+            self._model.move(rooms_of(device).to_device)
             self._away = False
         with torch.no_grad():
             found_K: Tensor = self._model.policy(batch, torch.zeros((), device=device), self._temperature)[0]
@@ -91,7 +92,7 @@ class Reference:
     def park(self) -> None:
         """Takes the weights to host memory until they are used again; nothing to do where they are there."""
         if self._ranks.device.type != "cpu" and not self._away:
-            self._model.move(lambda tensor: tensor.to("cpu"))
+            self._model.move(rooms_of(self._ranks.device).to_host)
             self._away = True
 
 

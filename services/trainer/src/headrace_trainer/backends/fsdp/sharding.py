@@ -207,7 +207,13 @@ class ShardedModel:
         with torch.no_grad():
             # fully_shard's own: it takes its shards anew. Those that are on the host stay there.
             stays = self._on_host
-            untyped._apply(lambda tensor: tensor if stays and isinstance(tensor, DTensor) else move(tensor))
+            untyped._apply(
+                lambda tensor: (
+                    (tensor if stays else _away(tensor, move(tensor.to_local())))
+                    if isinstance(tensor, DTensor)
+                    else move(tensor)
+                )
+            )
             for holder, attribute, gradient in whole:
                 setattr(holder, attribute, move(gradient))
         self._anchor = move(self._anchor)

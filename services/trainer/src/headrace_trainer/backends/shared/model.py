@@ -6,6 +6,7 @@ A backend of its own kind adds its forward and backward, and where its shards ar
 from __future__ import annotations
 
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -14,7 +15,9 @@ import msgspec
 import torch
 from headrace_modelkit.devices import used_bytes
 from headrace_modelkit.experts import Counts, ExpertShape, Routing
+from headrace_modelkit.pinned import rooms_of
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.lease.devices import FIXED_WORKSPACES, WORKSPACES
 from torch import Tensor
 from typing_extensions import override
 
@@ -37,6 +40,7 @@ from headrace_trainer.backends.shared.figures import TokenFigures
 from headrace_trainer.backends.shared.losses import Forward, supervised, token_batch
 from headrace_trainer.backends.shared.optimizer import AdamWState, ShardedAdamW
 from headrace_trainer.backends.shared.warmup import SupervisedBatches
+from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
 from headrace_trainer.learning.planning import Costs
@@ -56,7 +60,7 @@ class LearnedModel(Backend):
         self._ranks = ranks
         self._figures = TokenFigures()
         self._held: tuple[dict[str, Tensor], AdamWState] | None = None
-        torch.use_deterministic_algorithms(config.deterministic)
+        fix_sums(config.deterministic)
 
     # What a backend adds
 
@@ -145,8 +149,9 @@ class LearnedModel(Backend):
 
     @override
     def hold(self) -> None:
-        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._kept().items()}
-        self._held = weights, self._adamw.copy()
+        to_host = rooms_of(self._ranks.device).to_host
+        weights = {name: to_host(tensor.detach()) for name, tensor in self._kept().items()}
+        self._held = weights, self._adamw.copy(to_host)
 
     @override
     def end_hold(self, *, back: bool) -> None:
@@ -168,14 +173,14 @@ class LearnedModel(Backend):
 
     @override
     def suspend(self) -> int:
-        """Everything goes to host memory; on the host, what can be made again is dropped."""
+        """Everything goes to host memory, through pinned rooms; on the host, what can be made again is dropped."""
         device = self._ranks.device
         if device.type == "cpu":
             self.release()
             return give_back_if_short()
         before = used_bytes(device)
         self._park()
-        self.move(lambda tensor: tensor.to("cpu"))
+        self.move(rooms_of(device).to_host)
         torch.cuda.empty_cache()
         return before - used_bytes(device)
 
@@ -183,7 +188,7 @@ class LearnedModel(Backend):
     def wake(self) -> None:
         device = self._ranks.device
         if device.type != "cpu":
-            self.move(lambda tensor: tensor.to(device))
+            self.move(rooms_of(device).to_device)
 
     @override
     def release(self) -> None:
@@ -344,3 +349,17 @@ class LanguageModel(LearnedModel, BalancingBackend):
             for own, sequence in zip(found, sequences, strict=True):
                 own[name] = [next(values) for _ in sequence.trained]
         return found
+
+
+def fix_sums(fixed: bool) -> None:
+    """torch computes the same sums in the same order from now on, or as is fastest.
+
+    Raises Refusal where this process was given other workspaces of cuBLAS: torch would refuse its first product.
+    """
+    given = os.environ.get(WORKSPACES, "")
+    if fixed and given not in FIXED_WORKSPACES and torch.cuda.is_available():
+        raise invalid(
+            f"deterministic: {WORKSPACES} is {given!r} where this trainer runs, with which cuBLAS sums in changing "
+            f"orders; start the trainers without it, which makes it {FIXED_WORKSPACES[0]}, or set deterministic: false"
+        )
+    torch.use_deterministic_algorithms(fixed)

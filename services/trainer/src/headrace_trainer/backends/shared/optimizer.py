@@ -145,10 +145,10 @@ class ShardedAdamW:
             counter = torch.full((), float(steps), dtype=torch.float32, device=shard.device)
             self._adamw.state[shard] = {"step": counter, **own}
 
-    def copy(self) -> AdamWState:
-        """The state of the moment, in host memory."""
+    def copy(self, to_host: Callable[[Tensor], Tensor]) -> AdamWState:
+        """The state of the moment, by copies in host memory."""
         state = {
-            name: {key: value.to("cpu", copy=True) for key, value in self._adamw.state[shard].items()}
+            name: {key: to_host(value) for key, value in self._adamw.state[shard].items()}
             for name, shard in self._shards.items()
             if self._adamw.state.get(shard)
         }

@@ -1,4 +1,4 @@
-"""`python -m ci.engines ENGINE`: makes the engine's environment, then runs its contract suite in it.
+"""`python -m ci.engines ENGINE`: makes the engine's environment for the CPU, then runs its contract suite in it.
 
 `--options` go to every engine that the suite makes: '{"tensor_parallel_size": 2}' tries two ranks.
 Where the environment cannot be made (no package index), it fails under CI=true and skips elsewhere; it says why.
@@ -14,22 +14,24 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ci.engines.environments import ENGINES
+
 CONTRACT = "services/rollout/tests/engines"
 RUNS = "integration_tests/engines"
-ENGINES = ("vllm", "sglang")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m ci.engines", description=__doc__)
-    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("engine", choices=sorted(ENGINES))
     parser.add_argument("--run", action="store_true", help="a whole run on the real services too")
     parser.add_argument("--options", default="{}", help="rollout.engine_options of the contract, in JSON")
     parser.add_argument("--nightly", action="store_true", help="what takes too long for every change, too")
     options = parser.parse_args(arguments)
     engine = options.engine
     started = time.monotonic()
-    made = subprocess.run(["sh", f"ci/engines_{engine}.sh", sys.executable], check=False)
+    make = [sys.executable, "-m", "ci.engines.environments", engine, "--device", "cpu"]
+    made = subprocess.run(make, check=False)
     if made.returncode:
         sentence = (
             f"{engine}: .envs/{engine} could not be made (status {made.returncode}; pip's words are above)"
