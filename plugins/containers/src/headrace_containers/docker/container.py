@@ -33,6 +33,7 @@ from headrace_containers.provider import (
 )
 
 _WRITE_S, _KILLED = 300.0, 137
+_LOOKS, _LOOK_S = 10, 0.1
 _PROXY = f"http://127.0.0.1:{PROXY_PORT}"
 _PROXIED = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), _PROXY)
 _PROXIED |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
@@ -96,7 +97,7 @@ class DockerContainer(Container):
         with self._alive():
             folder = posixpath.join(self.workdir, cwd)
             ran = self._execs.run(command, stdin, folder, variables, user, timeout_s, most_bytes, on_output)
-            if ran.exit_code == _KILLED and not self.is_alive():
+            if ran.exit_code == _KILLED and self._is_ending():
                 raise ContainerLost("the container has ended, and its command with it")
         self._prepare_next()
         return ran
@@ -178,6 +179,14 @@ class DockerContainer(Container):
                 return bool(self._engine.api.inspect_container(self.full_id)["State"]["Running"])
         except ContainerLost:
             return False
+
+    def _is_ending(self) -> bool:
+        """Whether it has ended, or does within a moment: the engine says so after its processes are dead."""
+        for _ in range(_LOOKS):
+            if not self.is_alive():
+                return True
+            time.sleep(_LOOK_S)
+        return False
 
     @property
     def is_closed(self) -> bool:
