@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from containers.brokers import BrokerProcess, containers_of
 from harness.waiting import wait_for
 from headrace_containers.client import Source
-from headrace_containers.docker.engine import OWNER, UNTIL, owner
+from headrace_containers.docker.engine import BUILT, OWNER, UNTIL, owner
 from headrace_containers.docker.provider import DockerProvider
 from headrace_containers.provider import (
     BadSpec,
@@ -113,7 +114,7 @@ def test_a_reaper_removes_what_owners_that_are_gone_have_left(docker: DockerProv
         (elsewhere + "2", time.time() + 1000),
     ):
         labels = ["--label", f"{OWNER}={name}", "--label", f"{UNTIL}={int(until)}"]
-        run = ["docker", "run", "-d", "--network", "none", *labels, "python:3.11-slim", "sleep", "600"]
+        run = ["docker", "create", "--network", "none", *labels, "python:3.11-slim", "sleep", "600"]
         subprocess.run(run, check=True, capture_output=True, timeout=120)
     try:
         docker.reap()
@@ -164,7 +165,10 @@ def test_too_many_wait_and_are_refused_by_name(engine: None, tmp_path: Path, spe
         broker.close()
 
 
-def test_an_engine_that_does_not_answer_is_named(broker: BrokerProcess, spec: Spec, tmp_path: Path) -> None:
+def test_an_engine_that_does_not_answer_is_named(
+    engine_there: BrokerProcess, spec: Spec, tmp_path: Path
+) -> None:
+    broker = engine_there
     source = broker.source(host=f"unix://{tmp_path}/none.sock")
     with pytest.raises(EngineLost, match="does not answer"):
         source.start(spec)
@@ -175,8 +179,19 @@ def test_an_engine_that_does_not_answer_is_named(broker: BrokerProcess, spec: Sp
         with pytest.raises(BadSpec) as caught:
             Source("docker", options, 0, broker.folder).prepare(spec)
         assert caught.value.key == key
+    with pytest.raises(BadSpec, match="HEADRACE_CONTAINERS_ENGINES"):
+        broker.source(host="tcp://10.0.0.1:2375").prepare(spec)
     with pytest.raises(BadSpec, match="docker"):
         Source("doker", {}, 0, broker.folder).prepare(spec)
+
+
+@pytest.fixture
+def engine_there(engine: None, tmp_path: Path) -> Iterator[BrokerProcess]:
+    """A broker whose operator allows engines at two sockets of this test."""
+    addresses = [f"unix://{tmp_path}/{name}.sock" for name in ("none", "engine")]
+    process = BrokerProcess(tmp_path, HEADRACE_CONTAINERS_ENGINES=",".join(addresses))
+    yield process
+    process.close()
 
 
 class Gateway:
@@ -221,14 +236,18 @@ class Gateway:
             while data := source.recv(1 << 16):
                 if self._answer and source is client and b"/containers/create" in data.partition(b"\r\n")[0]:
                     client.sendall(self._answer)
-                    continue
+                    client.shutdown(socket.SHUT_WR)
+                    while source.recv(1 << 16):
+                        pass  # the request's body
+                    return
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
 
 
 def test_an_engine_that_dies_costs_the_episodes_of_that_moment(
-    broker: BrokerProcess, spec: Spec, tmp_path: Path
+    engine_there: BrokerProcess, spec: Spec, tmp_path: Path
 ) -> None:
+    broker = engine_there
     gateway = Gateway(tmp_path / "engine.sock")
     source = broker.source(host=f"unix://{tmp_path}/engine.sock")
     busy, idle = source.start(spec), source.start(spec)
@@ -257,11 +276,8 @@ def test_an_engine_that_dies_costs_the_episodes_of_that_moment(
     assert source.start(spec).exec(("echo", "anew")).stdout == b"anew\n"
 
     told = b'{"message": "mkdir /var/lib/docker/overlay2/x: no space left on device"}'
-    gateway.say(
-        b"HTTP/1.1 500 Internal Server Error\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        % len(told)
-        + told
-    )
+    head = b"HTTP/1.1 500 Internal Server Error\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    gateway.say(head + b"Content-Length: %d\r\n\r\n" % len(told) + told)
     with pytest.raises(EngineLost, match="has no space left"):
         source.start(spec)
     gateway.say(b"")
@@ -269,15 +285,20 @@ def test_an_engine_that_dies_costs_the_episodes_of_that_moment(
 
 
 def test_images_are_built_once_for_their_content_and_owned_folders_are_the_users(
-    docker: DockerProvider, tmp_path: Path, spec: Spec
+    docker: DockerProvider, broker: BrokerProcess, tmp_path: Path, spec: Spec
 ) -> None:
     (tmp_path / "Dockerfile").write_text(
         f"FROM {spec.image}\nRUN mkdir /project && echo {os.getpid()} > /project/made\nWORKDIR /project\n"
     )
-    built = replace(spec, image="", build=tmp_path, owned=("/project",))
+    built, before = replace(spec, image="", build=tmp_path, owned=("/project",)), built_images()
     begun = time.monotonic()
     docker.prepare(built)
     first = time.monotonic() - begun
+    by_broker = broker.source().start(built)
+    assert by_broker.exec(("cat", "made")).stdout == f"{os.getpid()}\n".encode(), (
+        "which reads no folder itself"
+    )
+    by_broker.close()
     container = docker.start(built)
     assert container.exec(("cat", "made")).stdout == f"{os.getpid()}\n".encode()
     assert container.exec(("/bin/sh", "-c", "echo mine > made && cat made")).stdout == b"mine\n"
@@ -287,13 +308,7 @@ def test_images_are_built_once_for_their_content_and_owned_folders_are_the_users
     again.prepare(built)
     assert time.monotonic() - begun < first, "found by its content"
     again.close()
-    subprocess.run(
-        "docker rmi -f $(docker images -q --filter label=headrace.built)",
-        shell=True,
-        check=False,
-        capture_output=True,
-        timeout=60,
-    )
+    subprocess.run(["docker", "rmi", "-f", *(built_images() - before)], capture_output=True, timeout=60)
     (tmp_path / "Dockerfile").write_text(f"FROM {spec.image}\nRUN echo broken >&2; exit 3\n")
     # What was changed is made anew.
     with pytest.raises(BadSpec) as caught:
@@ -306,3 +321,8 @@ def test_images_are_built_once_for_their_content_and_owned_folders_are_the_users
         with pytest.raises(BadSpec) as caught:
             docker.prepare(wrong)
         assert caught.value.key == key
+
+
+def built_images() -> set[str]:
+    listed = ["docker", "images", "-q", "--filter", f"label={BUILT}"]
+    return {*subprocess.run(listed, capture_output=True, text=True, check=True, timeout=60).stdout.split()}

@@ -6,16 +6,20 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
+from typing_extensions import override
 
 from headrace_containers import wire
+from headrace_containers.files import packed_folder
 from headrace_containers.provider import (
     MIB,
     BadPath,
+    BadSpec,
+    Container,
     ContainerLost,
     EngineLost,
     File,
@@ -43,7 +47,7 @@ class Source:
         """See `Provider.prepare`. Raises BadSpec, EngineLost."""
         connection = self._connected()
         try:
-            _asked(connection, self._asks("prepare", spec))
+            _asked(connection, self._asks("prepare", spec), _context(spec))
         finally:
             connection.close()
 
@@ -51,14 +55,14 @@ class Source:
         """Starts a container. Raises BadSpec, EngineLost, ContainerLost."""
         connection = self._connected()
         try:
-            header, _ = _asked(connection, self._asks("start", spec))
+            header, _ = _asked(connection, self._asks("start", spec), _context(spec))
         except BaseException:
             connection.close()
             raise
         return RemoteContainer(connection, str(header["id"]))
 
     def _asks(self, what: str, spec: Spec) -> dict[str, Any]:
-        given = _SPEC.dump_python(spec, mode="json")
+        given = _SPEC.dump_python(replace(spec, build=None, context=b""), mode="json")
         return {
             "ask": what,
             "provider": self.provider,
@@ -84,13 +88,14 @@ class Source:
         return connection
 
 
-class RemoteContainer:
-    """See `provider.Container`."""
+class RemoteContainer(Container):
+    """A container that a broker has; the connection with it is the container's life."""
 
     def __init__(self, connection: socket.socket, id: str) -> None:
         self.id = id
         self._connection = connection
 
+    @override
     def exec(
         self,
         command: Sequence[str],
@@ -103,7 +108,6 @@ class RemoteContainer:
         most_bytes: int = MIB,
         on_output: Output | None = None,
     ) -> Ran:
-        """See `provider.Container`."""
         options = {
             "cwd": cwd,
             "env": dict(env or {}),
@@ -121,29 +125,30 @@ class RemoteContainer:
             if on_output is not None:
                 on_output(number, piece)
 
+    @override
     def write(self, files: Sequence[File], *, user: str = "") -> None:
-        """See `provider.Container`."""
         if sum(len(file.data) for file in files) > wire.MOST_BYTES // 2:
             raise BadPath(f"more than {wire.MOST_BYTES // 2} bytes at once; write them in several calls")
         listed = [(file.path, len(file.data), file.mode) for file in files]
         self._send({"ask": "write", "files": listed, "user": user}, b"".join(file.data for file in files))
         self._received()
 
+    @override
     def read(self, path: str, *, most_bytes: int = 64 * MIB) -> bytes:
-        """See `provider.Container`."""
         self._send({"ask": "read", "path": path, "most_bytes": most_bytes})
         return self._received()[1]
 
+    @override
     def read_folder(self, path: str, *, most_bytes: int = 64 * MIB) -> Iterator[File]:
-        """See `provider.Container`. All has come before the first file is given."""
+        # All has come before the first file is given.
         self._send({"ask": "read_folder", "path": path, "most_bytes": most_bytes})
         found = []
         while "over" not in (header := (received := self._received())[0]):
             found.append(File(header["path"], received[1], header["mode"]))
         return iter(found)
 
+    @override
     def close(self) -> None:
-        """See `provider.Container`."""
         with suppress(OSError):  # whoever waits for an answer is woken by it
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -163,9 +168,24 @@ class RemoteContainer:
         return header, payload
 
 
-def _asked(connection: socket.socket, header: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+def _context(spec: Spec) -> bytes:
+    """What an image is built of: this process reads it, with its own rights, and no broker. Raises BadSpec."""
+    if spec.build is None:
+        return spec.context
+    if not (spec.build / "Dockerfile").is_file():
+        raise BadSpec("build", f"there is no {spec.build / 'Dockerfile'}")
+    if len(packed := packed_folder(spec.build)) > wire.MOST_BYTES // 2:
+        raise BadSpec(
+            "build", f"{spec.build} has more than {wire.MOST_BYTES // 2} bytes; build of a smaller folder"
+        )
+    return packed
+
+
+def _asked(
+    connection: socket.socket, header: Mapping[str, Any], payload: bytes
+) -> tuple[dict[str, Any], bytes]:
     try:
-        wire.send(connection, header)
+        wire.send(connection, header, payload)
         answer = wire.receive(connection)
     except wire.Closed as error:
         raise EngineLost(f"the broker of containers ended: {error}") from error

@@ -95,6 +95,23 @@ class Pieces(io.RawIOBase):
         return taken
 
 
+def packed_folder(folder: Path) -> bytes:
+    """A folder as a tar of the same bytes for the same content, whoever made it and when. Links stay links."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for path in sorted(folder.rglob("*")):
+            if not (path.is_file() or path.is_dir() or path.is_symlink()):
+                continue  # a socket, or a device
+            entry = archive.gettarinfo(path, str(path.relative_to(folder)))
+            entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
+            if entry.isreg():
+                with path.open("rb") as file:
+                    archive.addfile(entry, file)
+            elif entry.isdir() or entry.issym():
+                archive.addfile(entry)
+    return out.getvalue()
+
+
 def gather(folder: Path, into: str = "") -> list[File]:
     """The regular files below a folder of this host, by paths below `into`. Raises BadPath for a link in it."""
     found = []

@@ -32,7 +32,7 @@ class BadSpec(ContainerError):
 
 
 class ContainerLost(ContainerError):
-    """The container is gone, or has to be given up: killed by a limit, by its engine's end, or by a full disk."""
+    """The container is gone, or had to be ended: killed by a limit, by its engine's end, or by a full disk."""
 
 
 class EngineLost(ContainerLost):
@@ -85,6 +85,8 @@ class Spec:
     """NAME:TAG or NAME@DIGEST; pulled where the engine has none of it."""
     build: Path | None = None
     """A folder with a Dockerfile; its image is made once for its content."""
+    context: bytes = field(default=b"", repr=False)
+    """Such a folder's content as a tar, in its place: who may read the folder has packed it."""
     limits: Limits = Limits()
     network: Network = Network()
     user: str = DEFAULT_USER

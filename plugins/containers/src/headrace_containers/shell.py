@@ -124,7 +124,7 @@ class Shell:
         told = [
             {
                 "role": "tool",
-                "content": each,
+                "content": each.content,
                 "tool_call_id": call.id or f"call{self._turns:03}{at:02}",
                 "name": call.name or "unknown",
             }

@@ -77,7 +77,7 @@ class EnvironmentSection(Section):
     backend: str = Field(
         default="gymnasium",
         description="name in the simulator's registry: gymnasium, metaworld, maniskill, libero, isaaclab; of an "
-        "agentic run: conversation, or a plug-in's, such as openenv, nemo_gym and web",
+        "agentic run: conversation, or a plug-in's, such as container, openenv, nemo_gym and web",
     )
     tasks: list[str] = Field(
         min_length=1,

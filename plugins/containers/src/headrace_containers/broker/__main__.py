@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace_servicekit.config import settings_from_environment
 from headrace_servicekit.process.worker_pipes import JSON_CODEC, PARENT_VARIABLE, frame, read_frame
+from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_containers.broker.serving import Server, Settings
 
@@ -26,7 +27,11 @@ def main() -> None:
         if body is None:
             return
         told = JSON_CODEC.decode(body)
-        settings = settings_from_environment(Settings, "HEADRACE_CONTAINERS_")
+        try:
+            settings = settings_from_environment(Settings, "HEADRACE_CONTAINERS_")
+        except ServiceError as error:
+            writer.write(frame(JSON_CODEC.encode({"error": error.message})))
+            return
         server = Server(settings, Path(told["folder"]), told["users"])
         server.start()
         writer.write(frame(JSON_CODEC.encode({"listening": True})))

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from headrace_containers.provider import (
     EngineLost,
     File,
     Provider,
+    Spec,
     spec_of,
 )
 from headrace_containers.providers import provider_of
@@ -42,6 +44,8 @@ class Settings(BaseModel):
     """Containers that are started before they are asked for."""
     most_memory_mib: PositiveInt = 65_536
     """Of one container."""
+    engines: str = ""
+    """Addresses of engines that a run may name, separated by commas, beside that of DOCKER_HOST."""
     place_s: PositiveFloat = 60.0
     """How long one waits for another one's end where there are too many."""
 
@@ -83,6 +87,13 @@ class Server:
 
     def had(self, name: str, options: Mapping[str, Any]) -> tuple[Provider, Warm | None]:
         """The one provider of a name and these options. Raises BadSpec, EngineLost."""
+        host = options.get("host") or ""
+        if host and host not in self._settings.engines.split(","):
+            known = self._settings.engines or "none"
+            reason = f"{host} is not among HEADRACE_CONTAINERS_ENGINES of the simulator ({known})"
+            raise BadSpec(
+                "provider_options.host", f"{reason}; leave it out for the engine that DOCKER_HOST names"
+            )
         key = json.dumps([name, options], sort_keys=True)
         with self._lock:
             if key not in self._providers:
@@ -92,9 +103,9 @@ class Server:
                 self._providers[key] = provider, Warm(provider, self._has_room) if can else None  # type: ignore[arg-type]
             return self._providers[key]
 
-    def started(self, asked: Mapping[str, Any]) -> Container:
+    def started(self, asked: Mapping[str, Any], context: bytes) -> Container:
         """A container as it is asked for. Raises BadSpec, EngineLost, ContainerLost."""
-        spec, most = spec_of(asked["spec"]), self._settings.most_memory_mib
+        spec, most = _spec(asked, context), self._settings.most_memory_mib
         if spec.limits.memory_mib > most:
             raise BadSpec(
                 "limits.memory_mib", f"{spec.limits.memory_mib} is more than {most}, the most of one here"
@@ -113,9 +124,9 @@ class Server:
             raise
         return container
 
-    def prepare(self, asked: Mapping[str, Any]) -> None:
+    def prepare(self, asked: Mapping[str, Any], context: bytes) -> None:
         """Makes what containers need, and starts some ahead."""
-        spec = spec_of(asked["spec"])
+        spec = _spec(asked, context)
         provider, warm = self.had(asked["provider"], asked["options"])
         provider.prepare(spec)
         if warm is not None:
@@ -169,6 +180,11 @@ class Server:
                         warm.drop()
 
 
+def _spec(asked: Mapping[str, Any], context: bytes) -> Spec:
+    """What is asked for. No path of this host is read for it: the asker has packed what an image is built of."""
+    return replace(spec_of(asked["spec"]), build=None, context=context)
+
+
 class Session:
     """One connection, and its container once it was asked for."""
 
@@ -206,13 +222,13 @@ class Session:
     def _answer(self, header: Mapping[str, Any], payload: bytes) -> None:
         ask = header["ask"]
         if ask == "prepare":
-            self._server.prepare(header)
+            self._server.prepare(header, payload)
             wire.send(self._connection, {})
             return
         if ask == "start":
             if self.container is not None:
                 raise BadSpec("ask", "this connection has a container")
-            self.container = self._server.started(header)
+            self.container = self._server.started(header, payload)
             wire.send(self._connection, {"id": self.container.id})
             return
         if self.container is None:
@@ -226,7 +242,8 @@ class Session:
         def on_output(number: int, piece: bytes) -> None:
             wire.send(self._connection, {"stream": number}, piece)
 
-        ran = container.exec(header["command"], stdin=payload, on_output=on_output, **header["options"])
+        options = {**header["options"], "most_bytes": min(header["options"]["most_bytes"], wire.MOST_BYTES)}
+        ran = container.exec(header["command"], stdin=payload, on_output=on_output, **options)
         left = {
             "exit_code": ran.exit_code,
             "ended": ran.ended,

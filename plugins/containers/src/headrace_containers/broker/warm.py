@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -61,7 +62,7 @@ class Warm:
         """
         kind = _kind(spec)
         with self._lock:
-            shelf = self._shelves.setdefault(repr(kind), _Shelf())
+            shelf = self._shelves.setdefault(_name(kind), _Shelf())
             shelf.asked_at = time.monotonic()
         container = self._taken(shelf) or self._provider.start_ahead(kind)
         self.fill(spec, ahead)
@@ -76,7 +77,7 @@ class Warm:
         """Starts containers in the background until `ahead` of a kind are ready."""
         kind = _kind(spec)
         with self._lock:
-            shelf = self._shelves.setdefault(repr(kind), _Shelf(asked_at=time.monotonic()))
+            shelf = self._shelves.setdefault(_name(kind), _Shelf(asked_at=time.monotonic()))
             missing = 0 if self._is_closed else ahead - len(shelf.ready) - shelf.making
             shelf.making += max(0, missing)
         for _ in range(max(0, missing)):
@@ -130,12 +131,16 @@ class Warm:
         finally:
             with self._lock:
                 shelf.making -= 1
-                kept = made is not None and self._shelves.get(repr(kind)) is shelf
+                kept = made is not None and self._shelves.get(_name(kind)) is shelf
                 if kept and made is not None:
                     shelf.ready.append(made)
                 self._lock.notify_all()
         if made is not None and not kept:
             made.close()
+
+
+def _name(kind: Spec) -> str:
+    return f"{kind!r} {hashlib.sha256(kind.context).hexdigest()}"
 
 
 def _kind(spec: Spec) -> Spec:

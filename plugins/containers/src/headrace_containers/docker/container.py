@@ -12,6 +12,7 @@ from typing import Any
 
 from docker.errors import DockerException, NotFound
 from requests.exceptions import RequestException
+from typing_extensions import override
 
 from headrace_containers.docker.engine import Engine
 from headrace_containers.docker.execs import Execs, Stream
@@ -22,6 +23,7 @@ from headrace_containers.provider import (
     PROXY_PORT,
     BadPath,
     BadSpec,
+    Container,
     ContainerError,
     ContainerLost,
     File,
@@ -31,13 +33,14 @@ from headrace_containers.provider import (
 )
 
 _WRITE_S, _KILLED = 300.0, 137
+_LOOKS, _LOOK_S = 10, 0.1
 _PROXY = f"http://127.0.0.1:{PROXY_PORT}"
 _PROXIED = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), _PROXY)
 _PROXIED |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
 
 
-class DockerContainer:
-    """See `provider.Container`. It lives as long as this process holds its standard input open."""
+class DockerContainer(Container):
+    """It lives as long as this process holds its standard input open."""
 
     def __init__(
         self, engine: Engine, id: str, attached: Stream, spec: Spec, image: Mapping[str, Any]
@@ -75,6 +78,7 @@ class DockerContainer:
         self.spec = spec
         self.ends_at = time.monotonic() + spec.limits.wall_s
 
+    @override
     def exec(
         self,
         command: Sequence[str],
@@ -87,14 +91,13 @@ class DockerContainer:
         most_bytes: int = MIB,
         on_output: Output | None = None,
     ) -> Ran:
-        """See `provider.Container`."""
         proxied = _PROXIED if self.spec.network.allow else {}
         variables = {**proxied, **self.spec.env, **(env or {})}
         self._settle()
         with self._alive():
             folder = posixpath.join(self.workdir, cwd)
             ran = self._execs.run(command, stdin, folder, variables, user, timeout_s, most_bytes, on_output)
-            if ran.exit_code == _KILLED and not self.is_alive():
+            if ran.exit_code == _KILLED and self._is_ending():
                 raise ContainerLost("the container has ended, and its command with it")
         self._prepare_next()
         return ran
@@ -114,8 +117,9 @@ class DockerContainer:
             self._preparing.join()
             self._preparing = None
 
+    @override
     def write(self, files: Sequence[File], *, user: str = "") -> None:
-        """See `provider.Container`. It is the user who unpacks them, so that a link leads nowhere else for it."""
+        # It is the user who unpacks them, so that a link leads nowhere else for it.
         mine = user in ("", self.spec.user)
         above = [] if mine else folders_above(files, self.workdir)
         self._settle()
@@ -127,8 +131,8 @@ class DockerContainer:
             said = ran.stderr.decode(errors="replace").strip().splitlines() or [ran.ended]
             raise BadPath(f"files cannot be written: {said[0][:500]}")
 
+    @override
     def read(self, path: str, *, most_bytes: int = 64 * MIB) -> bytes:
-        """See `provider.Container`."""
         with self._alive():
             whole = absolute(path, self.workdir)
             for entry, content in unpacked(self._got(whole), most_bytes, path):
@@ -139,8 +143,8 @@ class DockerContainer:
                 raise BadPath(f"{path} is {kind}, and no regular file")
         raise BadPath(f"{path} is empty")
 
+    @override
     def read_folder(self, path: str, *, most_bytes: int = 64 * MIB) -> Iterator[File]:
-        """See `provider.Container`."""
         with self._alive():
             whole = absolute(path.rstrip("/"), self.workdir)
             for entry, content in unpacked(self._got(whole), most_bytes, path):
@@ -155,8 +159,9 @@ class DockerContainer:
         self.why = self.why or why
         self.close()
 
+    @override
     def close(self) -> None:
-        """See `provider.Container`. The engine removes it as it ends."""
+        # The engine removes it as it ends.
         if self._closed.is_set():
             return
         self._closed.set()
@@ -174,6 +179,14 @@ class DockerContainer:
                 return bool(self._engine.api.inspect_container(self.full_id)["State"]["Running"])
         except ContainerLost:
             return False
+
+    def _is_ending(self) -> bool:
+        """Whether it has ended, or does within a moment: the engine says so after its processes are dead."""
+        for _ in range(_LOOKS):
+            if not self.is_alive():
+                return True
+            time.sleep(_LOOK_S)
+        return False
 
     @property
     def is_closed(self) -> bool:

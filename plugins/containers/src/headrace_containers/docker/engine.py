@@ -19,6 +19,7 @@ from docker.errors import APIError, DockerException, NotFound
 from requests.exceptions import RequestException
 
 from headrace_containers.docker.options import DockerOptions
+from headrace_containers.files import packed_folder
 from headrace_containers.provider import BadSpec, ContainerLost, EngineLost, Spec
 
 OWNER, UNTIL = "headrace.owner", "headrace.until"
@@ -155,13 +156,15 @@ class Images:
             return found
 
     def _base(self, spec: Spec) -> dict[str, Any]:
-        if bool(spec.image) == (spec.build is not None):
+        if bool(spec.image) == bool(spec.build or spec.context):
             raise BadSpec("image", "give an image, or a folder to build one of, and not both")
+        if spec.context:
+            return self._made("build", lambda: spec.context)
         if spec.build is None:
             return self.named(spec.image, "image")
         if not (spec.build / "Dockerfile").is_file():
             raise BadSpec("build", f"there is no {spec.build / 'Dockerfile'}")
-        return self._made("build", lambda: _folder_tar(spec.build or Path()))
+        return self._made("build", lambda: packed_folder(spec.build or Path()))
 
     def _owned(self, base: dict[str, Any], spec: Spec) -> dict[str, Any]:
         if not spec.owned or spec.user == "root":
@@ -229,6 +232,7 @@ def _key(spec: Spec) -> tuple[object, ...]:
     """What an image is made of; of a folder, what tells that it was changed."""
     paths = sorted(spec.build.rglob("*")) if spec.build is not None else []
     found = [(str(path), path.lstat().st_mtime_ns, path.lstat().st_size) for path in paths]
+    found.append((hashlib.sha256(spec.context).hexdigest(), 0, 0))
     return spec.image, tuple(found), spec.user, spec.owned
 
 
@@ -239,19 +243,4 @@ def _tar(files: dict[str, bytes]) -> bytes:
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = len(data), 0o644
             archive.addfile(entry, io.BytesIO(data))
-    return packed.getvalue()
-
-
-def _folder_tar(folder: Path) -> bytes:
-    """A folder as a tar of the same bytes for the same content, whoever made it and when. Links stay links."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for path in sorted(folder.rglob("*")):
-            entry = archive.gettarinfo(path, str(path.relative_to(folder)))
-            entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
-            if entry.isreg():
-                with path.open("rb") as file:
-                    archive.addfile(entry, file)
-            elif entry.isdir() or entry.issym():
-                archive.addfile(entry)
     return packed.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import socket
 import struct
@@ -23,6 +24,7 @@ _MOST_DROPPED = 256 * MIB
 _MOST_WORDS, _LONGEST_LINE = 120_000, 16_384
 _WAIT_FOR_LINE = ["/bin/sh", "-c", 'IFS= read -r line && eval "$line"']
 _NO_FOLDER = 125
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _KILL = (
     'for p in /proc/[0-9]*; do case "$(tr "\\0" "\\n" < $p/environ)" in *'
     + MARK
@@ -106,7 +108,7 @@ class Execs:
         most_bytes: int,
         on_output: Output | None,
     ) -> Ran:
-        """See `provider.Container.exec`."""
+        """Runs a command to its end, with everything said. Raises BadSpec, ContainerLost."""
         _check(command, env)
         begun = time.monotonic()
         started = self._begin(command, stdin, cwd, env, user or self._user)
@@ -244,8 +246,10 @@ def _check(command: Sequence[str], env: Mapping[str, str]) -> None:
     words = [*command, *env, *env.values()]
     if not command or not command[0]:
         raise BadSpec("command", "it is empty")
-    if any("\0" in word for word in words) or any("=" in name or not name for name in env):
-        raise BadSpec("command", "no word of it, and no variable, has a NUL, and no name of one an =")
+    if any("\0" in word for word in words):
+        raise BadSpec("command", "a word of it, or a variable, has a NUL")
+    if strange := [name for name in env if not _NAME.fullmatch(name)]:
+        raise BadSpec("env", f"{strange[0][:80]!r} is no name of a variable: letters, digits and _")
     if any(len(word.encode(errors="surrogateescape")) > _MOST_WORDS for word in words):
         raise BadSpec(
             "command", f"a word of it is longer than {_MOST_WORDS} bytes; write it to a file, and run that"
@@ -255,7 +259,7 @@ def _check(command: Sequence[str], env: Mapping[str, str]) -> None:
 def _line(command: Sequence[str], cwd: str, env: Mapping[str, str]) -> bytes:
     """One line for a shell that becomes the command."""
     words = [f"cd {_quoted(cwd)} || exit {_NO_FOLDER}" if cwd else ":"]
-    words += [f"{name}={_quoted(value)}; export {name}" for name, value in env.items() if name.isidentifier()]
+    words += [f"{name}={_quoted(value)}; export {name}" for name, value in env.items()]
     words.append("exec " + " ".join(map(_quoted, command)))
     text = "N=$(printf '\\nx'); N=${N%x}; " + "; ".join(words)
     return text.encode(errors="surrogateescape") + b"\n"

@@ -9,24 +9,25 @@ from typing import Any
 
 from docker.errors import APIError, DockerException
 from requests.exceptions import RequestException
+from typing_extensions import override
 
 from headrace_containers.docker.container import DockerContainer
 from headrace_containers.docker.engine import OWNER, UNTIL, Engine, Images, is_gone, owner
 from headrace_containers.docker.execs import Stream
 from headrace_containers.docker.options import DockerOptions
 from headrace_containers.docker.relay import Relay
-from headrace_containers.provider import MIB, ContainerError, Spec
+from headrace_containers.provider import MIB, ContainerError, Provider, Spec
 
 _LIVES = "exec cat >/dev/null"
 """Of the first process: it ends with its standard input, which the engine closes once this process is gone."""
 _NOBODY = "65534:65534"
-_ROOTS = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"]
+_ROOTS = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 """Capabilities of a container whose user is root: what package managers need, and no more."""
 _WATCH_S, _REAP_S, _AHEAD_S = 1.0, 60.0, 3600.0
 
 
-class DockerProvider:
-    """See `provider.Provider`."""
+class DockerProvider(Provider):
+    """Containers of one engine; a thread of it watches their time and their disk."""
 
     def __init__(self, options: DockerOptions) -> None:
         self._engine = Engine(options)
@@ -36,13 +37,13 @@ class DockerProvider:
         self._quota = self._engine.has_quota
         threading.Thread(target=self._watch, name="containers", daemon=True).start()
 
+    @override
     def prepare(self, spec: Spec) -> None:
-        """See `provider.Provider`."""
         self._images.forget(spec)
         self._images.of(spec)
 
+    @override
     def start(self, spec: Spec) -> DockerContainer:
-        """See `provider.Provider`."""
         container = self.start_ahead(spec)
         container.begin(spec)
         return container
@@ -77,8 +78,9 @@ class DockerProvider:
             raise
         return container
 
+    @override
     def reap(self) -> int:
-        """See `provider.Provider`. One whose owner's host is another goes once its time is over."""
+        # One whose owner's host is another goes once its time is over.
         removed = 0
         with self._engine.asked("containers cannot be listed"):
             found = self._engine.api.containers(all=True, filters={"label": OWNER})
@@ -89,8 +91,8 @@ class DockerProvider:
                 removed += self._remove(each["Id"])
         return removed
 
+    @override
     def close(self) -> None:
-        """See `provider.Provider`."""
         self._closed.set()
         for container in self._living():
             container.close()
