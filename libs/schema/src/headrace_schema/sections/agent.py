@@ -79,7 +79,8 @@ class AgentSection(Section):
             return ONLINE
         if self.verifiers:
             return f"verifiers:{self.verifiers}"
-        return self.python or f"command: {shlex.join(self.command)}"[:LONGEST_TASK]
+        words = " ".join(shlex.join(self.command).split())  # a script has lines
+        return self.python or f"command: {words}"[:LONGEST_TASK]
 
     @property
     def starting(self) -> dict[str, Any]:
