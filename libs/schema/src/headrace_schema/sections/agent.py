@@ -76,8 +76,9 @@ class AgentSection(Section):
         """The environment's keys that follow: by which backend, what is started, and with which options."""
         if self.backend:
             return {"backend": self.backend, "tasks": [self.task], "options": self.options}
+        words = " ".join(shlex.join(self.command).split())  # a script has lines
         return {
             "backend": AGENTS,
-            "tasks": [self.python or f"command: {shlex.join(self.command)}"[:LONGEST_TASK]],
+            "tasks": [self.python or f"command: {words}"[:LONGEST_TASK]],
             "options": {"command": self.command} if self.command else {},
         }
