@@ -37,7 +37,9 @@ def _hosted(bench: Bench, engine: str, **size: Any) -> Finding:
 
     found = _in_turns(bench, engine, **size)
     # On the CPU a process is told of by its name in vLLM's log alone, and keeps its memory.
-    judged = [] if bench.cpu and engine != "vllm" else asleep_wrong(found, asleep_limit(0) * size.get("gpus", 1))
+    judged = (
+        [] if bench.cpu and engine != "vllm" else asleep_wrong(found, asleep_limit(0) * size.get("gpus", 1))
+    )
     return Finding(found, (*wrong_with(found), *judged))
 
 

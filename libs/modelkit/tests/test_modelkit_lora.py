@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 from headrace_modelkit.experts import grouped_product
-from headrace_modelkit.invariant import _MARK, make_invariant
 from headrace_modelkit.lora import (
     BLOCK_ELEMENTS,
     LoraExperts,
     LoraLinear,
     adapted_layers,
     add_adapters,
+    compute_merged,
     is_adapter,
     merged_weight,
     standing_in,
@@ -118,9 +118,8 @@ def test_a_layer_computes_with_the_merged_weight_to_the_last_bit_where_it_is_tol
     model = adapted(dtype)
     ids = torch.arange(3, 19)[None]
     beside = model(ids).logits
-    make_invariant(model)
+    compute_merged(model)
     plain = tiny_model().to(dtype)
-    make_invariant(plain)
     for name, layer in adapted_layers(model):
         merged = merged_weight(layer.weight, layer.lora_A, layer.lora_B, layer.scale)
         plain.get_submodule(name).weight.data.copy_(merged)
@@ -139,7 +138,7 @@ def test_no_weight_of_the_models_size_is_made_beside_the_frozen_one():
         return seen.elements
 
     assert products() < 512 * 256 // 4
-    setattr(layer, _MARK, True)
+    compute_merged(layer)
     assert products() >= 512 * 256
 
 
@@ -149,7 +148,7 @@ def test_the_gradient_is_that_of_the_sum_of_both_products(merged):
     base = nn.Linear(12, 7)
     layer = LoraLinear(base.requires_grad_(False), 3, 0.7, generator)
     layer.lora_B.data.normal_(generator=generator)
-    setattr(layer, _MARK, merged)
+    layer.merged = merged
     x = torch.randn(2, 5, 12, generator=generator, requires_grad=True)
     upstream = torch.randn(2, 5, 7, generator=generator)
     own = x, layer.lora_A, layer.lora_B
@@ -225,7 +224,7 @@ def test_experts_learn_as_the_sum_of_both_products(dtype, rank, merged):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(3, 8, 16, generator=generator).to(dtype)
     layer = LoraExperts(weight, rank, 0.7, generator)
-    setattr(layer, _MARK, merged)
+    layer.merged = merged
     layer.lora_B.data.normal_(generator=generator)
     rows = torch.randn(6, 16, generator=generator).to(dtype).requires_grad_()
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)

@@ -119,5 +119,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(model_config, tmp_path):
 def test_kernels_that_do_not_follow_the_batch_are_refused_where_the_engine_has_none():
     check_invariance(VllmOptions(batch_invariant=True), has_gpu=True)
     check_invariance(VllmOptions(), has_gpu=False)
-    with pytest.raises(PluginError, match=r"batch_invariant: on a CPU .* the engine transformers with determ"):
+    with pytest.raises(
+        PluginError, match=r"batch_invariant: on a CPU .* the engine transformers with determ"
+    ):
         check_invariance(VllmOptions(batch_invariant=True), has_gpu=False)

@@ -84,7 +84,7 @@ class Varies(Exception):
     """A model computes something whose bits hang on the batch; the message is its end of a sentence."""
 
 
-class OnlyInvariant(TorchDispatchMode):
+class OnlyInvariant(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """In its body, of what a model computes outside these forms, products and activations raise `Varies`.
 
     torch has other operations whose sums hang on the shape; no model whose products are all linear layers has them.

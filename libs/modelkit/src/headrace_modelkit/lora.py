@@ -1,8 +1,9 @@
 """LoRA (arXiv 2106.09685): adapters of low rank beside frozen linear layers and layers of experts, without dropout.
 
 A layer gives W x + alpha/R · B (A x): two thin products beside the frozen one, in the type of x. What is published is
-W + alpha/R · B A, rounded once to the type of W; a layer of a model that `make_invariant` was given computes with that
-very weight, made anew in each forward, so that an engine's log-probs are the trainer's to the last bit.
+W + alpha/R · B A, rounded once to the type of W; with `compute_merged`, and in a model that `make_invariant` was
+given, a layer computes with that very weight, made anew in each forward, so that an engine's log-probs are the
+trainer's to the last bit.
 Either way an adapter's gradient needs products with A and B alone; that of W is never made. Knows no sharding and no
 optimizer.
 
@@ -51,6 +52,8 @@ class Adapted(nn.Module):
     """What has an adapter: a linear layer, or what stands beside a tensor of experts."""
 
     scale: float
+    merged: bool = False
+    """Whether it computes with the weight that is published."""
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     _stand_ins: list[Adapter]
@@ -92,9 +95,9 @@ class LoraLinear(nn.Linear, Adapted):
         fixed = is_invariant(self)
         if adapter is None:
             return (row_products if fixed else F.linear)(x, self.weight, self.bias)
-        if fixed:
+        if self.merged or fixed:
             function: Any = _MergedLinear
-            found: Tensor = function.apply(x, self.weight, self.bias, *adapter, self.scale)
+            found: Tensor = function.apply(x, self.weight, self.bias, *adapter, self.scale, fixed)
             return found
         a_RI, b_OR = (part.to(x.dtype) for part in adapter)
         x_NI = x.reshape(-1, x.shape[-1])
@@ -116,10 +119,12 @@ class _MergedLinear(torch.autograd.Function):
         a_RI: Tensor,
         b_OR: Tensor,
         scale: float,
+        fixed: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight_OI, a_RI, b_OR)
         ctx.scale = scale
-        return fixed_products(x, merged_weight(weight_OI, a_RI, b_OR, scale), bias_O)
+        multiply = fixed_products if fixed else F.linear
+        return multiply(x, merged_weight(weight_OI, a_RI, b_OR, scale), bias_O)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -134,7 +139,7 @@ class _MergedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             low_NI = (through_NR @ a_RI).to(x.dtype)
             of_x = torch.addmm(low_NI, upstream_NO, weight_OI).view_as(x)
-        return of_x, None, None, of_a_RI, of_b_OR, None
+        return of_x, None, None, of_a_RI, of_b_OR, None, None
 
 
 class LoraExperts(Adapted):
@@ -159,9 +164,9 @@ class LoraExperts(Adapted):
         adapter, fixed = self.adapter, is_invariant(self)
         if adapter is None:
             return grouped_product(rows_SI, weight_EOI, ends_E, fixed=fixed)
-        if fixed:
+        if self.merged or fixed:
             function: Any = _MergedExperts
-            found: Tensor = function.apply(rows_SI, weight_EOI, ends_E, *adapter, self.scale)
+            found: Tensor = function.apply(rows_SI, weight_EOI, ends_E, *adapter, self.scale, fixed)
             return found
         a_ERI, b_EOR = (part.to(rows_SI.dtype) for part in adapter)
         if short := -a_ERI.shape[1] % _ALIGNED:  # the kernel's rows begin at whole 16 bytes
@@ -183,11 +188,12 @@ class _MergedExperts(torch.autograd.Function):
         a_ERI: Tensor,
         b_EOR: Tensor,
         scale: float,
+        fixed: bool,
     ) -> Tensor:
         ctx.save_for_backward(rows_SI, weight_EOI, ends_E, a_ERI, b_EOR)
         ctx.scale = scale
         merged_EOI = merged_weight(weight_EOI, a_ERI, b_EOR, scale)
-        return grouped_product(rows_SI, merged_EOI, ends_E, fixed=True)
+        return grouped_product(rows_SI, merged_EOI, ends_E, fixed=fixed)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -203,7 +209,7 @@ class _MergedExperts(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_rows = grouped_product(upstream_SO, weight_EOI.transpose(-2, -1), ends_E)
             of_rows = of_rows.add_(of_low.to(of_rows.dtype), alpha=ctx.scale)
-        return of_rows, None, None, of_a.float().mul_(ctx.scale), of_b.float().mul_(ctx.scale), None
+        return of_rows, None, None, of_a.float().mul_(ctx.scale), of_b.float().mul_(ctx.scale), None, None
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -289,6 +295,12 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
     for name, module in model.named_modules():
         if isinstance(module, Adapted):
             yield name, module
+
+
+def compute_merged(model: nn.Module) -> None:
+    """Lets everything that has an adapter compute with its merged weight, to the bits that are published."""
+    for _, layer in adapted_layers(model):
+        layer.merged = True
 
 
 def adapter_of(weight: str) -> str:

@@ -38,6 +38,10 @@ class MegatronBackend(MegatronModels):
         self._figures = TokenFigures()
 
     @override
+    def reduce(self, micro_batch_tokens: int, *, recomputes: bool) -> None:
+        """What the leader plans has no more tokens already, and nothing here is recomputed."""
+
+    @override
     def _columns(self, names: Many[str], rows: Rows) -> dict[str, Tensor]:
         """All ranks of a replica have its columns; a rank without rows has nothing to compute."""
         known = {OLD_LOG_PROBS} | ({REFERENCE_LOG_PROBS} if self._reference is not None else set())

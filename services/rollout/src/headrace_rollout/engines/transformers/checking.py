@@ -47,7 +47,7 @@ def _problem(model: PolicyModel) -> str:
     tokens = probe_tokens(model.architecture, sum(contexts) + 2 * (decoded + 1))
     rows = [tokens[: contexts[0] + decoded + 1], tokens[-(long + decoded + 1) :]]
     try:
-        with OnlyInvariant() if model.deterministic else nullcontext():
+        with OnlyInvariant() if model.deterministic else nullcontext():  # type: ignore[no-untyped-call]
             found = _decoded(model, rows, contexts, decoded)
     except torch.OutOfMemoryError:
         raise
