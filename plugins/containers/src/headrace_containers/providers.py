@@ -9,6 +9,7 @@ from headrace_servicekit.registry import Plugin, PluginError, Registry
 
 from headrace_containers.docker.options import DockerOptions
 from headrace_containers.provider import BadSpec, Provider
+from headrace_containers.remote.options import RemoteOptions
 
 KEY = "provider"
 DOCKER = Plugin(
@@ -17,12 +18,18 @@ DOCKER = Plugin(
     description="containers of a Docker engine",
     modules=("docker",),
 )
+E2B = Plugin(
+    "headrace_containers.remote.e2b:build",
+    RemoteOptions,
+    description="sandboxes of the service E2B",
+    modules=("e2b",),
+)
 PROVIDERS: Registry[Provider] = Registry(
     "headrace.container_providers",
     "provider of containers",
     KEY,
     "provider_options",
-    {"docker": f"{__name__}:DOCKER"},
+    {"docker": f"{__name__}:DOCKER", "e2b": f"{__name__}:E2B"},
 )
 
 

@@ -8,24 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from headrace_servicekit.registry import Options
-from pydantic import Field, PositiveFloat
 from typing_extensions import override
 
 from headrace_containers.provider import BadSpec, ContainerError, EngineLost, Provider, Spec
 from headrace_containers.remote.adapter import Machine, RemoteContainer
+from headrace_containers.remote.options import RemoteOptions
 
 LIMITS = ("cpus", "memory_mib", "processes", "disk_mib")
-
-
-class RemoteOptions(Options):
-    """What every provider of remote containers may be told."""
-
-    unheld: list[str] = Field(
-        default_factory=list,
-        description="limits, such as limits.processes, that may be the service's own where it cannot hold the spec's",
-    )
-    timeout_s: PositiveFloat = Field(300.0, description="seconds in which a container has to be ready")
 
 
 class RemoteProvider(Provider):
