@@ -9,7 +9,7 @@ from headrace_servicekit.registry import Plugin, PluginError, Registry
 
 from headrace_containers.docker.options import DockerOptions
 from headrace_containers.provider import BadSpec, Provider
-from headrace_containers.remote.options import RemoteOptions
+from headrace_containers.remote.options import KubernetesOptions, ModalOptions, RemoteOptions
 
 KEY = "provider"
 DOCKER = Plugin(
@@ -24,12 +24,30 @@ E2B = Plugin(
     description="sandboxes of the service E2B",
     modules=("e2b",),
 )
+MODAL = Plugin(
+    "headrace_containers.remote.modal:build",
+    ModalOptions,
+    description="sandboxes of the service Modal",
+    modules=("modal",),
+)
+DAYTONA = Plugin(
+    "headrace_containers.remote.daytona:build",
+    RemoteOptions,
+    description="sandboxes of the service Daytona",
+    modules=("daytona",),
+)
+KUBERNETES = Plugin(
+    "headrace_containers.remote.kubernetes:build",
+    KubernetesOptions,
+    description="pods of a Kubernetes cluster",
+    modules=("kubernetes",),
+)
 PROVIDERS: Registry[Provider] = Registry(
     "headrace.container_providers",
     "provider of containers",
     KEY,
     "provider_options",
-    {"docker": f"{__name__}:DOCKER", "e2b": f"{__name__}:E2B"},
+    {name: f"{__name__}:{name.upper()}" for name in ("docker", "e2b", "modal", "daytona", "kubernetes")},
 )
 
 
