@@ -9,6 +9,7 @@ from headrace_servicekit.registry import Plugin, PluginError, Registry
 
 from headrace_containers.docker.options import DockerOptions
 from headrace_containers.provider import BadSpec, Provider
+from headrace_containers.remote.options import KubernetesOptions, ModalOptions, RemoteOptions
 
 KEY = "provider"
 DOCKER = Plugin(
@@ -17,12 +18,36 @@ DOCKER = Plugin(
     description="containers of a Docker engine",
     modules=("docker",),
 )
+E2B = Plugin(
+    "headrace_containers.remote.e2b:build",
+    RemoteOptions,
+    description="sandboxes of the service E2B",
+    modules=("e2b",),
+)
+MODAL = Plugin(
+    "headrace_containers.remote.modal:build",
+    ModalOptions,
+    description="sandboxes of the service Modal",
+    modules=("modal",),
+)
+DAYTONA = Plugin(
+    "headrace_containers.remote.daytona:build",
+    RemoteOptions,
+    description="sandboxes of the service Daytona",
+    modules=("daytona",),
+)
+KUBERNETES = Plugin(
+    "headrace_containers.remote.kubernetes:build",
+    KubernetesOptions,
+    description="pods of a Kubernetes cluster",
+    modules=("kubernetes",),
+)
 PROVIDERS: Registry[Provider] = Registry(
     "headrace.container_providers",
     "provider of containers",
     KEY,
     "provider_options",
-    {"docker": f"{__name__}:DOCKER"},
+    {name: f"{__name__}:{name.upper()}" for name in ("docker", "e2b", "modal", "daytona", "kubernetes")},
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import socket
 import struct
@@ -13,23 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from headrace_containers.commands import KILL, MARK, MOST_DROPPED, Collected, check
 from headrace_containers.docker.engine import Engine
-from headrace_containers.provider import MIB, BadSpec, ContainerLost, Output, Ran
+from headrace_containers.provider import BadSpec, ContainerLost, Output, Ran
 
-MARK = "HEADRACE_EXEC"
-"""Variable of all processes of one command, by which they are found and killed."""
 _HEADER = struct.Struct(">BxxxL")
 _PIECE, _POLL_S, _LINGER_S, _KILL_S = 1 << 16, 0.2, 0.1, 5.0
-_MOST_DROPPED = 256 * MIB
-_MOST_WORDS, _LONGEST_LINE = 120_000, 16_384
+_LONGEST_LINE = 16_384
 _WAIT_FOR_LINE = ["/bin/sh", "-c", 'IFS= read -r line && eval "$line"']
 _NO_FOLDER = 125
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_KILL = (
-    'for p in /proc/[0-9]*; do case "$(tr "\\0" "\\n" < $p/environ)" in *'
-    + MARK
-    + "=$1*) kill -9 ${p#/proc/};; esac; done 2>/dev/null"
-)
 
 
 class Stream:
@@ -109,11 +100,11 @@ class Execs:
         on_output: Output | None,
     ) -> Ran:
         """Runs a command to its end, with everything said. Raises BadSpec, ContainerLost."""
-        _check(command, env)
+        check(command, env)
         begun = time.monotonic()
         started = self._begin(command, stdin, cwd, env, user or self._user)
         try:
-            found = _Collected(most_bytes, on_output)
+            found = Collected(most_bytes, on_output)
             ended = self._follow(started, found, begun + timeout_s)
             if ended != "exit":
                 started.stream.close()  # what it still prints would hold up the engine
@@ -171,7 +162,7 @@ class Execs:
             raw = self._engine.api.exec_start(made["Id"], socket=True)
         return _Started(made["Id"], mark, user, Stream(raw))
 
-    def _follow(self, started: _Started, found: _Collected, late: float) -> Literal["exit", "time", "output"]:
+    def _follow(self, started: _Started, found: Collected, late: float) -> Literal["exit", "time", "output"]:
         """Reads the output until the command has ended, or has to be."""
         idle = False
         while (left := late - time.monotonic()) > 0:
@@ -185,7 +176,7 @@ class Execs:
             if piece is None:
                 return self._closed(started, late)
             found.add(*piece)
-            if found.left_out > _MOST_DROPPED:
+            if found.left_out > MOST_DROPPED:
                 return "output"
         return "time"
 
@@ -216,7 +207,7 @@ class Execs:
 
     def _kill(self, started: _Started) -> None:
         """Kills all processes of a command. Where no process can be started for that, nothing is killed."""
-        killer = self._start(["/bin/sh", "-c", _KILL, "kill", started.mark], started.user, stdin=False)
+        killer = self._start(["/bin/sh", "-c", KILL, "kill", started.mark], started.user, stdin=False)
         late = time.monotonic() + _KILL_S
         try:
             with suppress(TimeoutError):
@@ -224,36 +215,6 @@ class Execs:
                     pass
         finally:
             killer.stream.close()
-
-
-class _Collected:
-    """Output as it comes: the first bytes are kept, the rest is counted."""
-
-    def __init__(self, most_bytes: int, on_output: Output | None) -> None:
-        self.stdout, self.stderr, self.left_out = bytearray(), bytearray(), 0
-        self._left, self._on_output = most_bytes, on_output
-
-    def add(self, number: int, piece: bytes) -> None:
-        kept = piece[: self._left]
-        self._left -= len(kept)
-        self.left_out += len(piece) - len(kept)
-        (self.stderr if number == 2 else self.stdout).extend(kept)
-        if kept and self._on_output is not None:
-            self._on_output(number, kept)
-
-
-def _check(command: Sequence[str], env: Mapping[str, str]) -> None:
-    words = [*command, *env, *env.values()]
-    if not command or not command[0]:
-        raise BadSpec("command", "it is empty")
-    if any("\0" in word for word in words):
-        raise BadSpec("command", "a word of it, or a variable, has a NUL")
-    if strange := [name for name in env if not _NAME.fullmatch(name)]:
-        raise BadSpec("env", f"{strange[0][:80]!r} is no name of a variable: letters, digits and _")
-    if any(len(word.encode(errors="surrogateescape")) > _MOST_WORDS for word in words):
-        raise BadSpec(
-            "command", f"a word of it is longer than {_MOST_WORDS} bytes; write it to a file, and run that"
-        )
 
 
 def _line(command: Sequence[str], cwd: str, env: Mapping[str, str]) -> bytes:
