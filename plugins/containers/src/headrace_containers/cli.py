@@ -1,13 +1,12 @@
-"""`headrace tasks`: proves coding tasks before a run learns from them."""
+"""What `headrace tasks prove` does."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from headrace_cli.commands.options import JsonFlag
 from headrace_cli.errors import EXIT_USER_ERROR, user_error
 from headrace_cli.output import console, error_console, print_json
 
@@ -17,34 +16,9 @@ from headrace_containers.tasks.proving import Proof, proofs_file, prove, read_pr
 from headrace_containers.tasks.reading import NoTasks, TaskSet
 from headrace_containers.tasks.task import BadTask, Start, Task
 
-app = typer.Typer(help="Coding tasks in containers.", no_args_is_help=True)
 
-
-@app.callback()
-def _group() -> None:
-    """Keeps `prove` a command of its own."""
-
-
-@app.command(name="prove")
-def prove_tasks(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TASKS", help="A folder of tasks in Harbor's form, or a .jsonl file in SWE-bench's."
-        ),
-    ],
-    provider: Annotated[str, typer.Option(help="Where containers run.")] = "docker",
-    at_once: Annotated[int, typer.Option(min=1, max=64, help="Tasks that are proven at the same time.")] = 2,
-    anew: Annotated[
-        bool, typer.Option("--anew", help="Also tasks that have been proven and have not changed.")
-    ] = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Play each task twice, as its own solution says and without doing anything; write what the tests gave beside them.
-
-    Runs learn from proven tasks alone.
-    """
-    path = path.absolute()
+def prove_all(path: Path, provider: str, at_once: int, *, anew: bool, as_json: bool) -> None:
+    """Proves the tasks, `anew` also those that are proven, and tells. Raises CommandError, and Exit for a wrong one."""
     try:
         tasks, proofs = TaskSet.at(path), read_proofs(path)
     except (NoTasks, OSError, ValueError) as error:
