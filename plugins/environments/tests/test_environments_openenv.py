@@ -129,3 +129,6 @@ def test_an_address_of_something_else_is_refused_by_key():
     with pytest.raises(BackendError, match="did you mean 'reset'") as caught:
         create("openenv").converse(url, {"rest": {}})
     assert caught.value.field == "options_json.rest"
+    with pytest.raises(BackendError, match=r"backend: container, tasks: \[openenv\]") as caught:
+        create("openenv").converse("guess", {"image": "guess:latest"})
+    assert caught.value.field == "options_json.image"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace_servicekit.registry import Options
-from headrace_simulator.backends.base import ConversationEnvironment
+from headrace_simulator.backends.base import BackendError, ConversationEnvironment
 from headrace_simulator.backends.options import parse, unknown
 
 from headrace_containers.shell import Shell, ShellOptions
@@ -16,12 +16,25 @@ from headrace_containers.tasks.options import CodingOptions
 TASKS: Mapping[str, Callable[[Mapping[str, Any]], ConversationEnvironment]] = {
     "shell": lambda options: Shell(parse(ShellOptions, options)),
     "coding": lambda options: coding(parse(CodingOptions, options)),
+    "openenv": lambda options: openenv(options),
 }
 
 
 def coding(options: CodingOptions) -> Coding:
     """A coding task, in containers of the broker."""
     return Coding(options, options.source.start)
+
+
+def openenv(options: Mapping[str, Any]) -> ConversationEnvironment:
+    """An environment of OpenEnv, whose server runs in a container of the broker."""
+    try:
+        from headrace_containers.openenv import Served, ServedOptions
+    except ImportError as error:
+        fix = f"install what speaks with servers of OpenEnv: pip install headrace-environments ({error})"
+        raise BackendError("environment.name", fix) from error
+    parsed = parse(ServedOptions, options)
+    parsed.prepare()
+    return Served(parsed, parsed.source().start)
 
 
 class Containers:

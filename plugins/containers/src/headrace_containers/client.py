@@ -59,7 +59,7 @@ class Source:
         except BaseException:
             connection.close()
             raise
-        return RemoteContainer(connection, str(header["id"]))
+        return RemoteContainer(connection, str(header["id"]), tuple(header["command"]))
 
     def _asks(self, what: str, spec: Spec) -> dict[str, Any]:
         given = _SPEC.dump_python(replace(spec, build=None, context=b""), mode="json")
@@ -91,8 +91,8 @@ class Source:
 class RemoteContainer(Container):
     """A container that a broker has; the connection with it is the container's life."""
 
-    def __init__(self, connection: socket.socket, id: str) -> None:
-        self.id = id
+    def __init__(self, connection: socket.socket, id: str, command: tuple[str, ...] = ()) -> None:
+        self.id, self.command = id, command
         self._connection = connection
 
     @override

@@ -133,6 +133,8 @@ class Container(Protocol):
 
     id: str
     """Name of it at the provider, for messages and logs."""
+    command: tuple[str, ...] = ()
+    """What its image says to run, which nobody has started; empty where it says nothing."""
 
     def exec(
         self,

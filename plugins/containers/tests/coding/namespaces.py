@@ -66,6 +66,8 @@ def missing() -> str:
 class Namespace:
     """A container; see `headrace_containers.provider.Container`."""
 
+    command: tuple[str, ...] = ()
+
     def __init__(self, spec: Spec) -> None:
         self._spec, self._folder = spec, Path(tempfile.mkdtemp(prefix="headrace-namespace-"))
         hidden = " ".join(each for each in ("/root", "/home") if Path(each).is_dir())

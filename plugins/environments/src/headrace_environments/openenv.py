@@ -56,11 +56,11 @@ class Wrong(Exception):
 class OpenEnv:
     """One environment of a server, and its conversations one after the other."""
 
-    def __init__(self, url: str, options: OpenEnvOptions) -> None:
-        self._server, self._options = Server(KIND, url, options), options
+    def __init__(self, server: Server, options: OpenEnvOptions) -> None:
+        self._server, self._options = server, options
         schema = self._server.described("/schema").get("action")
         if not isinstance(schema, dict):
-            raise BackendError("environment.name", f"{url} is no {KIND}: its /schema has no action")
+            raise BackendError(server.key, f"{server.name} is no {KIND}: its /schema has no action")
         self._action = {
             name: each
             for name, each in schema.get("properties", {}).items()
@@ -86,7 +86,7 @@ class OpenEnv:
             "reset", {"seed": seed, **options.reset, **{key: item[key] for key in options.item}}
         )
         if found.get("done"):
-            raise ServerLost(f"{KIND} at {self._server.url}: an episode is over as it begins")
+            raise ServerLost(f"{KIND} at {self._server.name}: an episode is over as it begins")
         system = [{"role": "system", "content": options.system}] if options.system else []
         messages = [*system, {"role": "user", "content": self._shown(found["observation"])}]
         return messages, list(self._tools.values())
@@ -170,6 +170,7 @@ class OpenEnv:
         try:
             self._connection = connect(
                 address,
+                sock=self._server.dial(),
                 additional_headers=options.headers,
                 open_timeout=options.request_timeout_s,
                 max_size=MOST_BYTES,
@@ -198,23 +199,24 @@ class OpenEnv:
         if code == "VALIDATION_ERROR" and kind == "step":
             raise Wrong(_wrong(told))
         if kind != "state":
-            self._close()  # The conversation is made anew, with a connection of its own.
+            self.close()  # The conversation is made anew, with a connection of its own.
         if code == "CAPACITY_REACHED":
-            self._close()
+            self.close()
             fix = "raise max_concurrent_envs of the server, or lower environment.count"
             raise BackendError(
-                "environment.count", f"{self._server.url} has no room for another: {said}; {fix}"
+                "environment.count", f"{self._server.name} has no room for another: {said}; {fix}"
             )
-        raise Failed(f"{KIND} at {self._server.url}: {kind} failed with {code}: {said}")
+        raise Failed(f"{KIND} at {self._server.name}: {kind} failed with {code}: {said}")
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Ends its connection; the next episode has another."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
     def _gone(self, error: Exception) -> ServerLost:
-        self._close()
-        return ServerLost(f"{KIND} at {self._server.url} is gone: {error or type(error).__name__}")
+        self.close()
+        return ServerLost(f"{KIND} at {self._server.name} is gone: {error or type(error).__name__}")
 
 
 def _ended(found: Mapping[str, Any], messages: list[Message]) -> tuple[Sequence[Message], float, bool]:
@@ -258,8 +260,12 @@ class Environments:
 
     def converse(self, name: str, options: Mapping[str, Any]) -> OpenEnv:
         """Connects with a server."""
+        if "image" in options:
+            fix = "servers by their image are a task of containers: backend: container, tasks: [openenv]"
+            raise BackendError("options_json.image", f"{KIND} is named by its address here; {fix}")
         try:
-            return OpenEnv(name, parse(OpenEnvOptions, options))
+            parsed = parse(OpenEnvOptions, options)
+            return OpenEnv(Server(KIND, name, parsed), parsed)
         except ServerLost as lost:
             raise BackendError("environment.name", str(lost)) from lost
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -37,13 +38,17 @@ class ServerOptions(Options):
 
 
 class Server:
-    """One server by its address; `kind` is what people call it."""
+    """One server by its address; `kind` is what people call it, and `name` which one it is."""
+
+    key, fix = NAME, "give the server's own address"
+    """What has to change where it is another server, and how."""
 
     def __init__(self, kind: str, url: str, options: ServerOptions) -> None:
         found = urlsplit(url)
         if found.scheme not in ("http", "https") or not found.hostname:
             raise BackendError(NAME, f"{url} is no address of {kind}; write http://HOST:PORT")
         self.kind, self.url = kind, url.rstrip("/")
+        self.name = self.url
         self._options = options
 
     def client(self) -> httpx.Client:
@@ -51,9 +56,13 @@ class Server:
         options = self._options
         return httpx.Client(base_url=self.url, headers=options.headers, timeout=options.request_timeout_s)
 
+    def dial(self) -> socket.socket | None:
+        """A connection with it, of what cannot be reached by its address alone. Raises ServerLost."""
+        return None
+
     def described(self, path: str) -> Mapping[str, Any]:
         """What the server says of itself, a JSON object. Raises BackendError where it is another server, or none."""
-        until = time.monotonic() + (self._options.patience_s if self.url in _ANSWERED else 0.0)
+        until = time.monotonic() + (self._options.patience_s if self.name in _ANSWERED else 0.0)
         while True:
             try:
                 with self.client() as client:
@@ -61,16 +70,16 @@ class Server:
                 break
             except httpx.HTTPError as error:
                 if time.monotonic() >= until:
-                    reason = f"{self.kind} does not answer at {self.url}: {_words(error)}"
-                    raise BackendError(NAME, reason) from error
+                    reason = f"{self.kind} does not answer at {self.name}: {_words(error)}"
+                    raise BackendError(self.key, reason) from error
                 time.sleep(_PAUSE_S)
         found = _object(answer)
         if found is None:
             raise BackendError(
-                NAME,
-                f"{self.url} is no {self.kind}: GET {path} {_what(answer)}; give the server's own address",
+                self.key,
+                f"{self.name} is no {self.kind}: GET {path} {_what(answer)}; {self.fix}",
             )
-        _ANSWERED.add(self.url)
+        _ANSWERED.add(self.name)
         return found
 
     def ask(self, client: httpx.Client, path: str, body: Any) -> httpx.Response:
@@ -78,14 +87,14 @@ class Server:
         try:
             return client.post(path, json=body)
         except httpx.HTTPError as error:
-            raise ServerLost(f"{self.kind} at {self.url} is gone: {_words(error)}") from error
+            raise ServerLost(f"{self.kind} at {self.name} is gone: {_words(error)}") from error
 
     def object_of(self, answer: httpx.Response) -> Mapping[str, Any]:
         """The object of a good answer. Raises ServerLost for any other answer."""
         found = _object(answer)
         if found is None:
             path = answer.request.url.path
-            raise ServerLost(f"{self.kind} at {self.url}: {path} {_what(answer)}")
+            raise ServerLost(f"{self.kind} at {self.name}: {path} {_what(answer)}")
         return found
 
 

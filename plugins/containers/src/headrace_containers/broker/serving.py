@@ -229,7 +229,7 @@ class Session:
             if self.container is not None:
                 raise BadSpec("ask", "this connection has a container")
             self.container = self._server.started(header, payload)
-            wire.send(self._connection, {"id": self.container.id})
+            wire.send(self._connection, {"id": self.container.id, "command": self.container.command})
             return
         if self.container is None:
             raise BadSpec("ask", "this connection has no container")

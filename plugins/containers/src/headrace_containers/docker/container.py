@@ -54,7 +54,9 @@ class DockerContainer(Container):
         self.relay: Relay | None = None
         """Carries its connections, where its spec has a network."""
         self._engine, self._attached = engine, attached
-        self.workdir = spec.workdir or (image.get("Config") or {}).get("WorkingDir") or "/workspace"
+        config = image.get("Config") or {}
+        self.workdir = spec.workdir or config.get("WorkingDir") or "/workspace"
+        self.command = (*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ()))
         self._execs = Execs(engine, id, spec.user)
         self._closed = threading.Event()
         self._preparing: threading.Thread | None = None
