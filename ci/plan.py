@@ -304,7 +304,7 @@ NIGHTLY = [
     *(_simulator(name, "-m", "", timeout_s=3600) for name in ("metaworld", "maniskill", "libero")),
     _RESOLUTION,
     *(_others(name, "-m", "", timeout_s=3600) for name in ("verifiers", "web", "openenv", "nemo-gym")),
-    _nightly("environments", "plugins/environments/tests", timeout_s=1800),
+    *(_nightly(name, f"plugins/{name}/tests", timeout_s=1800) for name in ("environments", "containers")),
     _BROWSER_ENVIRONMENT,
     _BROWSER_TESTS,
 ]

@@ -72,8 +72,9 @@ def test_paths_in_files_become_absolute(tmp_path, monkeypatch):
     assert spec["environment"]["roles"]["b"]["path"] == f"{Path.home()}/nowhere"
     assert spec["policies"]["c"]["model"]["path"] == str(tmp_path / "models" / "m")
     file.write_text(
-        "environment: {tasks: ['mine.py:Game', tools, suite/0], options: {tools: [mine.py:score], "
-        "search: {corpus: mine.py}, mcp: [{command: [python, -m, ./mine.py, mine.py]}]}}"
+        "environment: {tasks: ['mine.py:Game', tools, suite/0], options: {"
+        "tools: [mine.py:score, {name: search, options: {path: mine.py}}], "
+        "mcp: [{command: [python, -m, ./mine.py, mine.py]}]}}"
     )
     environment = load_spec(file)["environment"]
     own = f"{tmp_path / 'mine.py'}:Game"
@@ -90,8 +91,10 @@ def test_paths_in_files_become_absolute(tmp_path, monkeypatch):
         assert found["instructions"] == {own: "play", "suite/0": "go"}
     assert environment["tasks"] == [f"{tmp_path / 'mine.py'}:Game", "tools", "suite/0"]
     assert environment["options"] == {
-        "tools": [f"{tmp_path / 'mine.py'}:score"],
-        "search": {"corpus": str(tmp_path / "mine.py")},
+        "tools": [
+            f"{tmp_path / 'mine.py'}:score",
+            {"name": "search", "options": {"path": str(tmp_path / "mine.py")}},
+        ],
         "mcp": [{"command": ["python", "-m", str(tmp_path / "mine.py"), "mine.py"]}],
     }
     (tmp_path / "mine.py").touch()

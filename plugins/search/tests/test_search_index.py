@@ -109,7 +109,7 @@ def test_what_is_wrong_is_named(corpus, tmp_path, monkeypatch, given, words):
 
 def test_an_index_says_what_it_cannot_do(corpus, embedding_model, tmp_path):
     build(corpus, tmp_path / "words")
-    with pytest.raises(SearchProblem, match="by words alone: ask by words"):
+    with pytest.raises(SearchProblem, match="by words alone: ask by words, or build it anew"):
         Index(tmp_path / "words").search(["x"], 1, "meaning")
     with pytest.raises(SearchProblem, match="'Float' is no index of faiss"):
         build(corpus, tmp_path / "kind", kind="Float", embedder=Embedder(path=str(embedding_model)))

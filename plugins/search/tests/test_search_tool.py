@@ -18,7 +18,7 @@ import httpx
 import pytest
 import uvicorn
 from headrace_search import server, tool
-from headrace_search.index import Found, Index, SearchProblem
+from headrace_search.index import Found, Index, SearchProblem, build
 from headrace_simulator.backends.base import BackendError
 from headrace_simulator.backends.conversation.backend import Conversations
 from starlette.testclient import TestClient
@@ -219,6 +219,13 @@ def test_a_conversation_asks_an_address_and_is_made_again_where_it_is_gone(clien
         monkeypatch.setattr(tool.httpx, "Client", lambda **options: wrong)
         with pytest.raises(tool.ServiceLost, match="in another form"):
             answers(talk(url="http://x"), call("the Danube"))
+
+
+def test_an_index_that_has_no_vectors_is_not_asked_by_meaning(corpus, tmp_path):
+    build(corpus, tmp_path / "words")
+    with pytest.raises(BackendError) as caught:
+        talk(path=str(tmp_path / "words"), by="meaning")
+    assert caught.value.field == "options_json.tools.search" and "by words alone" in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,18 @@ def test_environments_of_the_other_kind_are_named():
     assert wrong.key == "environment.backend" and "workflow: agentic" in wrong.fix
 
 
+def test_a_conversation_of_roles_ends_where_its_context_is_full():
+    talks = simulator.OpenPoolResponse(conversation=True, roles=["asker", "teller"])
+    ends = spec("agentic", "conversation")
+    goes_on = RunSpec.model_validate(
+        {**ends.model_dump(mode="json"), "environment": {"tasks": ["a.py:A"], "on_overflow": "summarise"}}
+    )
+    assert not other_kind(ends, talks)
+    (wrong,) = other_kind(goes_on, talks)
+    assert wrong.key == "environment.on_overflow" and "asker, teller" in wrong.problem
+    assert not other_kind(goes_on, simulator.OpenPoolResponse(conversation=True))
+
+
 def test_a_command_is_an_environment_of_agents():
     agents = RunSpec.model_validate(
         {"workflow": "agentic", "model": {"path": "model"}, "agent": {"command": ["agent", "--fast"]}}

@@ -150,7 +150,7 @@ def hub():
 def run(code, hub, home, *arguments):
     """In a process of its own: the library reads HF_ENDPOINT when it is imported."""
     environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-    environment |= {"HF_TOKEN": "", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment |= {"HF_TOKEN": "", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 

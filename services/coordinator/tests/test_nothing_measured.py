@@ -45,7 +45,14 @@ def test_no_figure_of_a_step_without_a_measurement_is_zero():
 def test_prometheus_gets_what_was_measured():
     counts = SimpleNamespace(max_staleness=None, trained=0, dropped=8)
     run = SimpleNamespace(
-        id="r", state="RUNNING", stalled=False, step=1, recoveries=0, last_step=step(), counts=counts
+        id="r",
+        state="RUNNING",
+        stalled=False,
+        step=1,
+        recoveries=0,
+        last_step=step(),
+        counts=counts,
+        engine_restarts=None,
     )
     found = {family.name: [sample.value for sample in family.samples] for family in run_families([run])}
     unmeasured = ("reward_mean", "max_staleness", "tokens_per_second")

@@ -49,7 +49,7 @@ def keys_of(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]
 
 
 def test_each_key_of_harbor_is_read_or_refused_or_passed_over_by_name():
-    """The recorded keys are those of the models of harbor 0.25.0 (`ci/harbor_keys.py` records them anew)."""
+    """The recorded keys are those of the models of harbor 0.25.0."""
     recorded = json.loads(RECORDED.read_text())["defaults"]
     ours = dict(keys_of(TaskToml))
     for key, default in recorded.items():

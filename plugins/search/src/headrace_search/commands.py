@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from headrace_cli.commands.options import JsonFlag
 from headrace_cli.errors import user_error
 from headrace_cli.output import console, error_console, print_json
 
-from headrace_search.index import By, Embedder, Index, SearchProblem, build
+if TYPE_CHECKING:
+    from headrace_search.index import By
 
+# `headrace --help` lists these commands: what they need is imported as they run.
 app = typer.Typer(help="Search over texts of your own, for the tool search.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(metavar="INDEX", help="Folder of the index.")]
 
@@ -33,6 +35,8 @@ def build_index(
     text_prompt: Annotated[str | None, typer.Option(help="As 'passage: '; default: the model's.")] = None,
 ) -> None:
     """Build an index of a corpus."""
+    from headrace_search.index import Embedder, SearchProblem, build
+
     embedder = None
     if model is not None:
         embedder = Embedder(path=str(model.absolute()), query_prompt=query_prompt, text_prompt=text_prompt)
@@ -62,6 +66,7 @@ def serve(
     port: Annotated[int, typer.Option(help="Port.")] = 8100,
 ) -> None:
     """Serve an index, for simulators of several hosts."""
+    from headrace_search.index import SearchProblem
     from headrace_search.server import serve as run
 
     try:
@@ -79,6 +84,8 @@ def ask(
     json_output: JsonFlag = False,
 ) -> None:
     """Find texts, as the tool does."""
+    from headrace_search.index import Index, SearchProblem
+
     ways: dict[str | None, By | None] = {None: None, "words": "words", "meaning": "meaning", "both": "both"}
     try:
         if by not in ways:

@@ -58,6 +58,13 @@ class About(BaseModel):
     words: bool
     embedder: Embedder | None = None
 
+    def way(self, by: By | None) -> By:
+        """By what texts are found where `by` is asked for; None: by all that there is. Raises SearchProblem."""
+        has: By = "both" if self.words and self.embedder else "words" if self.words else "meaning"
+        if by is not None and has not in (by, "both"):
+            raise SearchProblem(f"the index finds texts by {has} alone", f"ask by {has}, or build it anew")
+        return by or has
+
 
 class Found(NamedTuple):
     """A text that was found: its row, from 0 in the corpus's order, and how well it fits; more is better."""
@@ -251,21 +258,13 @@ class Index:
 
         Raises SearchProblem for what the index does not have.
         """
-        rankings = self._rankings(
-            queries, max(count, FUSED) if self._way(by) == "both" else count, self._way(by)
-        )
+        way = self.about.way(by)
+        rankings = self._rankings(queries, max(count, FUSED) if way == "both" else count, way)
         found = []
         for several in rankings:
             ranked = several[0] if len(several) == 1 else fused(several)
             found.append([Found(row, score, self._texts[row]) for row, score in ranked[:count]])
         return found
-
-    def _way(self, by: By | None) -> By:
-        about = self.about
-        has: By = "both" if about.words and about.embedder else "words" if about.words else "meaning"
-        if by is not None and has not in (by, "both"):
-            raise SearchProblem(f"the index {self.folder} finds texts by {has} alone", f"ask by {has}")
-        return by or has
 
     def _rankings(self, queries: Sequence[str], count: int, by: By) -> list[list[list[tuple[int, float]]]]:
         """Of each query, one or two rankings."""

@@ -92,7 +92,9 @@ def _search_of(options: SearchOptions) -> Search:
     assert options.path is not None
     place = options.path.resolve()
     if place.is_dir():
-        shared = _shared(place, read_about(place).id)
+        about = read_about(place)
+        about.way(options.by)
+        shared = _shared(place, about.id)
         return lambda query, left_s: shared.asking(options.by).search(query, options.results, left_s)
     texts, words = _in_memory(place, options.text)
 

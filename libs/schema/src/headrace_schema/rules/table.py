@@ -195,6 +195,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.TRAINER_HELPERS: _ALIKE,
         f.ROLLOUT_HELPERS: _ALIKE,
         f.CHANGING: "a deterministic run keeps its ranks",
+        f.EXPERTS_DIVIDED: "which tokens an expert gets together hangs on the ranks, and no engine divides alike",
         f.COMPILED: "a run that resumes takes the same steps, and what is compiled hangs on the lengths that came "
         "first",
         f.ENABLE_LORA: "log-probs with adapters beside their base are not the trainer's to the bit, as those of "

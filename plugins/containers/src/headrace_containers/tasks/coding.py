@@ -140,8 +140,8 @@ class Coding:
         found = answers(calls, self._tools, limits)
         ids = [call.id or f"call{self._turns:03}{at:02}" for at, call in enumerate(calls)]
         return [
-            {"role": "tool", "content": text, "tool_call_id": id, "name": call.name or "unknown"}
-            for call, text, id in zip(calls, found, ids, strict=False)
+            {"role": "tool", "content": each.content, "tool_call_id": id, "name": call.name or "unknown"}
+            for call, each, id in zip(calls, found, ids, strict=False)
         ]
 
     def _judged(self) -> float:

@@ -357,6 +357,9 @@ def _other_roles(section: EnvironmentSection, roles: Sequence[str]) -> list[KeyP
     if roles and not strange and others >= {*roles}:
         reason = f"none of {named} is played by the run's own policy and learned from"
         return [problem("environment.roles", reason, "leave one out, or remove its policy or learns: false")]
+    if roles and section.on_overflow != "end":
+        reason = f"the environment has roles ({named}), and a role has one branch"
+        return [*strange, problem("environment.on_overflow", reason, "remove it")]
     return strange
 
 
