@@ -123,7 +123,7 @@ def test_at_the_start_the_kl_is_zero_and_adds_no_gradient(make_backend, accumula
 def test_between_uses_a_reference_on_a_gpu_lies_in_host_memory(make_moved, accumulate, monkeypatch):
     backend, groups = make_moved(KL)
     reference, moves = backend._reference, []
-    monkeypatch.setattr(reference, "_ranks", SimpleNamespace(device=SimpleNamespace(type="cuda")))
+    monkeypatch.setattr(reference, "_ranks", SimpleNamespace(device=torch.device("cuda")))
     monkeypatch.setattr(reference._model, "move", lambda move: moves.append(reference._away))
     policy = lambda batch, temperature, anchor: (batch.advantages_K, None)  # noqa: E731
     monkeypatch.setattr(reference._model, "policy", policy)
