@@ -61,13 +61,14 @@ def largest(bench: Bench) -> Finding:
     found = ranks(bench.model(shape), devices, Task(128 if bench.cpu else 8192))
     parameters = PARAMETERS.get(shape, 0.0)
     rate = sum(each["tokens_per_s"] for each in found)
-    figures = {"shape": shape, "ranks": found, "tokens_per_s": rate, "tflops": 6 * parameters * rate / 1e12}
+    tflops = 6 * parameters * rate / 1e12
+    figures = {"shape": shape, "ranks": found, "tokens_per_s": rate, "tflops": tflops}
     wrong = problems(found, KEPT_BYTES)
     if not bench.cpu:
         measured = _product_tflops(devices[0])
         peak = peak_tflops(torch.cuda.get_device_name(devices[0]), measured)
         figures |= {"peak_tflops": peak, "product_tflops": measured}
-        wrong += largest_wrong(found, figures["tflops"], peak)
+        wrong += largest_wrong(found, tflops, peak)
     return Finding(figures, tuple(wrong))
 
 
@@ -104,7 +105,7 @@ def layouts(bench: Bench) -> Finding:
         plain, found = ranks(model, devices, Task(tokens)), ranks(model, devices, Task(tokens, options))
         figures[name] = {"plain": plain, "tried": found}
         norms = [[each["straight_norm"] for each in side] for side in (found, plain)]
-        wrong += same_norms_wrong(name, *norms, tolerance=NORM_TOLERANCE)
+        wrong += same_norms_wrong(name, norms[0], norms[1], NORM_TOLERANCE)
     if several < 4:
         figures["hsdp"] = f"skipped: it needs 4 devices and there are {several}"
     return Finding(figures, tuple(wrong))
@@ -120,7 +121,7 @@ def two_hosts(bench: Bench) -> Finding:
     model, devices = bench.model("qwen2.5-0.5b"), bench.devices(2)
     one, two = ranks(model, devices, Task(1024)), ranks(model, devices, Task(1024, hosts=True))
     norms = [[each["straight_norm"] for each in side] for side in (two, one)]
-    wrong = same_norms_wrong("two hosts", *norms, tolerance=NORM_TOLERANCE)
+    wrong = same_norms_wrong("two hosts", norms[0], norms[1], NORM_TOLERANCE)
     return Finding({"one_host": one, "two_hosts": two}, tuple(wrong))
 
 

@@ -57,7 +57,7 @@ def deterministic(bench: Bench) -> Finding:
 
     both = [bench.run("qwen2.5-small", steps=3, groups=4, more={"deterministic": True}) for _ in range(2)]
     norms = [[found[f"grad_norm_{step}"] for step in range(1, 4)] for found in both]
-    wrong = [*wrong_with(both[0]), *same_norms_wrong("twice", *norms)]
+    wrong = [*wrong_with(both[0]), *same_norms_wrong("twice", norms[0], norms[1])]
     return Finding({"norms": norms, **both[0]}, tuple(wrong))
 
 

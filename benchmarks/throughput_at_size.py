@@ -119,7 +119,7 @@ class Predicted:
     @property
     def micro_s(self) -> float:
         """Of a micro-batch."""
-        units = MODELS[self.setting.model]["num_hidden_layers"] + 1
+        units: int = MODELS[self.setting.model]["num_hidden_layers"] + 1
         bounds = self.seconds["device"], self.seconds["host"], self.seconds["collectives"]
         return max(bounds) + self.seconds["collectives"] / units + self.seconds["exchanges"]
 
