@@ -77,6 +77,7 @@ def in_threads(acts: Sequence[Callable[[], None]], threads: int | None = None) -
     running = [_pool(os.getpid()).submit(take) for _ in range(beside)]
     take()
     wait(running)
+    left = iter(())  # a thread may hold `take` for a moment longer, and with it what the acts use
     if problems:
         raise min(problems, key=lambda each: each[0])[1]
 
