@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 
@@ -64,7 +64,7 @@ def in_threads(acts: Sequence[Callable[[], None]], threads: int | None = None) -
     Raises what the first in order of those that failed has raised, when none runs any more.
     """
     problems: list[tuple[int, Exception]] = []
-    left = iter(enumerate(acts))
+    left: Iterator[tuple[int, Callable[[], None]]] = iter(enumerate(acts))
 
     def take() -> None:
         for index, act in left:
