@@ -107,7 +107,10 @@ def test_tools_answer_with_images_where_the_model_sees_them():
 
     tools = {"look": Tool(look), "blurred": Tool(blurred)}
     calls = [Call("look", {"what": "it"}), Call("blurred", {})]
-    seen, bad = answers(calls, tools, Limits(5.0, 8, 100, images=True))
+    seen, bad = (each.content for each in answers(calls, tools, Limits(5.0, 8, 100, images=True)))
     assert seen == [{"type": "text", "text": "at it"}, {"type": "image", "image": file(image())}]
     assert bad.startswith("error: blurred: BadImage: of mode RGBA")
-    assert answers(calls, tools, Limits(5.0, 8, 100)) == ["at it\n[image]", "[image]"]
+    assert [each.content for each in answers(calls, tools, Limits(5.0, 8, 100))] == [
+        "at it\n[image]",
+        "[image]",
+    ]
