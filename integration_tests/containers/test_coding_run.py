@@ -148,5 +148,6 @@ def test_containers_that_cannot_be_had_are_refused_by_their_key(
     with pytest.raises(HeadraceError) as caught:
         fleet.submit(spec)
     assert (
-        caught.value.problems[0].key == "environment.options.trns" and "turns" in caught.value.problems[0].fix
+        caught.value.problems[0].key == "environment.options.trns"
+        and "turns" in caught.value.problems[0].problem
     )

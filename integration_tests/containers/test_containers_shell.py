@@ -107,7 +107,7 @@ def test_an_exit_code_is_a_reward_where_nothing_is_written(options):
 
 
 def test_a_command_that_takes_too_long_is_told_and_the_next_one_runs(options):
-    shell = made(options | {"command_s": 1.0})
+    shell = made(options | {"command_s": 5.0})
     shell.reset(0, ITEM)
     (late,), *_ = shell.step(called("bash", command="sleep 60"))
     assert "was stopped" in late["content"]

@@ -55,7 +55,7 @@ def test_the_gpu_overlay_gives_trainers_a_host_with_a_rank_for_each_of_its_gpus(
         assert {"/cache", "/weights", "/secrets/fleet"} <= mounted and all(
             path.startswith("/cache") for path in caches
         )
-    assert "size=32g" in found["volumes"]["weights"]["driver_opts"]["o"]
+    assert "size=50%" in found["volumes"]["weights"]["driver_opts"]["o"]
 
 
 def machine(root, gpus):
