@@ -49,7 +49,7 @@ def served(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # read as it was imported
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # read as it was imported
     monkeypatch.setattr(hub, "_known", {})
     yield server
     server.shutdown()
