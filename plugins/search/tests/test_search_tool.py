@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -110,6 +111,7 @@ def test_processes_share_one_server_which_ends_with_the_last(index, own_tmp):
             each.communicate()
     del environment
     tool._shared.cache_clear()
+    gc.collect()  # the failure's frames, which a process takes with it
     until(lambda: not servers(index))
 
 

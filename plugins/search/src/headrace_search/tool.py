@@ -95,7 +95,7 @@ def _search_of(options: SearchOptions) -> Search:
         about = read_about(place)
         about.way(options.by)
         shared = _shared(place, about.id)
-        return lambda query, left_s: shared.asking(options.by).search(query, options.results, left_s)
+        return lambda query, left_s: shared.search(query, options.by, options.results, left_s)
     texts, words = _in_memory(place, options.text)
 
     def search(query: str, left_s: float) -> list[Found]:
@@ -174,13 +174,15 @@ class Shared:
         self._client: httpx.Client | None = None
         self._ready()
 
-    def asking(self, by: By | None) -> Asking:
-        """Asks the server, which is started anew where it is gone."""
-        return Asking(self._ready(), by)
+    def search(self, query: str, by: By | None, count: int, left_s: float) -> list[Found]:
+        """As `Asking.search`; a server that was lost is started anew by the next query."""
+        try:
+            return Asking(self._client or self._ready(), by).search(query, count, left_s)
+        except ServiceLost:
+            self._client = None
+            raise
 
     def _ready(self) -> httpx.Client:
-        if self._client is not None and self._answers(self._client):
-            return self._client
         if self._using is None:
             self._using = self._users.open("ab")
             fcntl.flock(self._using, fcntl.LOCK_SH)  # waits where the server is about to end

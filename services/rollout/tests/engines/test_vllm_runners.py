@@ -115,8 +115,7 @@ def test_a_version_reaches_the_model_of_either_runner_where_its_weights_lie(work
     worker.start_weight_update()
     worker.update_weights({"path": str(file), "entries": rows_of(weights.entries)})
     worker.finish_weight_update()
-    problem, arrived = worker.headrace_session()
-    assert not problem and arrived == {entry.name: entry.digest for entry in weights.entries}
+    assert not worker.headrace_session()
     assert runner.model.weight.eq(3.0).all() and runner.model.weight.data_ptr() == place
     assert runner.lora_manager.dropped == 1
 

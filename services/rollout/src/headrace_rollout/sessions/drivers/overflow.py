@@ -65,11 +65,13 @@ class Overflow:
     ) -> Place | None:
         """The opening with as many of the newest turns as leave half of the context free; None where none fits."""
         half = self.says.player.engine.max_context_tokens // 2
-        for begin in turns:
-            shorter = await self._opened([*opening, *messages[begin:]])
-            if len(shorter.context) <= half:
-                return shorter
-        return shorter if self._has_room(shorter) else None
+        first, last = 0, len(turns) - 1
+        while first < last:  # each try renders the conversation anew
+            middle = (first + last) // 2
+            shorter = await self._opened([*opening, *messages[turns[middle] :]])
+            first, last = (first, middle) if len(shorter.context) <= half else (middle + 1, last)
+        shorter = await self._opened([*opening, *messages[turns[first] :]])
+        return shorter if len(shorter.context) <= half or self._has_room(shorter) else None
 
     async def _opened(self, messages: Sequence[Message]) -> Place:
         template = self.says.player.template

@@ -203,14 +203,14 @@ def _answered(
     call: Call, tools: Mapping[str, AnyTool], begun: Callable[[float], Content], limits: Limits, ends: float
 ) -> Answer:
     """Waits for a call, and asks again where its service was lost meanwhile."""
-    lost: ServiceLost | None = None
+    lost = ""
     for retries in count():
         try:
             return Answer(_told(call.name, partial(_until, begun, ends), limits, lost), retries)
         except ServiceLost as error:
             if retries == limits.retries or time.monotonic() > ends:
                 raise
-            lost = error
+            lost = str(error)  # the exception would hold what its frames hold
             begun = _begin(call, tools, ends - time.monotonic())
     raise AssertionError
 
@@ -242,9 +242,7 @@ def _constant(text: str) -> Callable[[float], str]:
     return lambda left_s: text
 
 
-def _told(
-    name: str, answer: Callable[[], Content], limits: Limits, lost: ServiceLost | None = None
-) -> Content:
+def _told(name: str, answer: Callable[[], Content], limits: Limits, lost: str = "") -> Content:
     """The answer as the model gets it: its text is cut, and its images are checked files.
 
     Where the service was `lost` before, that is why it is late. Raises ServiceLost.
@@ -256,8 +254,8 @@ def _told(
     except ServiceLost:
         raise
     except (Late, TimeoutError):
-        if lost is not None:
-            raise lost from None
+        if lost:
+            raise ServiceLost(lost) from None
         found = f"{ERROR}{name} was stopped: the calls of a turn may take {limits.deadline_s:g} s"
     except (Exception, SystemExit) as error:  # noqa: BLE001  # tools are other people's code: the model is told
         found = _failure(name, error)
