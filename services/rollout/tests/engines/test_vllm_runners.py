@@ -105,8 +105,13 @@ def test_the_worker_that_the_cpu_tests_drive_is_that_of_gpus():
     assert not [name for name in taken if hasattr(gpu_worker.Worker, name)]  # vLLM refuses to mix it in
 
 
-def test_a_version_reaches_the_model_of_either_runner_where_its_weights_lie(worker, runner, tmp_path: Path):
+def test_a_version_reaches_the_model_of_either_runner_where_its_weights_lie(
+    worker, runner, tmp_path: Path, monkeypatch
+):
     """`finish_weight_update` has the runner drop adapters, whose factors were for other weights."""
+    monkeypatch.setattr(
+        extension, "get_tp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0, cpu_group=None)
+    )
     place, weights = runner.model.weight.data_ptr(), weights_of_model(Tiny(3.0))
     file = tmp_path / "body"
     file.write_bytes(weights.body)
