@@ -1,4 +1,4 @@
-"""Runs whose answers the data gives: what they learn is what a plain loop learns, and a trainer that dies costs nothing."""
+"""Runs whose answers the data gives: they learn what a plain loop learns, and a trainer that dies changes no bit."""
 
 from __future__ import annotations
 

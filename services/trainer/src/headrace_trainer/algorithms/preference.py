@@ -51,7 +51,7 @@ class Pairwise(GivenAnswers[Chosen]):
         found_P = self.pair_losses(values_B[pairs_P2], outcomes.rewards_B[pairs_P2])
         (gradient_B,) = torch.autograd.grad(found_P.sum(), values_B)
         self._figures = self._measured(values_B.detach()[pairs_P2], outcomes.rewards_B[pairs_P2])
-        self._figures |= {"loss": float(found_P.mean())} if len(found_P) else {}
+        self._figures |= {"loss": float(found_P.detach().mean())} if len(found_P) else {}
         return -(gradient_B * scale_B)[:, None] * mask_BT
 
     def batch_figures(self) -> dict[str, float]:
