@@ -49,7 +49,8 @@ rollout:
 reward:
   {give: [tokens], truncated_reward: 0.5, scorers: [{name: exact}], evaluation: [{name: exact}],
    stages: {s: [{name: exact}]}}
-placement: {flow: pipelined, joint: {rollout: 0.5, simulator: 0.5}, simulator: "1", reward: "1", measure_steps: 3, rollout: "0"}
+placement: {flow: pipelined, joint: {rollout: 0.5, simulator: 0.5}, simulator: "1", reward: "1", measure_steps: 3,
+   rollout: "0"}
 evaluation:
   {every: 2, samples: 2, data: {x: {source: y}}, temperature: 0.5, max_new_tokens: 9, baseline_prefill: p}
 """)

@@ -68,7 +68,7 @@ def test_a_labelled_row_has_the_answer_of_another_one_beside_its_own(tmp_path):
     ("form", "given", "row", "said"),
     [
         ("plain", SUPERVISED, {"question": "a", "answer": " "}, "row 2 ('a') has no answer"),
-        ("plain", GivenForm("imitated", "w"), {"question": "a", "answer": "b", "w": -1}, "row 2 ('a') has -1 under 'w'"),
+        ("plain", GivenForm("imitated", "w"), {"question": "a", "answer": "b", "w": -1}, "has -1 under 'w'"),
         ("trl", SUPERVISED, {"prompt": [{"role": "robot", "content": "a"}], "completion": "b"}, "'robot' as role"),
         ("trl", LABELS, {"prompt": "a", "completion": "b", "label": "yes"}, "row 2 ('a') has 'yes' under 'label'"),
         ("dpo", PAIRS, {"prompt": "a", "chosen": "b"}, "row 2 ('a') has no rejected answer"),

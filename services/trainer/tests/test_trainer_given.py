@@ -24,11 +24,11 @@ CHAT = [
 
 
 @pytest.fixture
-def reader(tiny_model):
+def reader(tiny_directory):
     """Makes a reader whose tokenizer has a chat template, and its codec."""
 
     def make(template: str = TEMPLATE, *, all_turns: bool = True):
-        section = ModelSection(path=str(tiny_model), dtype="float32")
+        section = ModelSection(path=str(tiny_directory), dtype="float32")
         made, codec = GivenReader(section, all_turns=all_turns), load_tokenizer(section)
         codec.tokenizer.chat_template = template
         made._codec = codec

@@ -171,8 +171,8 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.BESIDE: "a conversation is made with one version",
     },
     f.GIVEN: {
-        **{key(name): f"{{spec.kind}} has none: {why}" for name, why in _OF_SAMPLED.items()},
-        f.GIVEN_SCORERS: f"{{spec.kind}} has none: {_NO_SCORER}",
+        **{key(name): f"such a run has none: {why}" for name, why in _OF_SAMPLED.items()},
+        f.GIVEN_SCORERS: f"such a run has none: {_NO_SCORER}",
         f.SHARE: "it would share its devices while rollouts generate, and none does",
         f.IN_TURNS: ("the trainers have the devices all the time", "leave it out"),
     },
