@@ -174,6 +174,34 @@ def test_pods_of_a_node_share_a_folder_of_weights_that_they_make_themselves(rend
     )
 
 
+@pytest.mark.parametrize("values", ["", "1-gpu", "8-gpu", "32-gpu"])
+def test_restricted_pod_security_takes_every_pod(render, values):
+    """The volumes, networks and users that Kubernetes' page of Pod Security Standards names for this level."""
+    allowed = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    pods = workloads(render(values, "--set=scaler.enabled=true,simulator.replicas=1,tls.existing=mine"))
+    assert len(pods) == 8
+    for pod in pods.values():
+        spec = pod["spec"]
+        assert {kind for volume in spec["volumes"] for kind in volume.keys() - {"name"}} <= allowed
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys() and "initContainers" not in spec
+        (container,) = spec["containers"]
+        assert not any("hostPort" in port for port in container.get("ports", ()))
+        held = {**spec["securityContext"], **container["securityContext"]}
+        assert (
+            held["runAsNonRoot"] and held["runAsUser"] and held["seccompProfile"]["type"] == "RuntimeDefault"
+        )
+        assert held["capabilities"] == {"drop": ["ALL"]} and held["allowPrivilegeEscalation"] is False
+
+
 def test_rdma_gives_the_right_to_lock_memory_and_the_devices_and_the_nodes_network(render):
     objects = render(
         "32-gpu",
