@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 
 import pytest
@@ -218,6 +219,15 @@ def test_rdma_gives_the_right_to_lock_memory_and_the_devices_and_the_nodes_netwo
     assert given["HEADRACE_CAPABILITIES"] == "ipc_lock" and given["NCCL_SOCKET_IFNAME"] == "=bond0"
     starts = (ROOT / "deploy/Dockerfile").read_text().split("ENTRYPOINT ")
     assert all(each.startswith('["as_service"') for each in starts if '"--kind", "trainer"' in each)
+    if os.geteuid() == 0:
+        # The entry point itself, with the rights of that container.
+        rights = ",".join(
+            ["-all", *(f"+{each.lower()}" for each in container["securityContext"]["capabilities"]["add"])]
+        )
+        command = ["setpriv", "--no-new-privs", "--inh-caps=-all", f"--bounding-set={rights}"]
+        command += ["sh", ROOT / "deploy/as_service.sh", "sh", "-c", "id -u; grep CapEff /proc/self/status"]
+        ran = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=True)
+        assert ran.stdout.split() == ["10001", "CapEff:", f"{1 << 14:016x}"], "CAP_IPC_LOCK alone"
     assert pods["rollout"]["spec"].get("hostNetwork") is None
     for each in objects:
         kind = each["metadata"]["labels"]["app.kubernetes.io/component"]
