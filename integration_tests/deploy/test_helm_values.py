@@ -51,6 +51,7 @@ PRIVILEGED = "--set=podSecurity=privileged"
         ("pod.extraVolumes[0].name=x,pod.extraVolumes[0].hostPath.path=/x", "coordinator.extraVolumes (x)"),
         ("modelGiB=60,storage.data.size=1Ti", "storage.data.size: 1Ti is below the 1080 GiB"),
         ("modelGiB=60,storage.models.size=50Gi", "storage.models.size: 50Gi is below the 60 GiB"),
+        ("rollout.shm=8Gi,rollout.resources.limits.memory=1Pi", ""),
         ("rollout.shm=8Gi", "rollout.resources.limits.memory: 12Gi holds the pod's /dev/shm (8Gi)"),
     ],
 )
