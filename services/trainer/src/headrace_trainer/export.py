@@ -15,6 +15,8 @@ from pathlib import Path
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.weights import own_name
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.stores.files import localized
+from headrace_servicekit.stores.problems import StoreProblem
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -50,11 +52,11 @@ def export_checkpoint(run_directory: Path, name: Callable[[int], Path], step: in
         raise invalid(f"{target} exists and is not empty; name a new directory")
     checkpoints.verify(saved)
     try:
-        kind = run_kind(TrainerConfig.model_validate(checkpoints.model()))
+        kind = run_kind(localized(TrainerConfig.model_validate(checkpoints.model())))
         names = kind.weight_names()
         reader = StateReader.of_checkpoint(saved.path, saved.files, saved.optimizer_steps)
         kind.export(_tensors(reader, names), target)
-    except ModelNotReadable as error:
+    except (ModelNotReadable, StoreProblem) as error:
         raise invalid(str(error), "MODEL_NOT_READABLE") from error
     except ValueError as error:
         raise invalid(f"{checkpoints.root / MODEL}: {error}") from error
