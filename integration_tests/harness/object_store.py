@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -96,9 +96,10 @@ class FaultProxy:
             protocol_version = "HTTP/1.1"
 
             def do_any(self) -> None:
-                proxy.handle(self)
+                with suppress(ConnectionError):  # the client was killed
+                    proxy.handle(self)
 
-            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do_any  # noqa: N815
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do_any
 
             def log_message(self, *_: Any) -> None:
                 """Says nothing."""
@@ -152,7 +153,9 @@ class FaultProxy:
         asked.send_response_only(answer.status, answer.reason)
         sized = False
         for name, value in answer.getheaders():
-            if name.lower() in ("transfer-encoding", "connection") or name.lower().startswith("x-amz-checksum"):
+            if name.lower() in ("transfer-encoding", "connection") or name.lower().startswith(
+                "x-amz-checksum"
+            ):
                 continue
             sized = sized or name.lower() == "content-length"
             asked.send_header(name, value)
@@ -200,5 +203,3 @@ def once(fault: str, method: str, part: str, nth: int = 1) -> Fault:
 def always(fault: str, method: str = "", part: str = "") -> Fault:
     """All requests of a method whose path has a part in it meet a fault."""
     return lambda given, path: fault if method in ("", given) and part in path else ""
-
-

@@ -64,7 +64,12 @@ def test_what_is_whole_already_is_not_uploaded_again(proxy, bucket, tmp_path):
     assert [each for each in proxy.seen if each[0] == "PUT"] == before
 
 
-@pytest.mark.parametrize("fault", ["reset", "SlowDown", "InternalError"])
+def nightly(*values):
+    """Parameters for which one that is quick stands."""
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
+
+
+@pytest.mark.parametrize("fault", ["reset", *nightly("SlowDown", "InternalError")])
 def test_a_part_that_fails_is_sent_again(proxy, bucket, tmp_path, small_parts, fault):
     facts = checkpoint(tmp_path / "one", "lineage-1/step-1")
     large = tmp_path / "one" / "lineage-1" / "step-1" / "weights.safetensors"
@@ -87,7 +92,7 @@ def test_a_file_that_reads_otherwise_is_not_listed(proxy, bucket, tmp_path):
     assert len(run.whole()) == 1
 
 
-@pytest.mark.parametrize("point", ["stores.upload=kill@3", "stores.before_manifest=kill"])
+@pytest.mark.parametrize("point", ["stores.before_manifest=kill", *nightly("stores.upload=kill@3")])
 def test_a_kill_in_mid_upload_leaves_nothing_that_looks_whole(proxy, bucket, tmp_path, point):
     first, second = (checkpoint(tmp_path, f"lineage-1/step-{step}") for step in (1, 2))
     run = RemoteRun(f"{bucket}/run-1")
@@ -118,6 +123,7 @@ def test_old_ones_are_pruned_as_on_the_disk(proxy, bucket, tmp_path):
     assert [each.name for each in run.whole()] == ["lineage-2/step-3", "lineage-1/step-2"]
 
 
+@pytest.mark.nightly  # quick: test_a_file_that_reads_otherwise_is_not_listed
 def test_a_damaged_one_gives_way_to_the_one_before(proxy, bucket, tmp_path):
     run = RemoteRun(f"{bucket}/run-1")
     for step in (1, 2):

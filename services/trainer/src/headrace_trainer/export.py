@@ -34,8 +34,10 @@ class Exported:
 
     directory: Path
     step: int
+    version: int
     digest: str
     """Of the policy's version."""
+    checkpoint: str
 
 
 def export_checkpoint(run_directory: Path, name: Callable[[int], Path], step: int | None = None) -> Exported:
@@ -62,7 +64,8 @@ def export_checkpoint(run_directory: Path, name: Callable[[int], Path], step: in
         raise invalid(f"{checkpoints.root / MODEL}: {error}") from error
     except (OSError, SafetensorError) as error:
         raise Refusal("EXPORT_FAILED", f"{target} cannot be written: {error}", "exhausted") from error
-    return Exported(target, saved.version.ordinal, saved.version.digest)
+    version = saved.version
+    return Exported(target, version.ordinal, version.number, version.digest, saved.name)
 
 
 def _chosen(checkpoints: CheckpointDirectory, run_directory: Path, step: int | None) -> Saved:
@@ -113,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"error: {refusal.message}", file=sys.stderr)
         return 2
-    shown = {"step": exported.step, "directory": str(exported.directory.absolute())}
+    shown = {**vars(exported), "directory": str(exported.directory.absolute())}
     print(json.dumps(shown) if options.json else exported.directory)
     return 0
 

@@ -201,7 +201,7 @@ class RemoteRun:
             below = file.relative_to(folder)
             if not file.is_file() or any(part.startswith(".") for part in below.parts):
                 continue
-            state, target = file.stat(), f"{name}/{below.as_posix()}"
+            state, target = file.stat(), f"{name}/{below.as_posix()}".lstrip("/")
             if known.get(target) == (state.st_size, state.st_mtime_ns):
                 continue
             self._upload_one(file, target, digest_of(file))
