@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import suppress
 
@@ -12,6 +13,7 @@ from harness.ledger import audit
 from harness.object_store import always
 from harness.specs import BATCH
 from harness.waiting import wait_for
+from headrace_servicekit.stores.checkpoints import RemoteRun
 
 STEPS = 6
 pytestmark = pytest.mark.timeout(600)
@@ -77,11 +79,16 @@ def test_a_fleet_whose_disk_is_wiped_in_mid_upload_goes_on_elsewhere(proxy, buck
 
 
 @pytest.mark.nightly  # quick: test_uploads
-def test_a_lost_directory_is_fetched_back_and_the_run_goes_on(proxy, bucket, own_fleet, spec_of, gate):
-    with own_fleet() as fleet:
+def test_a_run_of_a_store_s_model_whose_directory_is_lost_goes_on(
+    proxy, bucket, own_fleet, spec_of, gate, tiny_model, tmp_path
+):
+    RemoteRun(f"{bucket}/models/tiny").copy(tiny_model, "", {})
+    with own_fleet(HEADRACE_STORE_CACHE=str(tmp_path / "cache")) as fleet:
         fleet.ready("rollout-0", "trainer-0", "reward-0")
         gate.hold_after(3 * BATCH + 3)
-        run = fleet.submit(spec_of(steps=STEPS, reward=gate.reward, store={"url": f"{bucket}/runs"}))
+        spec = spec_of(steps=STEPS, reward=gate.reward, store={"url": f"{bucket}/runs"})
+        spec["model"]["path"] = f"{bucket}/models/tiny"
+        run = fleet.submit(spec)
         wait_for(lambda: fleet.client.get(run.id).raw["uploads"]["step"] == 3, "the third step in the store")
         shutil.rmtree(fleet.data_dir / "runs" / run.id / "checkpoints")
         fleet.kill("trainer-0")
@@ -90,6 +97,9 @@ def test_a_lost_directory_is_fetched_back_and_the_run_goes_on(proxy, bucket, own
         assert len(audit(fleet, ended).trained) == STEPS * BATCH
         assert any("was fetched from store.url" in str(event.data) for event in fleet.events(run))
         assert ended.raw["uploads"]["step"] == STEPS
+        kept = json.loads((fleet.data_dir / "runs" / run.id / "checkpoints" / "model.json").read_text())
+        assert kept["model"]["path"] == f"{bucket}/models/tiny"
+        assert len([*(tmp_path / "cache").glob("*/files/model.safetensors")]) == 1
 
 
 @pytest.mark.nightly  # quick: test_uploads

@@ -104,11 +104,11 @@ def test_a_kill_in_mid_upload_leaves_nothing_that_looks_whole(proxy, bucket, tmp
     command = [sys.executable, "-c", program, run.url, str(tmp_path), json.dumps(second)]
     killed = subprocess.run(command, env=clean_environment(HEADRACE_FAILPOINTS=point), timeout=60)
     assert killed.returncode == -signal.SIGKILL
-    assert any("step-2" in name for name in run._store.list("checkpoints"))
+    assert any("step-2" in name for name in run._store.listing("checkpoints"))
     assert [each.step for each in run.live()] == [1]
     assert run.fetch_newest(tmp_path / "two")[0].step == 1
     run.prune(2, [])
-    assert not any("step-2" in name for name in run._store.list("checkpoints"))
+    assert not any("step-2" in name for name in run._store.listing("checkpoints"))
 
 
 def test_old_ones_are_pruned_as_on_the_disk(proxy, bucket, tmp_path):
@@ -225,4 +225,4 @@ def test_files_of_a_folder_are_copied_as_they_change(proxy, bucket, tmp_path):
     (tmp_path / "a").write_bytes(b"12")
     assert run.copy(tmp_path, "videos", known) == 1
     assert run._store.read("videos/a") == b"12"
-    assert MANIFEST not in str(run._store.list())
+    assert MANIFEST not in str(run._store.listing())

@@ -37,7 +37,7 @@ async def test_a_model_and_a_store_that_are_there_are_taken(proxy, bucket, model
     assert await check_stores(wanted) == []
     assert model_config(wanted.model) == CONFIG
     # Nothing of the probe is left.
-    assert [*Store(f"{bucket}/runs").list()] == []
+    assert [*Store(f"{bucket}/runs").listing()] == []
 
 
 async def test_each_address_that_cannot_be_used_is_named_with_its_key_and_a_fix(proxy, bucket, model):

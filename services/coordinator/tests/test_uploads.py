@@ -89,7 +89,7 @@ async def test_more_than_may_wait_are_skipped_and_told(run):
     uploads = Uploads(run)
     for step in range(1, 6):
         uploads.saved(*run.checkpoint(step))
-    # No task uploads yet: two wait, and stay on disk; the others were given up, the oldest first.
+    # No task uploads yet: two wait, and stay on disk; the others are left out, the oldest first.
     assert uploads.names == ["lineage-1/step-4", "lineage-1/step-5"]
     assert [event.step for event in run.told] == [1, 2, 3] and run.state.uploads.skipped == 3
     assert "store.waiting" in run.told[0].reason and "slower than" in run.told[0].reason

@@ -82,7 +82,7 @@ class RemoteRun:
         digests = {
             own: {"size": file.stat().st_size, "digest": digest_of(file)} for own, file in sources.items()
         }
-        before = self._store.list(below)
+        before = self._store.listing(below)
         if f"{below}/{MANIFEST}" in before:
             known = self._manifest(name)
             if known is not None and known.files == digests and _complete(known, before):
@@ -113,7 +113,7 @@ class RemoteRun:
 
     def whole(self) -> list[Remote]:
         """Checkpoints all of whose files are there in their sizes, newest first."""
-        listed = self._store.list("checkpoints")
+        listed = self._store.listing("checkpoints")
         names = [
             name.removeprefix("checkpoints/").removesuffix(f"/{MANIFEST}")
             for name in listed
@@ -142,7 +142,7 @@ class RemoteRun:
         """
         kept = {*(each.name for each in self.live()[:keep]), *retained}
         folders: dict[str, list[str]] = {}
-        for name in self._store.list("checkpoints"):
+        for name in self._store.listing("checkpoints"):
             folders.setdefault(str(PurePosixPath(name).parent).removeprefix("checkpoints/"), []).append(name)
         gone = [name for name in folders if _NAME.fullmatch(name) and name not in kept]
         for name in gone:

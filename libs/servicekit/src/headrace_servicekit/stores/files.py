@@ -86,7 +86,7 @@ class Store:
         """A name below the address, as the package wants it."""
         return f"{self._root}/{name}" if name else str(self._root)
 
-    def list(self, below: str = "") -> dict[str, Entry]:
+    def listing(self, below: str = "") -> dict[str, Entry]:
         """All files below a name of the address, by their names below the address; "" for an object that is it."""
         with self.explained("read", below):
             found = self._files.find(self.path(below), detail=True)
@@ -231,7 +231,7 @@ def localized(section: _Section, key: str = "") -> _Section:
 
 
 def _listed(store: Store) -> dict[str, Entry]:
-    found = store.list()
+    found = store.listing()
     if not found:
         store.check_bucket()
         raise StoreProblem(f"{store.url}: there is nothing of that name", "check the path")
