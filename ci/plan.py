@@ -24,6 +24,7 @@ PACKAGES = (
     "headrace_sglang",
     "headrace_containers",
     "headrace_search",
+    "headrace_clusters",
     "headrace_simulation",
     "headrace_fake_world",
 )
@@ -38,6 +39,7 @@ UNITS = {
     "sglang-parts": "plugins/sglang",
     "containers-parts": "plugins/containers",
     "search": "plugins/search",
+    "clusters-parts": "plugins/clusters",
     "reward": "services/reward",
     "servicekit": "libs/servicekit",
     "rollout": "services/rollout",
