@@ -48,7 +48,7 @@ def test_every_turn_with_its_end_is_trained_but_those_that_weigh_nothing(reader)
     sample = made.read(GivenAnswer(chat=CHAT, answer="66").model_dump_json(), {}, "row")
     assert spoken(sample, codec) == ["22", "66", ""]
     whole = codec.render([*CHAT, {"role": "assistant", "content": "66"}], {"add_generation_prompt": False})
-    assert codec.decode(sample.tokens, skip_special_tokens=False) == whole
+    assert sample.tokens == codec.encode_rendered(whole)
     alone = reader(all_turns=False)[0].read(GivenAnswer(chat=CHAT, answer="66").model_dump_json(), {}, "row")
     assert spoken(alone, codec) == ["66", ""] and alone.tokens == sample.tokens
 

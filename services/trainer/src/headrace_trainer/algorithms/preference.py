@@ -7,6 +7,7 @@ is that of the sum over tokens of -A log p with A = -∂f/∂(log p of the answe
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,18 +15,20 @@ from torch import Tensor
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, Outcomes
 from headrace_trainer.algorithms.functional.losses import preference as losses
 from headrace_trainer.algorithms.given import DpoOptions, KtoOptions, OrpoOptions, PairOptions, SimpoOptions
-from headrace_trainer.algorithms.supervised import Chosen, GivenAnswers
+from headrace_trainer.algorithms.supervised import GivenAnswers
+
+Compared = TypeVar("Compared", bound=PairOptions)
 
 
-class Pairwise(GivenAnswers[Chosen]):
+class Pairwise(GivenAnswers[Compared]):
     """P pairs; subclasses give each one's loss, of log-ratios or, without a reference, of log-probs."""
 
     least_group = 2
-    columns = (OLD_LOG_PROBS, REFERENCE_LOG_PROBS)
+    columns: tuple[str, ...] = (OLD_LOG_PROBS, REFERENCE_LOG_PROBS)
     by_token = False
     """Whether what is compared is an answer's mean over its tokens."""
 
-    def __init__(self, options: Chosen) -> None:
+    def __init__(self, options: Compared) -> None:
         super().__init__(options)
         self._figures: dict[str, float] = {}
 

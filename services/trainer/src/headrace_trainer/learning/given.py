@@ -102,7 +102,7 @@ def _prompt(codec: TextCodec, given: GivenAnswer, images: Many[Image], all_turns
 
 
 def _is_trained(turn: Mapping[str, Any]) -> bool:
-    return turn["role"] == "assistant" and turn.get("weight", 1) != 0
+    return bool(turn["role"] == "assistant" and turn.get("weight", 1) != 0)
 
 
 def _turns(
