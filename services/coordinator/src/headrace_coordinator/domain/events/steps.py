@@ -119,8 +119,6 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that the step took in place of dropped ones."""
     helped: dict[str, list[int]] = {}
     """Name of a helper → prompt ordinals of the groups whose gradient it contributed."""
-    given: int = 0
-    """Trained answers that the data gave: no version sampled them."""
     scored_by_stage: dict[str, int] = {}
     """Trained answers that each of several reward stages scored; empty for a workflow with one."""
     reward_by_stage: dict[str, float] = {}

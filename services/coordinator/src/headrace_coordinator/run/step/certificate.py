@@ -65,7 +65,6 @@ def certify(
         drop_rate_by_length=_drop_rates(judged, lambda slot: _length_bucket(slot.tokens)),
         drop_rate_by_pass_rate=_drop_rates(judged, lambda slot: passed.get(slot.prompt, "unscored")),
         refilled=run.ledger.refilled,
-        given=len(trained) if given else 0,
         helped={name: sorted(prompts) for name, prompts in run.ledger.helped.items()},
         scored_by_stage={stage: count for stage, count, _ in by_stage},
         reward_by_stage={stage: mean for stage, _, mean in by_stage},
