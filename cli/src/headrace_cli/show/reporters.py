@@ -143,8 +143,9 @@ def _words(kind: str, data: dict[str, Any]) -> str:
         case "step_committed", {"view": {"step": step, "reward_mean": reward, **view}}:
             dropped = f", {view['dropped']} dropped" if view.get("dropped") else ""
             figure, value = "reward", reward
-            if reward is None and "generate" not in view.get("stage_s", {}):  # of answers that the data gives
-                figure, value = "loss", view.get("figures", {}).get("loss")
+            told = data["view"]
+            if reward is None and "generate" not in told.get("stage_s", {}):  # of answers that the data gives
+                figure, value = "loss", told.get("figures", {}).get("loss")
             return f"step {step}: {figure} {_score(value)}, {view.get('trained', 0)} trained{dropped}"
         case "evaluated", {"view": {"kind": name, "step": step, "score": score, "answers": answers}}:
             missing = f", {data['view']['unanswered']} not answered" if data["view"].get("unanswered") else ""
