@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 
 from headrace_modelkit.loading import DTYPES, load_architecture, reads_images
+from headrace_schema.gpu_defaults import PARTS_OF_A_STAGE
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends.fsdp.layouts.planned import FP32, MOMENTS_BYTES
@@ -92,7 +93,9 @@ def kept_activations(config: TrainerConfig, unit: Unit, options: MegatronOptions
 
 def parts_wanted(options: MegatronOptions, layout: Layout) -> int:
     """Into how many parts a micro-batch is divided, where it has so many rows."""
-    return options.pipeline_micro_batches or (4 * layout.pipeline if layout.pipeline > 1 else 1)
+    return options.pipeline_micro_batches or (
+        PARTS_OF_A_STAGE * layout.pipeline if layout.pipeline > 1 else 1
+    )
 
 
 def _share(architecture: Architecture, layout: Layout) -> tuple[int, int]:
