@@ -246,6 +246,7 @@ TEST = [
     _tests("flows", "integration_tests/flows", timeout_s=1800, shares=True, waits=True),
     _tests("contracts", "integration_tests/contracts", timeout_s=900, shares=True),
     _tests("deploy", "integration_tests/deploy", shares=True),
+    _tests("stores", "integration_tests/stores", shares=True),
     _BROWSER_TESTS,
     _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True, waits=True),
     _tests("security", "integration_tests/security", timeout_s=600, shares=True, waits=True),

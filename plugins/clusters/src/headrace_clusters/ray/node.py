@@ -24,6 +24,10 @@ from headrace_servicekit.rpc.addresses import listening
 
 LOOK_S = 1.0
 LOG_LINES = 12
+NICE = (
+    "warning: the services here have the niceness of Ray's workers, and give way to all other processes of the node; "
+    "start Ray there with RAY_worker_niceness=0\n"
+)
 DRAINED = "drained: Ray says that its node goes away"
 
 
@@ -99,6 +103,9 @@ class Node:
 
     def _spawn(self, command: Sequence[str], place: DataDir) -> subprocess.Popen[bytes]:
         with (place.logs / "start.log").open("wb") as log:
+            if not _as_urgent_as_ray():
+                log.write(NICE.encode())
+                log.flush()
             return subprocess.Popen(
                 [*command, "--foreground", "--json"],
                 stdin=subprocess.DEVNULL,
@@ -163,6 +170,20 @@ class Node:
         if self._part is not None:
             self._part.terminate()
             self._part.wait()
+
+
+def _as_urgent_as_ray() -> bool:
+    """Takes what this thread starts out of the niceness of Ray's workers; False where the user may not.
+
+    Ray's is for tasks that would starve its raylet: a fleet's services are the node's work.
+    """
+    rays = os.getpriority(os.PRIO_PROCESS, os.getppid())
+    if os.getpriority(os.PRIO_PROCESS, 0) > rays:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, rays)
+        except PermissionError:
+            return False
+    return True
 
 
 def put(file: Path, content: str) -> None:
