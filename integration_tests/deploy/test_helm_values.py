@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 
 import pytest
@@ -50,6 +51,7 @@ PRIVILEGED = "--set=podSecurity=privileged"
         ("pod.extraVolumes[0].name=x,pod.extraVolumes[0].hostPath.path=/x", "coordinator.extraVolumes (x)"),
         ("modelGiB=60,storage.data.size=1Ti", "storage.data.size: 1Ti is below the 1080 GiB"),
         ("modelGiB=60,storage.models.size=50Gi", "storage.models.size: 50Gi is below the 60 GiB"),
+        ("rollout.shm=8Gi,rollout.resources.limits.memory=1Pi", ""),
         ("rollout.shm=8Gi", "rollout.resources.limits.memory: 12Gi holds the pod's /dev/shm (8Gi)"),
     ],
 )
@@ -174,6 +176,34 @@ def test_pods_of_a_node_share_a_folder_of_weights_that_they_make_themselves(rend
     )
 
 
+@pytest.mark.parametrize("values", ["", "1-gpu", "8-gpu", "32-gpu"])
+def test_restricted_pod_security_takes_every_pod(render, values):
+    """The volumes, networks and users that Kubernetes' page of Pod Security Standards names for this level."""
+    allowed = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    pods = workloads(render(values, "--set=scaler.enabled=true,simulator.replicas=1,tls.existing=mine"))
+    assert len(pods) == 8
+    for pod in pods.values():
+        spec = pod["spec"]
+        assert {kind for volume in spec["volumes"] for kind in volume.keys() - {"name"}} <= allowed
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys() and "initContainers" not in spec
+        (container,) = spec["containers"]
+        assert not any("hostPort" in port for port in container.get("ports", ()))
+        held = {**spec["securityContext"], **container["securityContext"]}
+        assert (
+            held["runAsNonRoot"] and held["runAsUser"] and held["seccompProfile"]["type"] == "RuntimeDefault"
+        )
+        assert held["capabilities"] == {"drop": ["ALL"]} and held["allowPrivilegeEscalation"] is False
+
+
 def test_rdma_gives_the_right_to_lock_memory_and_the_devices_and_the_nodes_network(render):
     objects = render(
         "32-gpu",
@@ -190,6 +220,15 @@ def test_rdma_gives_the_right_to_lock_memory_and_the_devices_and_the_nodes_netwo
     assert given["HEADRACE_CAPABILITIES"] == "ipc_lock" and given["NCCL_SOCKET_IFNAME"] == "=bond0"
     starts = (ROOT / "deploy/Dockerfile").read_text().split("ENTRYPOINT ")
     assert all(each.startswith('["as_service"') for each in starts if '"--kind", "trainer"' in each)
+    if os.geteuid() == 0:
+        # The entry point itself, with the rights of that container.
+        rights = ",".join(
+            ["-all", *(f"+{each.lower()}" for each in container["securityContext"]["capabilities"]["add"])]
+        )
+        command = ["setpriv", "--no-new-privs", "--inh-caps=-all", f"--bounding-set={rights}"]
+        command += ["sh", ROOT / "deploy/as_service.sh", "sh", "-c", "id -u; grep CapEff /proc/self/status"]
+        ran = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=True)
+        assert ran.stdout.split() == ["10001", "CapEff:", f"{1 << 14:016x}"], "CAP_IPC_LOCK alone"
     assert pods["rollout"]["spec"].get("hostNetwork") is None
     for each in objects:
         kind = each["metadata"]["labels"]["app.kubernetes.io/component"]

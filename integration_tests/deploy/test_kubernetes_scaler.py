@@ -7,8 +7,6 @@ from harness.chart import VERSIONS, checker, variables, workloads
 from harness.kubernetes_api import KubernetesApi
 from headrace_servicekit.scaling.__main__ import Scaler, numbers_of, orchestrator_of, parse
 
-pytest.importorskip("kubernetes", reason="needs the extra headrace-servicekit[kubernetes]")
-
 
 @pytest.fixture(params=VERSIONS)
 def api(request, tools, render, tmp_path, monkeypatch):

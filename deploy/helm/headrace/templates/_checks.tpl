@@ -72,7 +72,7 @@
 
 {{- define "headrace.gib" -}}
 {{- $unit := regexFind "[A-Za-z]*$" . -}}
-{{- $size := index (dict "m" 9.3e-13 "" 9.31e-10 "k" 9.31e-7 "Ki" 9.54e-7 "M" 9.31e-4 "Mi" 9.77e-4 "G" 0.931 "Gi" 1.0 "T" 931.0 "Ti" 1024.0) $unit -}}
+{{- $size := index (dict "m" 9.3e-13 "" 9.31e-10 "k" 9.31e-7 "Ki" 9.54e-7 "M" 9.31e-4 "Mi" 9.77e-4 "G" 0.931 "Gi" 1.0 "T" 931.0 "Ti" 1024.0 "P" 931323.0 "Pi" 1048576.0) $unit -}}
 {{- mulf (float64 (trimSuffix $unit .)) $size -}}
 {{- end -}}
 
