@@ -250,6 +250,7 @@ TEST = [
     _BROWSER_TESTS,
     _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True, waits=True),
     _tests("security", "integration_tests/security", timeout_s=600, shares=True, waits=True),
+    _tests("clusters", "integration_tests/clusters", timeout_s=600, shares=True, waits=True),
     _VLLM_ENVIRONMENT,
     _tests("benchmarks", "benchmarks/tests", shares=True),
     # In an environment of its own (3.3 GB), which the part vllm-environment has made by then.
