@@ -87,7 +87,7 @@ class PaddedAllToAll(Exchange):
         return picked(_swapped(picked(found_PD, back_P, order_P), self._group), place_S, row_P)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def _places(self, counts_E: Tensor, sent: int) -> tuple[Tensor, ...]:
         """Each row's place, each place's row, the places in the order of the experts that come to them, those back, and
         how many rows came to each expert of this rank.
