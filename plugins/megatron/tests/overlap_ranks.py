@@ -70,6 +70,7 @@ def main() -> None:
             assert backend.commit(7.0, 1e-3).finite
             events.append("forward")
             assert backend.micro(rows)
+            events.append("weights")
             weights = {name: value.cpu() for name, value in backend.weights()}
         save_file(weights, folder / f"{size}-{rank}.safetensors")
         found[str(size)] = events
