@@ -48,7 +48,7 @@ COORDINATOR_S = 60.0
 LOCK_S = 150.0
 """How long a file server keeps the lock of a node that is gone."""
 STARTS = 4
-"""A node that keeps losing its part is given up after so many starts."""
+"""Starts of a node that keeps losing its part, after which the job fails."""
 ENDED_FROM_OUTSIDE = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 REQUEUED_S = 120.0
 SAVE_S = 3600.0
