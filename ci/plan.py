@@ -269,7 +269,7 @@ TEST = [
 ]
 
 _ENGINE = (sys.executable, "-m", "ci.engines")
-_IGNORED = ("--ignore=integration_tests/flows", "--ignore=integration_tests/faults")
+_IGNORED = tuple(f"--ignore=integration_tests/{name}" for name in ("flows", "faults", "clusters"))
 TWO_RANKS = '{"tensor_parallel_size": 2}'
 NIGHTLY = [
     script("simulation", "-m", "headrace_simulation", "--seeds", "4000", timeout_s=14400),
@@ -309,6 +309,7 @@ NIGHTLY = [
     _RESOLUTION,
     *(_others(name, "-m", "", timeout_s=3600) for name in ("verifiers", "web", "openenv", "nemo-gym")),
     *(_nightly(name, f"plugins/{name}/tests", timeout_s=1800) for name in ("environments", "containers")),
+    _nightly("clusters", "integration_tests/clusters", "plugins/clusters/tests", timeout_s=7200),
     _BROWSER_ENVIRONMENT,
     _BROWSER_TESTS,
 ]

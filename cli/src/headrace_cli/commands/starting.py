@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
@@ -203,6 +205,8 @@ def start_on_cluster(cluster: ClusterOptions, options: FleetOptions, **more: Any
 
 def start(plan: FleetPlan, options: FleetOptions) -> None:
     """Starts a fleet, or this host's part of one, says what it is, and with `foreground` stays."""
+    if options.foreground:
+        signal.signal(signal.SIGTERM, _as_ctrl_c)
     start = start_quietly if options.as_json or not sys.stdout.isatty() else start_with_spinner
     show_started(start(plan, options.timeout), options, plan if plan.head else None)
 
@@ -227,6 +231,12 @@ def show_started(fleet: ReadyFleet, options: FleetOptions, joined: FleetPlan | N
             raise
         with undisturbed():
             stop_fleet(DataDir.at(data_dir), fleet.launcher.pid, telling(as_json))
+
+
+def _as_ctrl_c(number: int, frame: FrameType | None) -> None:
+    """Slurm, systemd and others end by SIGTERM what they started; it comes to a launcher's parent alone."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def telling(as_json: bool) -> Callable[[str], None]:
