@@ -360,9 +360,10 @@ class Client:
         """Leases and devices."""
         return Leases.from_json(self._transport.get("/v1/leases"))
 
-    def release_device(self, device: str) -> str:
-        """Ends the quarantine of a device whose last holder is known to be gone. Its full name."""
-        return str(self._transport.post("/v1/devices:release", {"device": device})["device"])
+    def release_device(self, device: str, reason: str = "") -> str:
+        """Ends the quarantine of a device whose last holder is known to be gone, and why. Its full name."""
+        body = {"device": device} | ({"reason": reason} if reason else {})
+        return str(self._transport.post("/v1/devices:release", body)["device"])
 
     def drain(self, instance: str) -> str:
         """Takes an instance out of use in order; its process ends, its supervisor starts another. Its incarnation."""

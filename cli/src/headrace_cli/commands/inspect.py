@@ -75,11 +75,12 @@ def release(
     device: Annotated[
         str, typer.Argument(metavar="DEVICE", help="A device in quarantine, or the end of its name: gpu:0.")
     ],
+    reason: Annotated[str, typer.Option(help="How you know it; kept in the event log.")] = "",
 ) -> Answer:
-    """Say that a device in quarantine is free, because you know that its last holder is gone. Nothing checks it: a
-    holder that lives on would share the device with the next one.
+    """Say that a device in quarantine is free, because you know that its last holder is gone. Refused while that is
+    connected; nothing else checks it: a holder that lives on would share the device with the next one.
     """
-    name = client.release_device(device)
+    name = client.release_device(device, reason)
     return {"device": name}, lambda: f"{name}: released; see who gets it with: headrace leases"
 
 

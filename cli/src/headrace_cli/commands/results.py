@@ -78,6 +78,9 @@ def logs(
     instance: Annotated[
         str, typer.Option(help="Only events that name this instance, such as rollout-0.")
     ] = "",
+    follow: Annotated[
+        bool, typer.Option(help="Go on until the run ends; --no-follow: print what there is and return.")
+    ] = True,
     url: Url = None,
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
     as_json: JsonFlag = False,
