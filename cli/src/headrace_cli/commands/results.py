@@ -92,7 +92,7 @@ def logs(
         client.get(run)
         names = _names_of(client, instance) if instance else []
     with connect(find_target(url, data_dir), patience_s=PATIENCE_S) as client:
-        for event in client.events(run, after):
+        for event in client.events(run, after, follow=follow):
             if names and not any(name in json.dumps(event.data) for name in names):
                 continue
             if as_json:
