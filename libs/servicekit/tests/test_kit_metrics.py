@@ -30,7 +30,9 @@ def test_certificates_say_when_they_end(tmp_path, monkeypatch):
     put_certificate(tmp_path, certify(tmp_path, request_certificate(tmp_path, ["127.0.0.1"])))
     monkeypatch.setenv("HEADRACE_TLS_DIR", str(tmp_path))
     now = datetime.datetime.now(datetime.UTC).timestamp()
-    host, authority = (figure("headrace_certificate_end_seconds", certificate=name) for name in ("host", "authority"))
+    host, authority = (
+        figure("headrace_certificate_end_seconds", certificate=name) for name in ("host", "authority")
+    )
     assert 6 * 86400 < host - now < 8 * 86400 < authority - now
     (tmp_path / "host.pem").write_text("no certificate")
     assert figure("headrace_certificate_end_seconds", certificate="host") is None

@@ -200,7 +200,9 @@ async def test_the_description_says_how_callers_show_their_token(api):
     found = (await api.get("/openapi.json")).json()
     scheme = found["components"]["securitySchemes"]["token"]
     assert (scheme["type"], scheme["scheme"], found["security"]) == ("http", "bearer", [{"token": []}])
-    free = {path for path, each in found["paths"].items() if any(op.get("security") == [] for op in each.values())}
+    free = {
+        path for path, each in found["paths"].items() if any(op.get("security") == [] for op in each.values())
+    }
     assert free == {"/healthz", "/open"}
 
 
@@ -380,7 +382,9 @@ async def test_what_fills_waits_and_ages_has_figures(api, served, run_id):
     assert "headrace_queue_wait_seconds 0.0" in text, "nobody waits: 0, and not absent"
     age = re.compile(rf'headrace_run_checkpoint_age_seconds{{run="{run_id}"}} (\S+)')
     assert 500 <= float(age.search(text)[1]) < 510, "there is none: since its admission"
-    saved = ev.CheckpointSaved(at=served.event_log.now() - 30, run=run_id, name="lineage-1/step-1-2", number=2)
+    saved = ev.CheckpointSaved(
+        at=served.event_log.now() - 30, run=run_id, name="lineage-1/step-1-2", number=2
+    )
     run.apply(saved)
     assert 30 <= float(age.search((await api.get("/metrics")).text)[1]) < 40
     run.spec["checkpoint"]["enabled"] = False

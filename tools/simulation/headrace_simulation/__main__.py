@@ -24,7 +24,9 @@ def main() -> None:
     parser.add_argument("--stale", action="store_true", help="every run that may has max_staleness 0 to 4")
     parser.add_argument("--leaders-die", action="store_true", help="leaders are killed as their ranks meet")
     parser.add_argument(
-        "--containers", action="store_true", help="each process is in a container, and some of these are removed"
+        "--containers",
+        action="store_true",
+        help="each process is in a container, and some of these are removed",
     )
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()

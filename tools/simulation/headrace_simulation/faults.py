@@ -44,7 +44,7 @@ class Faults:
         """Removes containers in mid-run; another one on the same machine comes in place of each."""
         for _ in range(rng.randint(1, 4)):
             await asyncio.sleep(rng.expovariate(1 / 10.0))
-            while not (at_work := [each for each in self._world.living() if each.held]):
+            while not (at_work := [each for each in self._world.living() if each.held]):  # noqa: ASYNC110 - virtual
                 await asyncio.sleep(rng.uniform(0.1, 1.0))
             self.counts["remove"] += 1
             self._world.spawn(self._remove(rng.choice(at_work), rng))

@@ -356,7 +356,5 @@ def run_world(
 ) -> Outcome:
     """Runs the world of one seed; raises `Violation`."""
     with moving(seed):
-        world = World(
-            seed, faults, count, evaluations, stale, leaders_die=leaders_die, containers=containers
-        )
+        world = World(seed, faults, count, evaluations, stale, leaders_die=leaders_die, containers=containers)
         return run_virtual(world.live())

@@ -224,7 +224,7 @@ class Client:
         return Run.from_json(self._transport.get(_path(run)))
 
     def events(self, run: str, after: int = 0, *, follow: bool = True) -> Iterator[Event]:
-        """Events with ids above `after`, then live ones, until the run has ended; without `follow` those that there are.
+        """Events with ids above `after`, then live ones, until the run has ended; without `follow` what there is.
 
         A broken connection is taken up where it broke (Last-Event-ID): nothing is missed or doubled.
         """

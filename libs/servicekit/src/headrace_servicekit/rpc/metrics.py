@@ -1,4 +1,4 @@
-"""Prometheus figures of every process: calls, weights, its build, disks and certificates; the port that exposes them."""
+"""Prometheus figures of every process: calls, weights, build, disks, certificates; the port that exposes them."""
 
 from __future__ import annotations
 

@@ -88,7 +88,9 @@ class Recordings:
                 directory = self._directory(run_id)
                 write_wanted(directory, read_wanted(directory) | {step})
         except OSError as error:
-            raise Refused("CONFLICT", f"the disk refuses it: {error.strerror}; mend that, then ask again") from error
+            raise Refused(
+                "CONFLICT", f"the disk refuses it: {error.strerror}; mend that, then ask again"
+            ) from error
         return self.all(run_id)
 
     def _directory(self, run_id: str) -> Path:

@@ -27,7 +27,11 @@ class Quarantines:
     """Ends the quarantine of devices that are proven free without their holder's supervisor."""
 
     def __init__(
-        self, event_log: EventLog, sessions: Mapping[str, Session], supervised: Callable[[], set[str]], ttl: float
+        self,
+        event_log: EventLog,
+        sessions: Mapping[str, Session],
+        supervised: Callable[[], set[str]],
+        ttl: float,
     ) -> None:
         """`supervised`: the processes that connected supervisors run."""
         self._event_log = event_log

@@ -1,4 +1,4 @@
-"""Who is silent, and for how long: processes without a session, and those that their peers have lost. Decides nothing."""
+"""Who is silent, and for how long: processes without a session, and those that peers have lost. Decides nothing."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ BEARER = "token"
 TOKEN_SCHEME = {
     "type": "http",
     "scheme": "bearer",
-    "description": "The API's token: `http-token` in the data directory of `headrace up`, the volume or secret of the same "
-    "name in containers. A coordinator that was started with --no-token asks for none.",
+    "description": "The API's token: `http-token` in the data directory of `headrace up`, the volume or secret of "
+    "the same name in containers. A coordinator that was started with --no-token asks for none.",
 }
 CHANGES = frozenset({"POST", "PATCH", "PUT", "DELETE"})
 """Requests with these methods begin a trace; others have a span in the trace of a caller that has one."""

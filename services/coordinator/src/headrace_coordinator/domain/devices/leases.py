@@ -296,7 +296,7 @@ def proof_of_free(device: str, evidence: Evidence) -> str:
 
 
 def why_not_released(device: str, holder: str, *, alive: bool, supervised: bool) -> str:
-    """Why a person's word does not end a device's quarantine: its last holder, called `holder`, is there; else empty."""
+    """Why a person's word does not end a device's quarantine: its last holder, `holder`, is there; else empty."""
     if not (alive or supervised):
         return ""
     seen = "is connected" if alive else "is a process that a connected supervisor runs"

@@ -105,7 +105,9 @@ class _FleetCollector(Collector):
         own = [(item.name, item.kind, item.resident_memory_bytes, item.busy_cores) for item in instances]
         # Instances that take turns on a GPU both tell of it.
         gpus = {gpu.device: gpu for item in instances for gpu in item.gpus}.values()
-        yield _family("headrace_runs", "Runs by state", "state", _by_state(reads.run_states(), run_states.STATES))
+        yield _family(
+            "headrace_runs", "Runs by state", "state", _by_state(reads.run_states(), run_states.STATES)
+        )
         there = product(KINDS, (state for state in INSTANCE_STATES if state != "LOST"))
         kinds = _counted(((item.kind, item.state) for item in instances), there)
         yield _family("headrace_instances", "Processes by kind and state", "kind state", kinds)
