@@ -27,7 +27,7 @@ PIP := .venv/bin/python -m pip
 PINNED := -c constraints/base.txt
 DISTS := proto libs/servicekit libs/schema libs/planner libs/modelkit services/coordinator services/rollout services/trainer \
 	services/simulator services/reward plugins/robots plugins/environments plugins/containers plugins/search plugins/megatron \
-	plugins/sglang cli tools/simulation tools/fake_world
+	plugins/sglang plugins/clusters cli tools/simulation tools/fake_world
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help

@@ -24,6 +24,7 @@ PACKAGES = (
     "headrace_sglang",
     "headrace_containers",
     "headrace_search",
+    "headrace_clusters",
     "headrace_simulation",
     "headrace_fake_world",
 )
@@ -38,6 +39,7 @@ UNITS = {
     "sglang-parts": "plugins/sglang",
     "containers-parts": "plugins/containers",
     "search": "plugins/search",
+    "clusters-parts": "plugins/clusters",
     "reward": "services/reward",
     "servicekit": "libs/servicekit",
     "rollout": "services/rollout",
@@ -244,9 +246,11 @@ TEST = [
     _tests("flows", "integration_tests/flows", timeout_s=1800, shares=True, waits=True),
     _tests("contracts", "integration_tests/contracts", timeout_s=900, shares=True),
     _tests("deploy", "integration_tests/deploy", shares=True),
+    _tests("stores", "integration_tests/stores", shares=True),
     _BROWSER_TESTS,
     _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True, waits=True),
     _tests("security", "integration_tests/security", timeout_s=600, shares=True, waits=True),
+    _tests("clusters", "integration_tests/clusters", timeout_s=600, shares=True, waits=True),
     _VLLM_ENVIRONMENT,
     _tests("benchmarks", "benchmarks/tests", shares=True),
     # In an environment of its own (3.3 GB), which the part vllm-environment has made by then.

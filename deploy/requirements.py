@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMON = ("proto", "libs/schema", "libs/servicekit[tracing]")
 COORDINATOR = (
     "proto",
-    "libs/servicekit[tracing,docker]",
+    "libs/servicekit[tracing,docker,kubernetes]",
     "libs/schema",
     "libs/planner",
 )  # the scaler runs in it too

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from harness.chart import CHART, helm, objects_of
 from harness.processes import ROOT
 
 
@@ -22,3 +26,15 @@ def tools() -> Path:
             f"ci/deploy_tools.sh: {made.stderr[-500:]}"
         )
     return ROOT / ".cache" / "tools"
+
+
+@pytest.fixture(scope="session")
+def render(tools: Path) -> Callable[..., list[dict[str, Any]]]:
+    """`render("8-gpu", option, …)`: the objects that Helm makes of a file of values and options."""
+
+    @cache
+    def rendered(values: str = "", *arguments: str) -> list[dict[str, Any]]:
+        file = ("--values", CHART / f"values-{values}.yaml") if values else ()
+        return objects_of(helm(tools, *file, *arguments))
+
+    return rendered

@@ -2,66 +2,64 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-from functools import cache
 
-import jsonschema
 import pytest
-import yaml
+from harness.chart import VERSIONS, checker, schema_name, variables, workloads
 from harness.processes import ROOT
 from headrace_coordinator.__main__ import parse as parse_coordinator
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
 from headrace_servicekit.lease.devices import instance_count
-from referencing import Registry, Resource
-from referencing.jsonschema import DRAFT7
 
-CHART = ROOT / "deploy" / "helm" / "headrace"
 VALUES = {"1-gpu": 2, "8-gpu": 8, "32-gpu": 32}
 """GPUs that the pods of a file of values ask for; of the first one, two places on one GPU that is shared."""
 OPTIONS = {
     "everything": (
         "--set=simulator.replicas=2,storage.files.existingClaim=mine,storage.cache.hostPath=/var/cache/headrace",
-        "--set=storage.weights.hostPath=/dev/shm/headrace",
+        "--set=storage.weights.hostPath=/dev/shm/headrace,podSecurity=privileged,cpuLimits=true",
         "--set=metrics.monitors=true,metrics.rules=true,otlp.endpoint=http://collector:4317",
-        "--set=autoscaling.rollout.by=hpa,autoscaling.reward.by=keda",
-        "--set=rollout.priorityClassName=low,rollout.env.HEADRACE_DRAIN_GRACE_S=5",
+        "--set=autoscaling.rollout.by=hpa,autoscaling.reward.by=keda,autoscaling.trainer.by=keda",
+        "--set=pod.priorityClassName=low,rollout.env.HEADRACE_DRAIN_GRACE_S=5,tls.existing=mine",
+        "--set=ingress.enabled=true,ingress.host=api.example,ingress.className=nginx,ingress.tlsSecret=mine",
+        "--set=httpRoute.enabled=true,httpRoute.hostnames[0]=api.example,httpRoute.parentRefs[0].name=gate",
+        "--set=serviceAccount.create=true,serviceAccount.name=fleet,serviceAccount.annotations.cloud=role",
         '--set-json=networkPolicy.monitoring=[{"namespaceSelector":{"matchLabels":{"name":"monitoring"}}}]',
         '--set-json=networkPolicy.egress.reward=[{"ports":[{"port":443}]}]',
+        '--set-json=pod.initContainers=[{"name":"first","image":"busybox","command":["true"]}]',
+        '--set-json=pod.topologySpreadConstraints=[{"maxSkew":1,"topologyKey":"zone","whenUnsatisfiable":"DoNotSchedule"}]',
+        '--set-json=pod.extraEnv=[{"name":"HF_TOKEN","valueFrom":{"secretKeyRef":{"name":"mine","key":"hub"}}}]',
+        '--set-json=pod.envFrom=[{"configMapRef":{"name":"mine"}}]',
+        '--set-json=pod.extraVolumes=[{"name":"more","emptyDir":{}}]',
+        '--set-json=pod.extraVolumeMounts=[{"name":"more","mountPath":"/more"}]',
+        '--set-json=pod.tolerations=[{"key":"gpu","operator":"Exists"}]',
     ),
     "own redis and secret": (
         "--set=redis.enabled=false,redis.url=redis://store.example:6379/0,secret.existing=mine",
         "--set=networkPolicy.enabled=false,models.tiny=false",
     ),
     "scaler": ("--set=scaler.enabled=true",),
-    "own user": ("--set=usersCode.ownUser=true,simulator.replicas=1",),
+    "own user": ("--set=usersCode.ownUser=true,simulator.replicas=1,podSecurity=privileged",),
+    "rdma": (
+        "--set=trainer.rdma.resource=rdma/hca,trainer.hostNetwork=true,rollout.rdma.resource=rdma/hca",
+        "--set=podSecurity=privileged,networkPolicy.nodes[0]=10.0.0.0/16,kueue.queue=team,kueue.priorityClass=low",
+    ),
 }
 USERS_CODE = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID", "SYS_PTRACE"]
 """What deploy/as_service.sh keeps for a service that gives users' code another user id."""
+RDMA = ["IPC_LOCK", "SETGID", "SETUID"]
+FLEET = {"app.kubernetes.io/name": "headrace", "app.kubernetes.io/instance": "post"}
+PORTS = {"rollout": 7000, "trainer": 7100, "reward": 7200, "simulator": 7300}
 INSTANCES = ("rollout", "trainer", "reward", "simulator")
-CRDS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject"}
+CRDS = {
+    "ServiceMonitor",
+    "PodMonitor",
+    "PrometheusRule",
+    "ScaledObject",
+    "TriggerAuthentication",
+    "HTTPRoute",
+}
 """Kinds of operators: Kubernetes has no schema of them."""
-
-
-def helm(tools, *arguments):
-    command = [tools / "helm", "template", "post", CHART, "--namespace", "training", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
-
-
-@pytest.fixture(scope="session")
-def render(tools):
-    """`render("8-gpu", option, …)`: the objects that Helm makes of a file of values and options."""
-
-    @cache
-    def rendered(values="", *arguments):
-        file = ("--values", CHART / f"values-{values}.yaml") if values else ()
-        done = helm(tools, *file, *arguments)
-        assert done.returncode == 0, done.stderr
-        return [document for document in yaml.safe_load_all(done.stdout) if document]
-
-    return rendered
 
 
 @pytest.fixture(params=["", *VALUES, *OPTIONS])
@@ -71,49 +69,14 @@ def objects(request, render):
     return render(request.param)
 
 
-@pytest.mark.parametrize("version", ["v1.30.0", "v1.37.0"])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_schemas_take_every_object(objects, tools, version):
-    folder = tools / "schemas" / version
-
-    def retrieve(uri):
-        text = (folder / uri.rpartition("/")[2]).read_text(encoding="utf-8")
-        return Resource.from_contents(json.loads(text), default_specification=DRAFT7)
-
-    registry = Registry(retrieve=retrieve)
-    seen = set()
+    check, seen = checker(tools, version), set()
     for each in objects:
-        group, _, revision = each["apiVersion"].rpartition("/")
-        if each["kind"] in CRDS:
-            continue
-        name = "-".join(filter(None, (each["kind"].lower(), group.partition(".")[0], revision)))
-        schema = json.loads((folder / f"{name}.json").read_text())
-        jsonschema.Draft7Validator(schema, registry=registry).validate(each)
-        seen.add(each["kind"])
+        if each["kind"] not in CRDS:
+            check(schema_name(each), each)
+            seen.add(each["kind"])
     assert {"Deployment", "StatefulSet", "Service", "PersistentVolumeClaim"} <= seen
-
-
-def workloads(objects):
-    """Component → pod template, of Deployments, StatefulSets and Jobs."""
-    found = {}
-    for each in objects:
-        if each["kind"] in ("Deployment", "StatefulSet", "Job"):
-            labels = each["spec"]["template"]["metadata"]["labels"]
-            found[labels["app.kubernetes.io/component"]] = each["spec"]["template"]
-            chosen = each["spec"].get("selector", {}).get("matchLabels", {})
-            assert chosen.items() <= labels.items(), (
-                f"{each['metadata']['name']} does not choose its own pods"
-            )
-    return found
-
-
-def variables(template):
-    """Name → value of a pod's only container; what the API server fills in gets a value of its form."""
-    filled = {"metadata.name": "post-trainer-0", "status.podIP": "10.1.2.3"}
-    (container,) = template["spec"]["containers"]
-    return {
-        item["name"]: item["value"] if "value" in item else filled[item["valueFrom"]["fieldRef"]["fieldPath"]]
-        for item in container.get("env", [])
-    }
 
 
 def test_every_instance_starts_with_the_variables_that_its_pod_gives(objects, monkeypatch):
@@ -131,13 +94,18 @@ def test_every_instance_starts_with_the_variables_that_its_pod_gives(objects, mo
             config = parse_instance_config(kind, [])
         assert (config.coordinator, config.listen, config.advertise) == (
             "post-coordinator:8471",
-            "0.0.0.0:7000",
+            f"0.0.0.0:{PORTS[kind]}",
             "10.1.2.3",
         )
-        assert (config.name, config.host, config.metrics_port) == ("post-trainer-0", "post-trainer-0", 9100)
+        metrics = PORTS[kind] + 50
+        assert (config.name, config.host, config.metrics_port) == (
+            "post-trainer-0",
+            "post-trainer-0",
+            metrics,
+        )
         ports = {port["containerPort"] for port in pods[kind]["spec"]["containers"][0]["ports"]}
         count = instance_count(given["HEADRACE_COUNT"])
-        assert ports == {*range(7000, 7000 + count), *range(9100, 9100 + count)}
+        assert ports == {*range(PORTS[kind], PORTS[kind] + count), *range(metrics, metrics + count)}
 
 
 def test_the_coordinator_starts_with_the_variables_that_its_pod_gives(objects, monkeypatch):
@@ -156,6 +124,7 @@ def test_no_variable_of_ours_is_one_that_nobody_reads(objects):
         for file in folder.rglob("*.py")
     )
     read = {f"HEADRACE_{name.upper()}" for name in InstanceConfig.model_fields}
+    sources += (ROOT / "deploy/as_service.sh").read_text(encoding="utf-8")
     read |= set(re.findall(r"HEADRACE_[A-Z_]+[A-Z]", sources))
     for kind, pod in workloads(objects).items():
         unread = {name for name in variables(pod) if name.startswith("HEADRACE_")} - read
@@ -206,10 +175,14 @@ def test_pods_have_no_rights_and_see_only_their_own_secrets(objects, request):
         if request.node.callspec.params["objects"] == "own user" and kind in ("reward", "simulator"):
             held |= {"runAsNonRoot": False, "runAsUser": 0, "runAsGroup": 0}
             held["capabilities"] = {"drop": ["ALL"], "add": USERS_CODE}
+        if request.node.callspec.params["objects"] == "rdma" and kind in ("rollout", "trainer"):
+            held |= {"runAsNonRoot": False, "runAsUser": 0, "runAsGroup": 0}
+            held["capabilities"] = {"drop": ["ALL"], "add": RDMA}
         assert container["securityContext"] == held
         assert spec["automountServiceAccountToken"] is (kind == "scaler")
         assert spec["enableServiceLinks"] is False, "Kubernetes' own variables begin with HEADRACE_ too"
-        keys = {item["key"] for v in spec["volumes"] if "secret" in v for item in v["secret"]["items"]}
+        secrets = [volume["secret"] for volume in spec["volumes"] if volume["name"] == "secrets"]
+        keys = {item["key"] for secret in secrets for item in secret["items"]}
         allowed = {
             "coordinator": {"fleet-token", "http-token", "redis-password"},
             "redis": {"redis-password"},
@@ -232,38 +205,21 @@ def test_policies_choose_pods_and_nobody_but_the_coordinator_reaches_the_store(r
     objects = render("8-gpu")
     components = {*workloads(objects), "simulator", "scaler"}
     policies = {
-        each["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]: each["spec"]
+        each["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"]
         for each in objects
         if each["kind"] == "NetworkPolicy"
     }
-    assert policies.keys() == components
+    assert policies.keys() == components | {"deny"}
+    assert policies.pop("deny") == {
+        "podSelector": {"matchLabels": FLEET},
+        "policyTypes": ["Ingress", "Egress"],
+    }, "what none of the others allows is denied"
     (store,) = policies["redis"]["ingress"]
     chosen = store["from"][0]["podSelector"]["matchLabels"]
     assert chosen["app.kubernetes.io/component"] == "coordinator"
     assert policies["models"]["ingress"] == []
     assert all({"port": 53, "protocol": "UDP"} in each["egress"][0]["ports"] for each in policies.values())
     assert len(policies["rollout"]["egress"]) == 2, "names, and the fleet: no way out"
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("rollout.replica=2", "replica"),
-        ("trainr.replicas=2", "trainr"),
-        ("rollout.gpus=-1", "/rollout/gpus"),
-        ("rollout.gpus=one", "/rollout/gpus"),
-        ("rollout.weights=4gigs", "/rollout/weights"),
-        ("logLevel=loud", "/logLevel"),
-        ("otlp.endpoint=collector:4317", "/otlp/endpoint"),
-        ("redis.enabled=false", "redis.url: name your Redis"),
-        ("trainer.instancesPerPod=devices", "needs trainer.gpus"),
-        ("scaler.enabled=true,autoscaling.rollout.by=hpa", "would both set the number of pods"),
-        ("autoscaling.rollout.by=keda,autoscaling.rollout.min=9", "min is above max"),
-    ],
-)
-def test_a_value_that_cannot_be_is_refused_by_its_key(tools, option, words):
-    done = helm(tools, "--set", option)
-    assert done.returncode != 0 and words in done.stderr, done.stderr
 
 
 def test_numbers_and_truth_values_of_env_are_texts_as_they_were_written(render, tmp_path):
@@ -288,33 +244,3 @@ def test_numbers_and_truth_values_of_env_are_texts_as_they_were_written(render, 
         "OCTAL": "010",
     }
     assert {name: found[name] for name in wanted} == wanted
-
-
-def test_memory_of_pods_follows_the_models_size(render):
-    """Of 7B in bfloat16: two versions of 14.2 GiB, and of trainers what lies on the host beside them."""
-
-    def sizes(*arguments, values="8-gpu"):
-        found = {}
-        for each in render(values, *arguments):
-            kind = each.get("metadata", {}).get("labels", {}).get("app.kubernetes.io/component")
-            if each["kind"] not in ("Deployment", "StatefulSet") or kind not in ("rollout", "trainer"):
-                continue
-            pod = each["spec"]["template"]["spec"]
-            volume = next(one for one in pod["volumes"] if one["name"] == "weights")
-            (container,) = pod["containers"]
-            resources = container["resources"]
-            assert resources["requests"]["memory"] == resources["limits"]["memory"] or values == ""
-            found[kind] = (volume.get("emptyDir", {}).get("sizeLimit"), resources["limits"]["memory"], volume)
-        return found
-
-    small, large = sizes(), sizes("--set-json=modelGiB=61.5")
-    assert {kind: each[:2] for kind, each in small.items()} == {
-        "rollout": ("33Gi", "65Gi"),
-        "trainer": ("33Gi", "290Gi"),
-    }
-    assert large["trainer"][:2] == ("136Gi", "1090Gi") and large["rollout"][:2] == ("136Gi", "168Gi")
-    assert sizes(values="32-gpu")["trainer"][1] == "614Gi", "two pods have half each of what is divided"
-    assert sizes("--set=trainer.weights=5Gi", values="")["trainer"][:2] == ("5Gi", "12Gi")
-    shared = sizes("--set=storage.weights.hostPath=/dev/shm/headrace")
-    paths = {each[2]["hostPath"]["path"] for each in shared.values()}
-    assert paths == {"/dev/shm/headrace"}, "pods of one node have one folder"

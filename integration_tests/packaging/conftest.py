@@ -27,6 +27,7 @@ DISTS = {
     "headrace-trainer": "services/trainer",
     "headrace-simulator": "services/simulator",
     "headrace-reward": "services/reward",
+    "headrace-clusters": "plugins/clusters",
     "headrace": "cli",
 }
 ENVIRONMENTS = ROOT / ".cache" / "packaging"

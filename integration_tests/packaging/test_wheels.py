@@ -11,7 +11,9 @@ def members(wheel):
 
 
 def test_there_is_a_wheel_for_every_pyproject_file(wheels, repository):
-    folders = {path.parent.relative_to(repository).parts for path in repository.glob("[!.]*/**/pyproject.toml")}
+    folders = {
+        path.parent.relative_to(repository).parts for path in repository.glob("[!.]*/**/pyproject.toml")
+    }
     # A package in examples is a user's, as it were; what lies in tools is for development, in no wheel.
     folders = {
         folder

@@ -72,6 +72,18 @@ async def test_a_name_that_is_not_in_the_certificate_is_refused(servers, reward_
     assert (await refusal(reward_stub(address, "t"))).code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_one_certificate_serves_processes_at_any_address_by_the_name_that_it_is_for(
+    servers, reward_stub, encrypted, tmp_path, monkeypatch
+):
+    encrypted(files(tmp_path, "head"))
+    _, address = await servers(reward_pb2_grpc.RewardServiceServicer(), token="t")
+    reached = {"head": grpc.StatusCode.INTERNAL, "other": grpc.StatusCode.UNAVAILABLE}  # No servicer; nobody.
+    for name, said in reached.items():
+        monkeypatch.setenv(tls.NAME_VARIABLE, name)
+        assert (await refusal(reward_stub(address, "t"))).code() is said, name
+        assert await asyncio.to_thread(probe, [address]) == int(name == "other")
+
+
 async def test_files_that_are_not_there_are_named(servers, encrypted, tmp_path):
     encrypted(tmp_path)
     with pytest.raises(ServiceError, match=r"host-key\.pem cannot be read.*headrace up --tls"):

@@ -32,6 +32,7 @@ def run(monkeypatch):
         event_log=SimpleNamespace(monotonic=lambda: 0.0),
         workers=SimpleNamespace(leader=SimpleNamespace(save=save)),
         recording=SimpleNamespace(bases=list),
+        uploads=SimpleNamespace(names=[]),
     )
 
 

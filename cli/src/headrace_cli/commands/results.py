@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
+from headrace_cli.commands.publishing import check, is_elsewhere, publish, write_card
 from headrace_cli.connection import Answer, asking, connect, find_target, saying, show
 from headrace_cli.errors import EXIT_USER_ERROR, CommandError, user_error
 from headrace_cli.launcher.data_dir import DataDir
@@ -31,32 +33,59 @@ def export(
         typer.Option(min=0, help="Step of the checkpoint; default: the newest one.", show_default=False),
     ] = None,
     to: Annotated[
-        Path | None,
-        typer.Option(help="New directory; default: RUN-step-STEP here.", show_default=False),
+        str | None,
+        typer.Option(
+            help="New directory, hf://ORG/NAME, or a store's s3://BUCKET/FOLDER; default: RUN-step-STEP here.",
+            show_default=False,
+        ),
     ] = None,
     url: Url = None,
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a checkpoint of a run as a Hugging Face directory. Reads the run's files alone: needs no fleet or GPU."""
+    """Write a checkpoint of a run as a Hugging Face directory, here, on a hub (with a card) or in a store.
+
+    Reads the run's files alone: needs no fleet or GPU.
+    """
     if find_spec("headrace_trainer") is None:
         raise user_error(
             "headrace run export", "headrace_trainer is not installed", "pip install 'headrace[local]'"
         )
     directory = _files_of(run, url, data_dir)
+    if to and is_elsewhere(to):
+        _publish(run, directory, to, at, as_json)
+        return
+    told = _exported(directory, to, at)
+    text = f"step {told['step']} of {run} is in {told['directory']}"
+    show(({"run": run, **told}, lambda: text), as_json)
+
+
+def _publish(run: str, directory: Path, to: str, at: int | None, as_json: bool) -> None:
+    check(to)
+    with tempfile.TemporaryDirectory(prefix="headrace-export-") as folder:
+        told = _exported(directory, str(Path(folder) / "model"), at)
+        model = Path(told.pop("directory"))
+        write_card(model, run, directory, told)
+        with saying(f"uploading to {to}"):
+            where = publish(model, to, f"{run}, step {told['step']}")
+    text = f"step {told['step']} of {run} is at {where}"
+    show(({"run": run, **told, "address": where}, lambda: text), as_json)
+
+
+def _exported(directory: Path, to: str | None, at: int | None) -> dict[str, Any]:
+    """What the exporting process says of the model that it wrote. Raises CommandError."""
     command = [sys.executable, "-m", "headrace_trainer.export", str(directory), "--json"]
-    command += ["--to", str(to)] if to else []
+    command += ["--to", to] if to else []
     command += ["--at", str(at)] if at is not None else []
     with saying("reading the checkpoint"):
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     try:
-        told = json.loads(done.stdout)
+        told: dict[str, Any] = json.loads(done.stdout)
     except ValueError as error:
         raise CommandError(f"headrace_trainer.export ended with status {done.returncode}") from error
     if done.returncode:
         raise CommandError(told["message"], reason=told["reason"], exit_code=EXIT_USER_ERROR)
-    text = f"step {told['step']} of {run} is in {told['directory']}"
-    show(({"run": run, **told}, lambda: text), as_json)
+    return told
 
 
 def _files_of(run: str, url: str | None, data_dir: Path) -> Path:

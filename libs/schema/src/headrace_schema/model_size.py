@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from headrace_schema.hub import HUB_ID, hub_config
 from headrace_schema.sections.generating import ModelSection, dividing_sizes
+from headrace_schema.stores import described
 
 BF16_BYTES = 2
 KEPT_WIDTH, KEPT_INNER, KEPT_EXPERT = 20.5, 8.0, 6.5
@@ -91,7 +91,7 @@ def model_config(model: ModelSection) -> Mapping[str, Any]:
     """config.json of a directory, or of an id of the hub by this host's cache or the hub; empty where there is none."""
     path = model.path
     try:
-        found = json.loads((Path(os.path.expanduser(path)) / "config.json").read_text(encoding="utf-8"))
+        found = json.loads((described(path) / "config.json").read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
     except (OSError, ValueError):
         return hub_config(path, model.revision).config if is_hub_id(path) else {}

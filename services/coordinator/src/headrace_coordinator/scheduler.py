@@ -141,7 +141,8 @@ class Scheduler:
             projection.spec(run.spec)
             self._trackers.begin(spec.tracking, directory, partial(self._note, context))
             loop = RunLoop if run.evaluation is None else SuiteLoop
-            await loop(context).run()
+            async with context.uploads:
+                await loop(context).run()
         finally:
             context.recording.close()
             projection.close()

@@ -20,6 +20,8 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_at_least, check_enum, check_name, check_page, json_object
 from headrace_servicekit.rpc.streams import unordered, until
 from headrace_servicekit.rpc.trajectories import turn_roles
+from headrace_servicekit.stores.files import localized
+from headrace_servicekit.stores.problems import StoreProblem
 
 from headrace_reward.pool import OpenFault, PoolClosed
 from headrace_reward.runs import Conflict, Item, Run, Runs, Status, Verdict
@@ -84,7 +86,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             run: Run = await self._instance.open_run(
                 request.header,
                 (section, request.leased),
-                lambda: self._runs.open(name, section, leased=request.leased),
+                lambda: self._open(name, section, leased=request.leased),
                 lambda: self._runs.close(name),
             )
         except OpenFault as fault:
@@ -94,6 +96,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 raise ServiceError(code, SCORER_AWAY, message, key=key) from fault
             raise invalid(f"{key}: {fault.message}", key=key) from fault
         return reward_pb2.OpenRunResponse(scorer_digest=run.digest)
+
+    async def _open(self, name: str, section: RewardSection, *, leased: bool) -> Run:
+        try:
+            section = await asyncio.to_thread(localized, section, "reward")
+        except StoreProblem as problem:
+            raise invalid(str(problem)) from problem
+        return await self._runs.open(name, section, leased=leased)
 
     async def CloseRun(
         self, request: reward_pb2.CloseRunRequest, context: Context

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from headrace_servicekit.registry import PluginError
+from headrace_servicekit.stores.problems import StoreProblem
 
 Kind = Literal["precondition", "conflict", "invalid", "not_found", "exhausted", "unavailable"]
 
@@ -46,6 +47,13 @@ class OutOfMemory(Refusal):
 def invalid(message: str, reason: str = "INVALID", **metadata: str) -> Refusal:
     """A request whose content is wrong, whatever the state."""
     return Refusal(reason, message, "invalid", **metadata)
+
+
+def away(problem: StoreProblem) -> Refusal:
+    """The refusal of a path in a store that cannot be read, now or ever."""
+    if problem.lasting:
+        return invalid(str(problem), "MODEL_NOT_READABLE")
+    return Refusal("STORE", str(problem), "unavailable")
 
 
 def refused(error: PluginError) -> Refusal:

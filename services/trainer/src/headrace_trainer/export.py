@@ -15,6 +15,8 @@ from pathlib import Path
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.weights import own_name
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.stores.files import localized
+from headrace_servicekit.stores.problems import StoreProblem
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -32,8 +34,10 @@ class Exported:
 
     directory: Path
     step: int
+    version: int
     digest: str
     """Of the policy's version."""
+    checkpoint: str
 
 
 def export_checkpoint(run_directory: Path, name: Callable[[int], Path], step: int | None = None) -> Exported:
@@ -50,17 +54,18 @@ def export_checkpoint(run_directory: Path, name: Callable[[int], Path], step: in
         raise invalid(f"{target} exists and is not empty; name a new directory")
     checkpoints.verify(saved)
     try:
-        kind = run_kind(TrainerConfig.model_validate(checkpoints.model()))
+        kind = run_kind(localized(TrainerConfig.model_validate(checkpoints.model())))
         names = kind.weight_names()
         reader = StateReader.of_checkpoint(saved.path, saved.files, saved.optimizer_steps)
         kind.export(_tensors(reader, names), target)
-    except ModelNotReadable as error:
+    except (ModelNotReadable, StoreProblem) as error:
         raise invalid(str(error), "MODEL_NOT_READABLE") from error
     except ValueError as error:
         raise invalid(f"{checkpoints.root / MODEL}: {error}") from error
     except (OSError, SafetensorError) as error:
         raise Refusal("EXPORT_FAILED", f"{target} cannot be written: {error}", "exhausted") from error
-    return Exported(target, saved.version.ordinal, saved.version.digest)
+    version = saved.version
+    return Exported(target, version.ordinal, version.number, version.digest, saved.name)
 
 
 def _chosen(checkpoints: CheckpointDirectory, run_directory: Path, step: int | None) -> Saved:
@@ -111,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"error: {refusal.message}", file=sys.stderr)
         return 2
-    shown = {"step": exported.step, "directory": str(exported.directory.absolute())}
+    shown = {**vars(exported), "directory": str(exported.directory.absolute())}
     print(json.dumps(shown) if options.json else exported.directory)
     return 0
 

@@ -18,11 +18,13 @@ from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.memory.allocator import give_freed_memory_back
+from headrace_servicekit.stores.files import localized
+from headrace_servicekit.stores.problems import StoreProblem
 from headrace_servicekit.weights.store import WeightStore
 
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, foreign_checkpoints
-from headrace_trainer.errors import Refusal, conflict, invalid
+from headrace_trainer.errors import Refusal, away, conflict, invalid
 from headrace_trainer.group.forming import join_trainer_group, own_facts, secret_of
 from headrace_trainer.group.group import Member, OnLost, TrainerGroup
 from headrace_trainer.group.liveness import SILENT_S
@@ -118,6 +120,10 @@ class Trainer:
         MODEL_NOT_READABLE.
         """
         self.device.measure_anew()
+        try:
+            config = localized(config)
+        except StoreProblem as problem:
+            raise away(problem) from problem
         kind = run_kind(config)
         kind.check()
         algorithms = [each.algorithm() for each in kind.policies.values()]

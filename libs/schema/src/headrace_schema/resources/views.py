@@ -109,6 +109,18 @@ class RunBrief(RunHead):
     note: str = Field(default="", description="what people say of it")
 
 
+class UploadsView(Resource):
+    """What the run's store has of its checkpoints."""
+
+    name: str = Field(description="the newest checkpoint that is whole there; empty: none")
+    step: int = Field(description="steps in it")
+    behind_steps: int = Field(description="steps between it and the newest checkpoint on disk")
+    seconds: float = Field(description="how long its upload took")
+    size_bytes: int
+    skipped: int = Field(description="checkpoints not uploaded, as uploads are slower than checkpoints")
+    problem: str = Field(description="why the last upload failed; empty once one succeeds")
+
+
 class RunView(RunBrief):
     """One run."""
 
@@ -147,6 +159,9 @@ class RunView(RunBrief):
     export_path: str
     first_step: int = Field(
         default=0, description="steps below it are in the checkpoint that it was forked from"
+    )
+    uploads: UploadsView | None = Field(
+        default=None, description="what its store has of its checkpoints; null for a run without `store`"
     )
     suite: SuiteEvaluationView | None = Field(
         default=None, description="what it evaluates; null for a run that trains"
@@ -327,6 +342,7 @@ class CheckpointView(Resource):
     version: PolicyView
     step: int = Field(default=0, description="steps in it; a run that continues from it makes the next one")
     size_bytes: int
+    remote: str = Field(default="", description="where a store has it whole; empty: nowhere, or not yet")
 
 
 class CheckpointListView(Resource):

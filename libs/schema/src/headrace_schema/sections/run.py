@@ -30,6 +30,7 @@ from headrace_schema.sections.running import (
     PlacementSection,
     RecordingSection,
     SchedulingSection,
+    StoreSection,
 )
 from headrace_schema.sections.scoring import RewardSection
 from headrace_schema.sections.tracking import TrackingSection
@@ -99,6 +100,10 @@ class RunSections(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: TrackingSection = TrackingSection()
     recording: RecordingSection = RecordingSection()
+    store: StoreSection | None = Field(
+        default=None,
+        description="where copies of checkpoints, the export, recordings and videos go; default: nowhere",
+    )
     scheduling: SchedulingSection = SchedulingSection()
     limits: LimitsSection = LimitsSection()
     from_checkpoint: FromCheckpointSection | None = Field(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.sections.base import Bytes, Count, CountOrZero, Seconds, Section
+from headrace_schema.stores import StoreUrl, checked, is_remote
 
+Kept = Literal["checkpoints", "export", "recordings", "videos"]
+"""What a run's store gets."""
 MAX_DEVICES = 4096
 EVERY = "all"
 """Stands for every device, or behind "HOST/" for every one of that host."""
@@ -259,6 +262,35 @@ class RecordingSection(Section):
     max_count: Count = Field(default=8, description="recordings of the run; the oldest are dropped")
 
 
+def _run_or_address(given: str) -> str:
+    return checked(given) if is_remote(given) else given
+
+
+class StoreSection(Section):
+    """Where copies of what the run keeps go: an object store, or another disk. They lie below URL/RUN.
+
+    Checkpoints are written to the run's directory first, and uploaded beside the steps that follow. Credentials are
+    found by the store's own conventions where the coordinator runs.
+    """
+
+    url: StoreUrl = Field(
+        description="s3://BUCKET/FOLDER, gs://…, az://CONTAINER/FOLDER or file:///FOLDER, without credentials"
+    )
+    keep: Annotated[list[Kept], Field(min_length=1, max_length=len(get_args(Kept)))] = Field(
+        default_factory=lambda: list(get_args(Kept)),
+        description="what is copied; of checkpoints the newest checkpoint.keep stay there",
+    )
+    waiting: Count = Field(
+        default=2,
+        description="checkpoints that may wait on the disk for their upload; where there are more, uploads are slower "
+        "than checkpoints, and the oldest that waits is not uploaded",
+    )
+    at_end_s: Seconds = Field(
+        default=3600.0,
+        description="longest wait, once the run is over or paused, for what is not uploaded yet",
+    )
+
+
 class FromCheckpointSection(Section):
     """A checkpoint of another run that this run continues from, in place of the model's weights.
 
@@ -267,7 +299,9 @@ class FromCheckpointSection(Section):
     of the same shape; everything else may differ. The supervised warm-up is not made again.
     """
 
-    run: Annotated[str, Field(min_length=1)] = Field(description="id of the run that made the checkpoint")
+    run: Annotated[str, Field(min_length=1), AfterValidator(_run_or_address)] = Field(
+        description="id of the run that made the checkpoint, or where a store has it: URL/RUN, as in s3://BUCKET/F/RUN"
+    )
     step: CountOrZero | None = Field(
         default=None,
         description="step of the checkpoint, as `GET /v1/runs/{run}/checkpoints` lists it; "

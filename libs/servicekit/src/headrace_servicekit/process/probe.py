@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace_servicekit.lease.devices import instance_count
 from headrace_servicekit.rpc.addresses import host_port, split_address
-from headrace_servicekit.rpc.tls import channel_credentials
+from headrace_servicekit.rpc.tls import channel_credentials, name_options
 
 TIMEOUT_S = 5.0
 
@@ -39,7 +39,7 @@ def _serves(address: str) -> bool:
 
 
 def _ask(address: str) -> int:
-    options, credentials = [("grpc.enable_http_proxy", 0)], channel_credentials()
+    options, credentials = [("grpc.enable_http_proxy", 0), *name_options()], channel_credentials()
     with (
         grpc.secure_channel(address, credentials, options=options)
         if credentials

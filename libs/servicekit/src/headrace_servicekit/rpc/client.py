@@ -20,7 +20,7 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace.trainer.v1 import trainer_pb2
 
-from headrace_servicekit.rpc.tls import channel_credentials
+from headrace_servicekit.rpc.tls import channel_credentials, name_options
 from headrace_servicekit.tracing import outgoing
 
 DEFAULT_DEADLINE_S = 60.0
@@ -51,7 +51,7 @@ def dial(address: str, *, token: str | None, window_bytes: int = 0) -> grpc.aio.
     natural key. Streams get no default deadline and no retry.
     `window_bytes` may be under way to this side from the first moment on; without it gRPC begins with 64 KiB.
     """
-    options = [*channel_options(), *(_window(window_bytes) if window_bytes else ())]
+    options = [*channel_options(), *name_options(), *(_window(window_bytes) if window_bytes else ())]
     credentials = channel_credentials()
     if credentials is None:
         return Channel(grpc.aio.insecure_channel(address, options=options), token)

@@ -17,6 +17,7 @@ import grpc
 from headrace_servicekit.rpc.errors import ServiceError
 
 VARIABLE = "HEADRACE_TLS_DIR"
+NAME_VARIABLE = "HEADRACE_TLS_NAME"
 AUTHORITY, CERTIFICATE, KEY = "ca.pem", "host.pem", "host-key.pem"
 
 
@@ -38,6 +39,12 @@ def keys_folder() -> Path:
         if home == "~"
         else Path(home, ".config/headrace")
     )
+
+
+def name_options() -> list[tuple[str, str]]:
+    """gRPC channel arguments: the name that others' certificates are for, where they are not for their addresses."""
+    name = os.environ.get(NAME_VARIABLE)
+    return [("grpc.ssl_target_name_override", name)] if name and tls_dir() else []
 
 
 def channel_credentials() -> grpc.ChannelCredentials | None:

@@ -103,11 +103,11 @@ def numbers_of(text: str) -> dict[str, int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs until SIGTERM or SIGINT; 2 for settings that cannot be."""
-    arguments = _parse(argv)
+    arguments = parse(argv)
     configure_logging(os.environ.get("HEADRACE_LOG_LEVEL", "info"), instance=f"scaler-{arguments.engine}")
     try:
         token = read_token(arguments.token_file)
-        scaler = Scaler(_orchestrator(arguments), numbers_of(arguments.instances))
+        scaler = Scaler(orchestrator_of(arguments), numbers_of(arguments.instances))
     except (ServiceError, ValueError) as error:
         print(f"headrace-scaler: {getattr(error, 'message', error)}", file=sys.stderr)
         return 2
@@ -128,16 +128,17 @@ async def _serve(link: SupervisorLink, scaler: Scaler) -> None:
     await link.stop()
 
 
-def _orchestrator(arguments: argparse.Namespace) -> Orchestrator:
+def orchestrator_of(arguments: argparse.Namespace) -> Orchestrator:
+    """The one that is named. Raises ValueError for settings that cannot be."""
     targets = dict(item.partition("=")[::2] for item in arguments.targets.split(",") if item)
     if arguments.engine == "docker":
         return Docker(arguments.project, tuple(targets))
-    return Kubernetes(arguments.api, targets, selector=arguments.selector)
+    return Kubernetes(targets, arguments.namespace, arguments.selector)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags, with HEADRACE_* as defaults."""
     environment = os.environ.get
-    host, port = environment("KUBERNETES_SERVICE_HOST", ""), environment("KUBERNETES_SERVICE_PORT", "443")
     token_file = environment("HEADRACE_TOKEN_FILE")
     parser = argparse.ArgumentParser(
         prog="headrace-scaler", description="Scales services for the coordinator."
@@ -156,7 +157,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="KIND=NUMBER,… of a container, where it has several (HEADRACE_SCALER_INSTANCES)",
     )
     parser.add_argument(
-        "--api", default=f"https://{host}:{port}", help="Kubernetes' API; default: the cluster's own"
+        "--namespace",
+        default=environment("HEADRACE_SCALER_NAMESPACE", ""),
+        help="of the fleet's pods (HEADRACE_SCALER_NAMESPACE)",
     )
     parser.add_argument(
         "--selector",

@@ -1,21 +1,17 @@
 """What scales containers: Kubernetes' API server, or the container engine for a compose project.
 
-Kubernetes: Deployments and StatefulSets through the scale subresource; needs `get` and `patch` on it. Docker: more of a
-service are made like its first container; needs the extra `docker` and the engine's socket, whose holder has the rights
-of root on the host.
+Kubernetes: Deployments and StatefulSets through the scale subresource; needs the extra `kubernetes`, and the rights
+`get` and `patch` on it. Docker: more of a service are made like its first container; needs the extra `docker` and the
+engine's socket, whose holder has the rights of root on the host.
 """
 
 from __future__ import annotations
 
 import json
-import ssl
+import os
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import quote
-from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
 NUMBER, ONE_OFF = "com.docker.compose.container-number", "com.docker.compose.oneoff"
@@ -104,20 +100,18 @@ def _number(container: Any) -> int:
     return int(container.labels.get(NUMBER, "0"))
 
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S = 15.0
-CONTROLLERS = ("deployments", "statefulsets")
+CONTROLLERS = {"deployments": "deployment", "statefulsets": "stateful_set"}
+"""Resources that have a scale, as the client library's calls name them."""
 
 
 class Kubernetes:
-    """Scales what `targets` names by kind, such as {"rollout": "deployments/post-rollout"}."""
+    """Scales what `targets` names by kind, such as {"rollout": "deployments/post-rollout"}, in one namespace."""
 
-    def __init__(
-        self, api: str, targets: Mapping[str, str], account: Path = ACCOUNT, selector: str = ""
-    ) -> None:
-        """`account` has the files token, namespace and, for https, ca.crt; `selector` is of the fleet's pods by labels.
+    def __init__(self, targets: Mapping[str, str], namespace: str, selector: str = "") -> None:
+        """The cluster is that of this pod, else that of KUBECONFIG; `selector` is of the fleet's pods by labels.
 
-        Raises ValueError for a wrong target.
+        Raises ValueError for a wrong target, without a cluster, or without the extra `kubernetes`.
         """
         for kind, target in targets.items():
             controller, slash, name = target.partition("/")
@@ -125,14 +119,31 @@ class Kubernetes:
                 raise ValueError(
                     f"{kind}={target}: write {' or '.join(f'{one}/NAME' for one in CONTROLLERS)}"
                 )
-        self._api, self._targets, self._account = api.rstrip("/"), dict(targets), account
-        self._selector = selector
-        context = (
-            ssl.create_default_context(cafile=str(account / "ca.crt")) if api.startswith("https") else None
-        )
-        self._open = build_opener(
-            ProxyHandler({}), *([HTTPSHandler(context=context)] if context else [])
-        ).open
+        if not namespace:
+            raise ValueError(
+                "--namespace (HEADRACE_SCALER_NAMESPACE): name the namespace of the fleet's pods"
+            )
+        try:
+            import urllib3.exceptions
+            from kubernetes import client, config
+        except ImportError as error:
+            raise ValueError(f"{error}: pip install 'headrace-servicekit[kubernetes]'") from error
+        inside = "KUBERNETES_SERVICE_HOST" in os.environ
+        try:
+            if inside:
+                config.load_incluster_config()
+            else:
+                config.load_kube_config(os.environ.get("KUBECONFIG"))
+        except config.ConfigException as error:
+            raise ValueError(
+                f"there is no cluster to ask: {error}; run in a pod with a service account, or set KUBECONFIG"
+            ) from error
+        settings = client.Configuration.get_default_copy()
+        settings.proxy = None if inside else settings.proxy  # no proxy knows the cluster's own addresses
+        caller = client.ApiClient(settings)
+        self._refused, self._away = client.ApiException, (urllib3.exceptions.HTTPError, OSError)
+        self._apps, self._core = client.AppsV1Api(caller), client.CoreV1Api(caller)
+        self._targets, self._namespace, self._selector = dict(targets), namespace, selector
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -141,47 +152,42 @@ class Kubernetes:
 
     def scale(self, kind: str, containers: int) -> str:
         """Sets spec.replicas; returns why that cannot be, or ""."""
-        target = self._targets[kind]
+        controller, _, name = self._targets[kind].partition("/")
+        patch = getattr(self._apps, f"patch_namespaced_{CONTROLLERS[controller]}_scale")
         try:
-            answer = self._ask("apis/apps/v1", f"{target}/scale", {"spec": {"replicas": containers}})
-            wanted = answer["spec"].get("replicas", 0)
-        except HTTPError as error:
-            return f"{target}: {_reason(error)}"
-        except (URLError, OSError, ValueError) as error:
-            return f"Kubernetes' API at {self._api} cannot be asked: {error}"
-        return "" if wanted == containers else f"{target}: Kubernetes wants {wanted} pods, not {containers}"
+            wanted = patch(
+                name, self._namespace, {"spec": {"replicas": containers}}, _request_timeout=TIMEOUT_S
+            ).spec.replicas
+        except self._refused as error:
+            return f"{controller}/{name}: {_reason(error)}"
+        except self._away as error:
+            return f"Kubernetes' API cannot be asked: {error}"
+        if (wanted or 0) == containers:
+            return ""
+        return f"{controller}/{name}: Kubernetes wants {wanted} pods, not {containers}"
 
     def hosts(self) -> set[str]:
         """Names of the fleet's pods that have not ended. Raises OSError where the API server does not say."""
         try:
-            pods = self._ask("api/v1", f"pods?labelSelector={quote(self._selector)}")["items"]
-            ended = ("Succeeded", "Failed")
-            return {pod["metadata"]["name"] for pod in pods if pod["status"].get("phase") not in ended}
-        except HTTPError as error:
+            pods = self._core.list_namespaced_pod(
+                self._namespace, label_selector=self._selector, _request_timeout=TIMEOUT_S
+            ).items
+        except self._refused as error:
             raise OSError(f"Kubernetes' API does not list pods: {_reason(error)}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise OSError(f"Kubernetes' API at {self._api} answers with no list of pods: {error}") from error
-
-    def _ask(self, group: str, resource: str, patch: Any = None) -> Any:
-        """GETs a resource of the namespace, or PATCHes it. Raises HTTPError, OSError, ValueError."""
-        namespace = (self._account / "namespace").read_text(encoding="ascii").strip()
-        # Read each time: a bound token is renewed while this process lives.
-        token = (self._account / "token").read_text(encoding="ascii").strip()
-        request = Request(
-            f"{self._api}/{group}/namespaces/{namespace}/{resource}",
-            data=None if patch is None else json.dumps(patch).encode(),
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/merge-patch+json"},
-            method="GET" if patch is None else "PATCH",
-        )
-        with self._open(request, timeout=TIMEOUT_S) as answer:
-            return json.load(answer)
+        except (*self._away, ValueError, TypeError) as error:
+            raise OSError(f"Kubernetes' API cannot be asked for pods: {error}") from error
+        return {pod.metadata.name for pod in pods if pod.status.phase not in ("Succeeded", "Failed")}
 
 
-def _reason(error: HTTPError) -> str:
+def _reason(error: Any) -> str:
     try:
-        said = str(json.load(error)["message"])
+        said = str(json.loads(error.body)["message"])
     except (ValueError, KeyError, TypeError):
         said = str(error.reason)
-    if error.code == 403:
-        return f"the scaler may not: {said}; its Role needs `patch` on the subresource scale"
-    return f"Kubernetes refuses ({error.code}): {said}"
+    if not error.status:
+        return f"Kubernetes' API cannot be asked: {said}"
+    if error.status == 403:
+        return (
+            f"the scaler may not: {said}; its Role needs `patch` on the subresource scale, and `list` on pods"
+        )
+    return f"Kubernetes refuses ({error.status}): {said}"

@@ -16,6 +16,7 @@ from headrace_schema.sections.generating import DataSection
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.aside import OPENING, Aside, TooSlow
+from headrace_coordinator.data.fetching import with_local_data
 from headrace_coordinator.data.items import DataItem, squeezed
 from headrace_coordinator.data.packed import HASH_BYTES, WORDS, PackedItems, hash_of, in_order
 from headrace_coordinator.data.prompts import PromptContent, Prompter
@@ -285,6 +286,7 @@ class Dataset:
 
 async def open_dataset(spec: RunSpec, aside: Aside = OPENING) -> Dataset:
     """The data of a run, opened in a thread; raises `Impossible` as `Dataset.open`."""
+    spec = await with_local_data(spec)
 
     def read() -> Dataset:
         dataset = Dataset.open(spec.data, spec.seed)

@@ -52,6 +52,35 @@ class Grant(msgspec.Struct):
         return [*self.rollouts, *self.trainers, *self.helpers]
 
 
+class Uploads(msgspec.Struct):
+    """What a run's store has of its checkpoints."""
+
+    saved: int = 0
+    """Steps in the newest checkpoint on disk."""
+    name: str = ""
+    """Of the newest one that is whole in the store."""
+    step: int = 0
+    """Steps in it."""
+    seconds: float = 0.0
+    """How long its upload took."""
+    size: int = 0
+    skipped: int = 0
+    """Checkpoints that were not uploaded, as newer ones waited already."""
+    problem: str = ""
+    """Why the last upload failed; empty once one succeeds."""
+
+    def fold(self, event: ev.CheckpointUploaded | ev.UploadSkipped | ev.UploadFailed) -> None:
+        """Follows from an event."""
+        match event:
+            case ev.CheckpointUploaded(name=name, step=step):
+                self.name, self.step, self.seconds, self.size = name, step, event.seconds, event.size
+                self.problem = ""
+            case ev.UploadSkipped():
+                self.skipped += 1
+            case ev.UploadFailed(reason=reason):
+                self.problem = reason
+
+
 class SuiteEvaluation(msgspec.Struct):
     """The request of a run that evaluates, its progress and its result."""
 
@@ -117,6 +146,7 @@ class RunState(msgspec.Struct):
     dataset_digest: str = ""
     totals: Totals = msgspec.field(default_factory=Totals)
     checkpoints: list[tuple[str, int]] = []
+    uploads: Uploads = msgspec.field(default_factory=Uploads)
     evaluation: SuiteEvaluation | None = None
     """None for a run that trains."""
     plan: ev.PlanAdopted | None = None
@@ -242,6 +272,9 @@ class RunState(msgspec.Struct):
                 self.last_checkpoint, self.checkpoint_at = event.number, event.at
                 self.checkpoints.append((event.name, event.number))
                 del self.checkpoints[: -self._section("checkpoint", "keep", 1)]
+                self.uploads.saved = event.step
+            case ev.CheckpointUploaded() | ev.UploadSkipped() | ev.UploadFailed():
+                self.uploads.fold(event)
             case ev.EvaluationProgressed() if self.evaluation:
                 self.evaluation.answers, self.evaluation.digest = event.answers, event.digest
             case ev.SuiteEvaluated() if self.evaluation:

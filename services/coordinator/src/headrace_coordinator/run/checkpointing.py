@@ -207,7 +207,7 @@ class Checkpointer:
         try:
             ledger = await ledger_of(context.event_log, context.run_id)
             retained = await wanted_by_others(context.event_log, context.run_id)
-            retained += context.recording.bases()
+            retained += [*context.recording.bases(), *context.uploads.names]
             response = await context.workers.leader.save(number, ledger, wait, retained)
         except CallRefused as refused:
             self._failed(refused.message)
@@ -244,6 +244,7 @@ class Checkpointer:
         context.recording.saved(name, number, self._step)
         if context.state.last_checkpoint == number:
             return
+        context.uploads.saved(name, number, self._step)
         context.event_log.post(
             ev.CheckpointSaved(
                 at=context.event_log.now(), run=context.run_id, name=name, number=number, step=self._step

@@ -34,6 +34,7 @@ from headrace_coordinator.run.staffing import Staffing
 from headrace_coordinator.run.step.tail import Tail
 from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.step.warnings import Warnings
+from headrace_coordinator.run.uploads import Uploads
 from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.store.event_log import EventLog
 
@@ -97,6 +98,7 @@ class RunContext:
         # Set again whenever ledger, trainer and rollouts have been brought to one version.
         self.agreement_due = True
         self.recording = StepRecording(self)
+        self.uploads = Uploads(self)
         self.decision: asyncio.Task[Any] | None = None
         """The commit of the open step, from the request until it is recorded; never cancelled on purpose."""
         self.snapshot: asyncio.Task[None] | None = None

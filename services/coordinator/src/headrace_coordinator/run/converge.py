@@ -14,7 +14,9 @@ from typing import Any
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.sections.running import FromCheckpointSection
+from headrace_schema.stores import is_remote
 from headrace_servicekit.rpc.addresses import host_port
+from headrace_servicekit.stores.problems import StoreProblem
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED
@@ -27,6 +29,7 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.generation import Generation
 from headrace_coordinator.run.step.step import RunFailed, Step
 from headrace_coordinator.run.step.timer import StepTimer
+from headrace_coordinator.run.uploads import fetch_origin
 from headrace_coordinator.run.workers.clients import Published
 
 MEETING_S = 60.0
@@ -230,6 +233,10 @@ async def _source(context: RunContext, away: dict[str, str]) -> _Source:
     run = context.state
     if own := await _newest(context):
         return own
+    if run.last_checkpoint and (name := await context.uploads.fetch_newest()):
+        context.note(f"the run's directory has no usable checkpoint: {name} was fetched from store.url")
+        if own := await _newest(context):
+            return own
     if run.last_checkpoint:
         raise Misplaced(
             f"checkpoint: version {run.last_checkpoint} was saved below {run.directory}/checkpoints, where no "
@@ -264,7 +271,9 @@ async def _newest(context: RunContext) -> _Source | None:
 
 async def _origin(context: RunContext, wanted: FromCheckpointSection, away: dict[str, str]) -> _Source:
     """The checkpoint of another run that this one begins with; raises `RunFailed` where there is none."""
-    directory = str(Path(context.state.directory).parent / wanted.run)
+    directory, name = str(Path(context.state.directory).parent / wanted.run), wanted.run
+    if is_remote(wanted.run):
+        directory, name = await _fetched_origin(context, wanted)
     found: list[int] = []
     for checkpoint in await _foreign(context, directory):
         if checkpoint.name in away or not _begins(context.state, checkpoint.name):
@@ -277,18 +286,30 @@ async def _origin(context: RunContext, wanted: FromCheckpointSection, away: dict
             away[checkpoint.name] = refused.message
             continue
         step: int = ledger.get("frontier_step", 0)
-        if ledger.get("run") == wanted.run and wanted.step in (None, step):
+        if ledger.get("run") == name and wanted.step in (None, step):
             if step >= context.spec.steps:  # The origin has gone on since this run was submitted.
                 raise RunFailed(
                     f"steps: the checkpoint of {wanted.run} is of step {step}; set steps above it"
                 )
-            return _Source(checkpoint.name, checkpoint.version.number, ledger, wanted.run, directory)
+            return _Source(checkpoint.name, checkpoint.version.number, ledger, name, directory)
         found.append(step)
     if begun_with := context.state.origin_checkpoint:
         raise RunFailed(
             f"from_checkpoint: run {wanted.run} no longer has checkpoint {begun_with}, with which this run began"
         )
     raise RunFailed(_none_left(wanted, found, away))
+
+
+async def _fetched_origin(context: RunContext, wanted: FromCheckpointSection) -> tuple[str, str]:
+    """The directory of checkpoints fetched from a store, and the run that made them. Raises `RunFailed`."""
+    try:
+        return await fetch_origin(
+            wanted.run,
+            Path(context.state.directory).parent,
+            lambda name, step: _begins(context.state, name) and wanted.step in (None, step),
+        )
+    except StoreProblem as problem:
+        raise RunFailed(f"from_checkpoint.run: {problem}") from problem
 
 
 def _none_left(wanted: FromCheckpointSection, found: list[int], away: dict[str, str]) -> str:

@@ -91,6 +91,8 @@ async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcom
         reason += f"; {lost}" if lost else ""
     await close(context, context.workers.everyone)
     await context.fleet.lease_manager.release_all(context.run_id)
+    if outcome.state not in (run_states.QUEUED, run_states.CANCELLED):
+        await context.uploads.finish()
     state, now = outcome.state, context.event_log.now()
     if context.state.state == run_states.CANCELLING and state not in (
         run_states.CANCELLED,

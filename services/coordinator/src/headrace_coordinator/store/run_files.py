@@ -26,6 +26,7 @@ Line = tuple[int, bytes]
 Step = ev.StepCommitted | ev.StepSkipped
 NAME = "events.sqlite3"
 STEP, RESTORE, EVALUATION, CHECKPOINT, ASIDE = "step", "restore", "evaluation", "checkpoint", "aside"
+UPLOAD = "upload"
 CHECKPOINTS = 256
 """How many of the newest checkpoints are searched for those of given steps."""
 BUSY_S = 60.0
@@ -141,6 +142,8 @@ class RunFiles:
                 return Keys(EVALUATION, view["version"], view["step"])
             case ev.CheckpointSaved():
                 return Keys(CHECKPOINT, event.number, step=event.step)
+            case ev.CheckpointUploaded():
+                return Keys(UPLOAD, event.number, step=event.step)
         return Keys()
 
     def _set_shape(self, shape: Shape) -> None:

@@ -24,6 +24,8 @@ from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
 from headrace_servicekit.rpc.addresses import advertised_host
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.stores.files import localized
+from headrace_servicekit.stores.problems import StoreProblem
 
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig, Weights
@@ -91,6 +93,7 @@ def open_run(
     """
     blobs = BlobReader(shm_dir, token)
     try:
+        config = localized(config)
         if (policy := acting_policy(config.model)) is None:
             return _text_run(name, config, leased, blobs, token, place)
         if config.workflow == CONVERSATIONS:
@@ -104,6 +107,12 @@ def open_run(
         raise ServiceError(code, "INVALID", str(error), **error.metadata) from error
     except ModelNotReadable as error:
         raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "MODEL_NOT_READABLE", str(error)) from error
+    except StoreProblem as problem:
+        if problem.lasting:
+            code, reason = grpc.StatusCode.INVALID_ARGUMENT, "MODEL_NOT_READABLE"
+        else:
+            code, reason = grpc.StatusCode.UNAVAILABLE, "STORE"
+        raise ServiceError(code, reason, str(problem)) from problem
 
 
 def _text_run(

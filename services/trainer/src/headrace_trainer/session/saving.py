@@ -19,6 +19,7 @@ from typing import Any
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.stores.files import addressed
 
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
 from headrace_trainer.checkpoints.parts import StateCopy
@@ -35,7 +36,8 @@ _KEPT: dict[str, Any] = {"model": True, "seed": True, "trainer": {"lora": True},
 
 def exported_model(config: TrainerConfig) -> dict[str, object]:
     """What the files of a run must keep of its configuration, so that its checkpoints can be exported."""
-    return config.model_dump(mode="json", include=_KEPT)
+    found: dict[str, object] = addressed(config.model_dump(mode="json", include=_KEPT))
+    return found
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.ledger.compact import count, count_drops
 from headrace_coordinator.store.event_log import EventLog
-from headrace_coordinator.store.run_files import CHECKPOINT, EVALUATION, STEP, RunFiles
+from headrace_coordinator.store.run_files import CHECKPOINT, EVALUATION, STEP, UPLOAD, RunFiles
 
 T = TypeVar("T")
 E = TypeVar("E", ev.StepCommitted, ev.Evaluated)
@@ -118,7 +118,8 @@ class Past:
         keep, directory = run.spec["checkpoint"]["keep"], Path(run.run_directory) / "checkpoints"
 
         def look(files: RunFiles) -> list[CheckpointView]:
-            views = []
+            views, uploaded = [], files.newest(UPLOAD, keep)
+            remote = {each.name: each.url for each in uploaded if isinstance(each, ev.CheckpointUploaded)}
             for event in files.newest(CHECKPOINT, keep):
                 if (
                     not isinstance(event, ev.CheckpointSaved)
@@ -133,6 +134,7 @@ class Past:
                         version=PolicyView.of(version),
                         step=event.step,
                         size_bytes=_size(directory / event.name),
+                        remote=remote.get(event.name, ""),
                     )
                 )
             return views

@@ -23,6 +23,7 @@ from headrace_schema.resources.views import (
     RunPlanView,
     RunView,
     StepView,
+    UploadsView,
 )
 from headrace_schema.sections.running import PlacementSection
 
@@ -77,9 +78,16 @@ def run_view(
         run_directory=run.directory,
         forked_from=(run.spec.get("from_checkpoint") or {}).get("run", ""),
         first_step=run.ledger.first_step,
+        uploads=_uploads_view(run) if run.spec.get("store") else None,
         suite=None if asked is None else suite_view(asked, run.dataset_digest),
         plan=plan_view(run) if asked is None else None,
     )
+
+
+def _uploads_view(run: RunState) -> UploadsView:
+    known = run.uploads
+    behind = max(0, known.saved - known.step)
+    return UploadsView.of(known, behind_steps=behind, size_bytes=known.size)
 
 
 def run_summary_view(run: RunView, rewards: list[float | None]) -> RunSummaryView:

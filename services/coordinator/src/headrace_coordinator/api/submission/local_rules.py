@@ -16,6 +16,7 @@ from headrace_schema.resources.views import KeyProblemView, RunView
 from headrace_schema.rules.environments import no_policy_directory
 from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_schema.spec import RunSpec
+from headrace_schema.stores import is_remote
 
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.data.dataset import WARMUP_BYTES, Dataset
@@ -176,6 +177,8 @@ def _how_to_get_one(origin: RunView) -> str:
 def _model_directory(model: ModelSection, key: str) -> Iterator[KeyProblemView]:
     if model.policy is not None:
         return  # A new robot policy: the services that build it say what is wrong with it.
+    if is_remote(model.path):
+        return  # `stores` has looked there.
     given, file = model.path, model.gguf_file
     path = Path(given)
     gguf_key = key.replace("path", "gguf_file")

@@ -13,6 +13,7 @@ from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import Impossible
 from headrace_schema.resources.fleet import InstanceView
 from headrace_schema.spec import RunSpec
+from headrace_schema.stores import is_remote
 
 from headrace_coordinator.api.idempotency import Keys, digest
 from headrace_coordinator.api.reading.past import Past
@@ -26,6 +27,7 @@ from headrace_coordinator.api.submission.evaluations import (
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.local_rules import fork
 from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of
+from headrace_coordinator.api.submission.stores import check_stores, remote_origin
 from headrace_coordinator.api.submission.submission import Origin, Submission
 from headrace_coordinator.api.submission.trials import check_environment, check_scorers
 from headrace_coordinator.aside import CHECKING
@@ -96,6 +98,8 @@ class Submissions:
         Raises:
             Impossible: with every problem, in the keys of what was asked.
         """
+        if problems := await check_stores(asked):
+            raise Impossible(problems)
         submission = await self._resolve(asked)
         if await CHECKING.run(partial(_lacks_fleet_alone, submission)):
             submission = await self._once_restarted(submission)
@@ -125,6 +129,8 @@ class Submissions:
         return Submission(spec, FleetView.of(self._reads.instances()), data, origin, evaluated)
 
     async def _origin(self, name: str) -> Origin:
+        if is_remote(name):
+            return await remote_origin(name, "from_checkpoint.run")
         names = self._reads.newest_first()
         if name not in names:
             return Origin(name, None, names[:NAMES_COMPARED])

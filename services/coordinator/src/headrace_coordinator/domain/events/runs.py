@@ -203,6 +203,31 @@ class CheckpointSetAside(RunEvent, frozen=True, kw_only=True):
     reason: str
 
 
+class CheckpointUploaded(RunEvent, frozen=True, kw_only=True):
+    """A checkpoint is whole in the run's store: all of it was read back."""
+
+    name: str
+    number: int
+    step: int
+    url: str
+    seconds: float
+    size: int
+
+
+class UploadSkipped(RunEvent, frozen=True, kw_only=True):
+    """A checkpoint is not uploaded, as newer ones wait already: uploads are slower than checkpoints."""
+
+    name: str
+    step: int
+    reason: str
+
+
+class UploadFailed(RunEvent, frozen=True, kw_only=True):
+    """The store refuses what the run keeps; training goes on, and it is tried again."""
+
+    reason: str
+
+
 class DatasetOpened(RunEvent, frozen=True, kw_only=True):
     """The items that the run's slots stand for, by digest."""
 

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_schema.problems import Impossible, choose, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.embodied import EnvironmentSection
+from headrace_schema.stores import described
 from headrace_servicekit.rpc.episodes import is_image
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES, decode_tensor
 
@@ -230,7 +230,7 @@ def _choice(allowed: Iterable[str]) -> str:
 
 def read_policy_file(path: str) -> PolicyFile | None:
     """What the directory's file says; None where this host has none that can be read."""
-    file = Path(path) / FILE
+    file = described(path) / FILE
     try:
         if not path or not file.is_file() or file.stat().st_size > MOST_BYTES:
             return None

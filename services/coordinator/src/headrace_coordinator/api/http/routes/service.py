@@ -180,6 +180,22 @@ FIGURES: dict[str, tuple[str, Callable[[RunView], float | None]]] = {
         "Seconds of the last step",
         lambda run: getattr(run.last_step, "wall_s", None),
     ),
+    "headrace_run_upload_behind_steps": (
+        "Steps between the newest checkpoint on disk and the newest that is whole in the run's store",
+        lambda run: run.uploads.behind_steps if run.uploads else None,
+    ),
+    "headrace_run_upload_seconds": (
+        "Seconds of the last upload of a checkpoint",
+        lambda run: run.uploads.seconds if run.uploads else None,
+    ),
+    "headrace_run_uploads_skipped": (
+        "Checkpoints not uploaded, as uploads are slower than checkpoints",
+        lambda run: run.uploads.skipped if run.uploads else None,
+    ),
+    "headrace_run_upload_failing": (
+        "1 while the run's store refuses uploads, else 0",
+        lambda run: bool(run.uploads.problem) if run.uploads else None,
+    ),
     "headrace_run_max_staleness": (
         "Worst staleness of any trained token",
         lambda run: run.counts.max_staleness,
