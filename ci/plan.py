@@ -277,6 +277,9 @@ NIGHTLY = [
     script(
         "simulation-meetings", "-m", "headrace_simulation", "--leaders-die", "--seeds", "1000", timeout_s=7200
     ),
+    script(
+        "simulation-containers", "-m", "headrace_simulation", "--containers", "--seeds", "600", timeout_s=7200
+    ),
     script("recorded", "-m", "ci.recorded", "--check", timeout_s=3600),
     script("walks", "-m", "ci.ceilings", "--walks", timeout_s=1200),
     _nightly("flows", "integration_tests/flows", timeout_s=7200),

@@ -12,10 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
-from headrace_servicekit.rpc.addresses import LOOPBACK
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag
 from headrace_cli.errors import CommandError, user_error
@@ -299,6 +297,8 @@ def _ready_document(fleet: ReadyFleet) -> dict[str, Any]:
 
 
 def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
+    from headrace_cli.launcher.data_dir import DataDir
+    from headrace_cli.launcher.hosts import join_command
     from headrace_cli.show.fleet import instances_table
 
     where = "" if data_dir == DEFAULT_DATA_DIR else f" --data-dir {data_dir}"
@@ -310,12 +310,11 @@ def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
         out.print(styled(("note", "yellow"), f" {fleet.notice}"))
     out.print(f"next: headrace run submit examples/tiny.yaml --watch{where}")
     out.print(f"look: headrace open{where}")
-    scheme, _, head = fleet.state.url.partition("://")
-    if urlsplit(fleet.state.url).hostname != LOOPBACK:
-        pin = " --fingerprint FINGERPRINT" if scheme == "https" else ""
+    if command := join_command(fleet.state.url, DataDir.at(data_dir)):
         out.print(
-            f"more hosts, each with a copy of {data_dir / 'token'}: headrace join {head} --token-file token{pin}"
+            f"more hosts, each with a copy of {data_dir / 'token'} (shown again by headrace hosts{where}):"
         )
+        out.print(f"  {command}", markup=False, soft_wrap=True)
     out.print("stop: Ctrl-C" if foreground else f"stop: headrace down{where}")
 
 
