@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from functools import partial
 
 import torch
 from headrace_modelkit.critic import Critic, hidden_size
@@ -231,9 +232,8 @@ class FsdpBackend(FsdpState, HelpingBackend):
     def _forward(self, batch: MicroBatch, *, values: bool) -> Forward:
         policy, temperature = self._sharded.policy, self._config.sampling.temperature
         anchor = torch.zeros((), device=self._ranks.device)
-        return computed(
-            self._experts, policy, batch, lambda: policy(batch, anchor, temperature, values=values)
-        )
+        run = partial(policy, batch, anchor, temperature, values=values)
+        return computed(self._experts, self._sharded.model, self._routing, batch, run)
 
     @override
     def _columns(self, names: Many[str], rows: Rows) -> dict[str, Tensor]:

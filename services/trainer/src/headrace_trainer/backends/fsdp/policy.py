@@ -134,10 +134,14 @@ class Policy(Root):
 
 
 def computed(
-    mesh: ExpertMesh | None, policy: Policy, batch: MicroBatch, compute: Callable[[], Forward]
+    mesh: ExpertMesh | None,
+    model: PreTrainedModel,
+    routing: Routing | None,
+    batch: MicroBatch,
+    compute: Callable[[], Forward],
 ) -> Forward:
-    """What `compute` gives, the policy's forward of a micro-batch, whether its experts are divided or not."""
-    shape = None if mesh is None else expert_shape(policy.model.config)
+    """What `compute` gives, the model's forward of a micro-batch, whether its experts are divided or not."""
+    shape = None if mesh is None else expert_shape(model.config)
     if mesh is None or shape is None:
         return compute()
-    return mesh.forward(batch.tokens_RL.numel(), shape.chosen, policy.routing, compute)
+    return mesh.forward(batch.tokens_RL.numel(), shape.chosen, routing, compute)

@@ -89,7 +89,13 @@ class Reference:
         with torch.no_grad():
             anchor = torch.zeros((), device=device)
             policy: Any = self._model.policy
-            found = computed(self._experts, policy, batch, lambda: policy(batch, anchor, self._temperature))
+            found = computed(
+                self._experts,
+                policy.model,
+                policy.routing,
+                batch,
+                lambda: policy(batch, anchor, self._temperature),
+            )
         return found[0]
 
     def park(self) -> None:

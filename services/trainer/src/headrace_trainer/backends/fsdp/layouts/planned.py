@@ -131,7 +131,7 @@ def with_attention(layout: Layout, plan: MemoryPlan, sizes: Sizes, rooms: Rooms)
     layout = replace(layout, keeps_attention=False)
     if MARGIN * (sum(plan.device.values()) + size) > rooms.device.free:
         return layout, plan
-    return replace(layout, keeps_attention=True), replace(plan, device=plan.device | {ATTENTION: size})
+    return replace(layout, keeps_attention=True), replace(plan, device={**plan.device, ATTENTION: size})
 
 
 def _fits(plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> bool:
