@@ -24,14 +24,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools" / "fake_world"))
 
 from _harness import emit, machine, say
 from headrace_fake_world.models import MODELS
-from headrace_fake_world.step import Case, Measured, measure, planned
+from headrace_fake_world.step import Case, Measured, counted, planned
 from headrace_fake_world.work import Roof, Work, seconds_of
+from headrace_trainer.backends.fsdp import experts
 from headrace_trainer.backends.fsdp.layouts.layout import Layout
+from headrace_trainer.backends.shared.exchange import Room
 from headrace_trainer.errors import Refusal
 
 ROW = 4096
@@ -54,6 +57,8 @@ class Setting:
     said: str
     compiled: bool
     flash_3: bool = False
+    exact: bool = False
+    """Divided experts send as many rows as there are, and no empty places."""
     tokens: int = 0
     layout: Layout | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -79,8 +84,18 @@ SETTINGS = (
         "qwen3-30b-a3b",
         32,
         "headrace",
-        "defaults: experts are gathered and not divided, eager",
-        compiled=False,
+        "defaults on GPUs with Triton: experts are gathered and not divided; FlashAttention 2",
+        compiled=True,
+    ),
+    Setting(
+        "qwen3-30b-a3b",
+        32,
+        "divided",
+        "as that, with expert_parallel: 8",
+        compiled=True,
+        layout=Layout("weights", 32, checkpointing=True, keeps_attention=True),
+        tokens=32768,
+        trainer={"backend_options": {"expert_parallel": 8}},
     ),
     Setting(
         "qwen3-30b-a3b",
@@ -91,6 +106,7 @@ SETTINGS = (
         "flash_attention_3",
         compiled=True,
         flash_3=True,
+        exact=True,
         tokens=65536,
         layout=Layout("weights", 16, checkpointing=True),
         trainer={"backend_options": {"expert_parallel": 8}},
@@ -172,7 +188,9 @@ def predicted(setting: Setting, roof: Roof) -> Predicted:
     """Counts one micro-batch and a commit of a setting, and what they take."""
     case = case_of(setting)
     watch = partial(Work, roof, setting.compiled, MODELS[setting.model]["vocab_size"])
-    found = measure(case, watch=watch)
+    room = partial(Room, share=1.0) if setting.exact else Room
+    with patch.object(experts, "Room", room):
+        found = counted(case, watch, compiled=setting.compiled)
     micro, commit = found.phases["micro-batch"], found.phases["commit"]
     device = sum(seconds_of(micro.work).values())
     exchanged = micro.moved["all_to_all"]

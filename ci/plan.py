@@ -250,6 +250,7 @@ TEST = [
     _BROWSER_TESTS,
     _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True, waits=True),
     _tests("security", "integration_tests/security", timeout_s=600, shares=True, waits=True),
+    _tests("clusters", "integration_tests/clusters", timeout_s=600, shares=True, waits=True),
     _VLLM_ENVIRONMENT,
     _tests("benchmarks", "benchmarks/tests", shares=True),
     # In an environment of its own (3.3 GB), which the part vllm-environment has made by then.
@@ -268,13 +269,16 @@ TEST = [
 ]
 
 _ENGINE = (sys.executable, "-m", "ci.engines")
-_IGNORED = ("--ignore=integration_tests/flows", "--ignore=integration_tests/faults")
+_IGNORED = tuple(f"--ignore=integration_tests/{name}" for name in ("flows", "faults", "clusters"))
 TWO_RANKS = '{"tensor_parallel_size": 2}'
 NIGHTLY = [
     script("simulation", "-m", "headrace_simulation", "--seeds", "4000", timeout_s=14400),
     script("simulation-stale", "-m", "headrace_simulation", "--stale", "--seeds", "1000", timeout_s=7200),
     script(
         "simulation-meetings", "-m", "headrace_simulation", "--leaders-die", "--seeds", "1000", timeout_s=7200
+    ),
+    script(
+        "simulation-containers", "-m", "headrace_simulation", "--containers", "--seeds", "600", timeout_s=7200
     ),
     script("recorded", "-m", "ci.recorded", "--check", timeout_s=3600),
     script("walks", "-m", "ci.ceilings", "--walks", timeout_s=1200),
@@ -308,6 +312,7 @@ NIGHTLY = [
     _RESOLUTION,
     *(_others(name, "-m", "", timeout_s=3600) for name in ("verifiers", "web", "openenv", "nemo-gym")),
     *(_nightly(name, f"plugins/{name}/tests", timeout_s=1800) for name in ("environments", "containers")),
+    _nightly("clusters", "integration_tests/clusters", "plugins/clusters/tests", timeout_s=7200),
     _BROWSER_ENVIRONMENT,
     _BROWSER_TESTS,
 ]

@@ -20,7 +20,7 @@ from harness.sharing import SharedFleet  # noqa: E402
 from harness.specs import small_spec  # noqa: E402
 from harness.waiting import wait_for  # noqa: E402
 
-PATIENT = ("flows", "contracts", "bad_input", "security", "faults", "engines", "stores")
+PATIENT = ("flows", "contracts", "bad_input", "security", "faults", "engines", "stores", "clusters")
 FAILED_IN = pytest.StashKey[set[Path]]()
 TEST_S = 600  # names a hang; a busy machine of two cores needs a tenth of it
 

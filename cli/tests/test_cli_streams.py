@@ -70,6 +70,14 @@ def test_a_full_disk_under_a_file_is_told_by_its_name(headrace, coordinator, scr
     assert ended.stderr == f"error: {tmp_path / 'mine'} cannot be written: No space left on device\n"
 
 
+def test_logs_that_are_not_followed_end_while_the_run_goes_on(headrace, coordinator, scripted_run):
+    scripted_run(steps=1000, step_s=10)
+    result = headrace("run", "logs", "r-1", "--no-follow", "--json")
+    assert result.returncode == 0 and len(result.stdout.splitlines()) == 4, result
+    asked = coordinator.requests("GET /v1/runs/r-1/events")
+    assert [each.query for each in asked] == [{"follow": ["false"]}]
+
+
 def test_an_event_keeps_the_line_ends_of_other_alphabets(headrace, coordinator, scripted_run):
     """(S3 B17)"""
     scripted_run(steps=1, step_s=0.01).submitted_at = time.time() - 10

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import time
 from importlib.metadata import version
 
 import pytest
 from headrace_cli.errors import CommandError
 from headrace_cli.launcher import hosts
-from headrace_cli.launcher.hosts import address_towards, find_head, require_own_address
+from headrace_cli.launcher.data_dir import DataDir
+from headrace_cli.launcher.encryption import make_files
+from headrace_cli.launcher.hosts import address_towards, find_head, join_command, require_own_address
 from headrace_cli.launcher.plan import FleetPlan, Head
 
 
 @pytest.fixture
 def token(tmp_path):
     (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
     return tmp_path / "token"
 
 
@@ -62,6 +66,52 @@ def test_names_are_unique_over_hosts():
     assert FleetPlan.from_json(plan.to_json()) == plan
 
 
+def test_a_copy_of_the_token_that_others_can_read_is_refused(coordinator, token):
+    token.chmod(0o644)
+    with pytest.raises(CommandError, match=f"open to other users .*chmod 600 {token}") as refused:
+        find_head(answer(coordinator), token)
+    assert refused.value.exit_code == 2
+
+
+def test_the_head_tells_the_whole_line_with_which_hosts_join(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "keys"))
+    place = DataDir.at(tmp_path / "data")
+    assert join_command("http://127.0.0.1:8470", place) == ""
+    assert join_command("http://10.0.0.1:8470", place) == "headrace join 10.0.0.1:8470 --token-file token"
+    place.tls.mkdir(parents=True)
+    pin = make_files(place, "10.0.0.1")
+    line = f"headrace join 10.0.0.1:8470 --token-file token --fingerprint {pin}"
+    assert join_command("https://10.0.0.1:8470", place) == line
+    other = DataDir.at(tmp_path / "other")
+    other.tls.mkdir(parents=True)
+    (other.tls / "ca.pem").write_bytes((place.tls / "ca.pem").read_bytes())
+    assert "--tls-files" in join_command("https://10.0.0.1:8470", other), "an authority of one's own"
+
+
+def test_hosts_are_listed_and_the_head_says_how_others_join(headrace, coordinator):
+    rows = [
+        {"name": "instances/reward-0", "kind": "reward", "state": "READY", "host": "a", "devices": []},
+        {
+            "name": "instances/rollout-0.b",
+            "kind": "rollout",
+            "state": "READY",
+            "host": "b",
+            "devices": ["b/cpu:0"],
+        },
+    ]
+    coordinator.routes["GET /v1/instances"] = (200, {"instances": rows})
+    done = headrace("hosts", "--json")
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout) == {
+        "hosts": [
+            {"host": "a", "instances": ["reward-0"], "devices": []},
+            {"host": "b", "instances": ["rollout-0.b"], "devices": ["b/cpu:0"]},
+        ],
+        "join": "",
+    }
+    assert "rollout-0.b" in headrace("hosts").stdout
+
+
 def test_another_host_is_scaled_by_its_name(headrace, coordinator):
     coordinator.routes["POST /v1/services/rollout:scale"] = (200, {"kind": "rollout", "count": 2})
     assert headrace("scale", "rollout=2", "--host", "b").returncode == 0
@@ -70,7 +120,6 @@ def test_another_host_is_scaled_by_its_name(headrace, coordinator):
 
 def test_a_second_launcher_of_a_fleet_beside_the_first_brings_its_processes(tmp_path):
     """As another host would, on this machine: what is missing here is only the network between them."""
-    import json
     import subprocess
     import sys
 

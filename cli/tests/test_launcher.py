@@ -208,7 +208,8 @@ def test_foreground_ends_with_ctrl_c_and_with_its_own_death(fleet):
         wait_for(lambda: not fleet.processes(), "the fleet's end")
 
 
-def test_a_second_ctrl_c_does_not_end_the_command_before_its_foreground_fleet(fleet):
+@pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_end_the_command_before_its_foreground_fleet(fleet, ends):
     process = subprocess.Popen(
         fleet.command("up", "--foreground", "--port", str(fleet.port)),
         env=fleet.environment,
@@ -221,10 +222,11 @@ def test_a_second_ctrl_c_does_not_end_the_command_before_its_foreground_fleet(fl
     while "stop: Ctrl-C" not in process.stdout.readline():
         pass
     folder = Path(fleet.state()["shared_memory"])
-    process.send_signal(signal.SIGINT)
+    process.send_signal(ends)
     assert folder.is_dir() and "stopping" in process.stderr.readline()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(ends)
     process.communicate(timeout=30)
+    assert process.returncode == 0
     assert not folder.exists(), "it is removed when all processes have ended"
 
 

@@ -121,6 +121,10 @@ class ComposeFleet:
         except AssertionError:
             pass
 
+    def remove(self, service: str) -> None:
+        """Takes a service's container away, with its supervisor: nobody reports its end."""
+        run(["docker", "rm", "-f", self.containers(service)[0]])
+
     def disconnect(self, service: str) -> None:
         """Takes a service's container off the network."""
         run(["docker", "network", "disconnect", f"{self.project}_fleet", self.containers(service)[0]])

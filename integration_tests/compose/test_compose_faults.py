@@ -100,6 +100,26 @@ def _at_work(fleet):
     return len({lease.instance for lease in fleet.client.leases().leases if lease.stage == "generate"})
 
 
+@pytest.mark.nightly  # quick: the seeded simulation removes containers
+@pytest.mark.timeout(600, func_only=True)
+def test_the_core_of_a_removed_container_is_free_again(fleet, spec_of):
+    fleet.ready()
+    apart = spec_of(
+        steps=ENDLESS, scheduling__quantum_s=3600, placement={"mode": "disaggregated"}
+    )  # the rollout holds its core at all times
+    run = fleet.reach(fleet.submit(apart), 2)
+    fleet.remove("rollout")
+    wait_for(lambda: doubted(fleet), "the core to be in quarantine", 60)
+    fleet.up()
+    goes_on(fleet, run)
+    assert not doubted(fleet)
+
+
+def doubted(fleet):
+    """Devices in quarantine."""
+    return [device.name for device in fleet.client.leases().devices if device.state == "QUARANTINED"]
+
+
 @pytest.mark.nightly  # quick: the seeded simulation cuts instances off
 @pytest.mark.parametrize("seconds", [CUT_OFF_S, LONGER_THAN_A_LEASE_S])
 def test_a_trainer_that_is_cut_off(fleet, running, seconds):

@@ -33,6 +33,7 @@ def services(tmp_path_factory):
     """All four, with a token and reflection, started together."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "token").write_text(TOKEN)
+    (folder / "token").chmod(0o600)
     flags = ("--token-file", str(folder / "token"), "--reflection")
     made = {kind: Service(kind, folder / kind, *flags) for kind in KINDS}
     try:

@@ -110,6 +110,11 @@ def test_measuring_is_a_profile_that_publishes_grafana_alone_on_the_loopback(ren
         )
         for volume in service["volumes"]:
             assert volume["type"] != "bind" or (ROOT / volume["source"]).exists(), volume["source"]
+    held = {volume["target"] for volume in measured["prometheus"]["volumes"] if volume["type"] == "volume"}
+    assert "/store" in held and "--storage.tsdb.path=/store" in measured["prometheus"]["command"]
+    assert not held & {"/prometheus", "/etc/prometheus"}, (
+        "a folder of prom/prometheus: its volume would belong to nobody, and user 10001 could not write"
+    )
     assert plain["trainer"]["environment"]["HEADRACE_METRICS_PORT"] == "9100"
     assert plain["trainer"]["environment"]["HEADRACE_OTLP_ENDPOINT"] == "", (
         "no traces unless they are asked for"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 
 import psutil
@@ -41,7 +42,7 @@ def test_two_ranks_on_two_hosts_make_the_answers_of_a_run_and_both_start_again_w
         head.json(
             "up", "--listen", head.address, *engine, *options({"rollout": 1, "trainer": 1, "reward": 1})
         )
-        (b.data_dir / "head-token").write_bytes((head.data_dir / "token").read_bytes())
+        shutil.copy(head.data_dir / "token", b.data_dir / "head-token")
         arguments = ("--name", b.name, "--token-file", str(b.data_dir / "head-token"))
         done = b.headrace("join", head.address, *arguments, *engine, *options({"rollout": 1}), "--json")
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{b.logs()}"

@@ -70,6 +70,12 @@ def test_an_address_with_credentials_or_none_at_all_is_no_valid_spec(url):
     assert told.value.error_count() == 1
 
 
+def test_copies_of_checkpoints_that_are_not_made_are_refused():
+    with pytest.raises(ValidationError, match=r"store\.keep names checkpoints, and there are none"):
+        spec(store={"url": "s3://bucket/runs"}, checkpoint={"enabled": False})
+    spec(store={"url": "s3://bucket/runs", "keep": ["export"]}, checkpoint={"enabled": False})
+
+
 async def test_data_are_fetched_and_opened(proxy, bucket, tiny_model):
     rows = [json.dumps({"question": f"q{n}", "answer": str(n)}) for n in range(20)]
     Store(f"{bucket}/data").write("train.jsonl", "\n".join(rows).encode())

@@ -110,6 +110,7 @@ class Coordinator(Service):
         token_file = directory / "http-token"
         directory.mkdir(parents=True, exist_ok=True)
         token_file.write_text("token-of-the-tests")
+        token_file.chmod(0o600)
         self.headers = {"Authorization": f"Bearer {token_file.read_text()}"}
         flags = ("--http", self.http, "--redis", store_url, "--http-token-file", str(token_file))
         super().__init__("coordinator", directory, *flags)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from headrace_modelkit.experts import compute_experts, take_routers
 from headrace_modelkit.loading import load_model, save_model
 from headrace_modelkit.presets.tiny import character_tokenizer, main, tiny_model, tiny_moe
 from headrace_modelkit.weights import (
@@ -90,3 +91,48 @@ def test_the_command_makes_a_mixture_of_experts(tmp_path, capsys):
     main([str(tmp_path / "moe"), "--experts"])
     model = load_model(ModelSection(path=str(tmp_path / "moe"), dtype="float32"))
     assert model.config.num_experts == 8 and model.config.num_experts_per_tok == 2
+
+
+def each_alone(experts, hidden_ND, index_NK, weights_NK):
+    """Each token's experts one after another, weighted behind their products, as transformers' own loop has them."""
+    found = []
+    for hidden_D, index_K, weights_K in zip(hidden_ND, index_NK.tolist(), weights_NK, strict=True):
+        parts = []
+        for expert, weight in zip(index_K, weights_K, strict=True):
+            gate_I, up_I = (experts.gate_up_proj[expert] @ hidden_D).chunk(2)
+            parts.append(weight * (experts.down_proj[expert] @ (experts.act_fn(gate_I) * up_I)))
+        found.append(torch.stack(parts).sum(0))
+    return torch.stack(found)
+
+
+def test_experts_and_their_gradients_are_those_of_each_token_alone():
+    torch.manual_seed(0)
+    experts = tiny_moe(1).model.layers[0].mlp.experts
+    hidden_ND = torch.randn(13, experts.gate_up_proj.shape[-1], requires_grad=True)
+    weights_NK = torch.rand(13, 2, requires_grad=True)
+    index_NK = torch.stack([torch.randperm(8)[:2] for _ in range(13)])
+    index_NK[:, 0][index_NK[:, 0] == 5] = 6  # an expert that nearly nobody wants
+    learned = [hidden_ND, weights_NK, experts.gate_up_proj, experts.down_proj]
+    computed = []
+    for function in (compute_experts, each_alone):
+        found_ND = function(experts, hidden_ND, index_NK, weights_NK)
+        computed.append([found_ND, *torch.autograd.grad(found_ND.square().sum(), learned)])
+    for own, wanted in zip(*computed, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_forward_that_is_made_again_is_recorded_once():
+    model = tiny_moe(1)
+    routing = take_routers(model)
+    assert routing is not None and not routing.acts
+    routing.recorded = []
+    assert routing.acts
+    tokens = torch.arange(6)[None]
+    model(tokens, use_cache=False)
+    before = routing.noted()
+    first = [each.clone() for each in routing.recorded]
+    model(tokens, use_cache=False)
+    routing.forget(before)
+    assert len(routing.recorded) == len(first) == model.config.num_hidden_layers
+    routing.recorded = None
+    assert not routing.acts

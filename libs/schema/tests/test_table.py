@@ -42,7 +42,8 @@ algorithm:
   {max_staleness: 1, truncated: mask, options: {routing_replay: true, drop_equal: true, critic_path: x}}
 trainer:
   {backend: megatron, helpers: 1, reference: {path: org/other}, shared_prefix: true, lora: {},
-   warmup: {steps: 2, demonstrations: d}, backend_options: {compile: true, expert_parallel: 2, context_parallel: 2}}
+   warmup: {steps: 2, demonstrations: d}, backend_options: {compile: true, expert_parallel: 2, context_parallel: 2,
+   virtual_stages: 2}}
 rollout:
   {engine: vllm, helpers: 1, chunk_tokens: 4, install: drain, instances: 2, max_concurrency: 3, enable_lora: true,
    engine_options: {hosts: 2, speculative: {method: ngram}, engine_args: {enable_expert_parallel: true}}}
@@ -129,6 +130,7 @@ UNDO: dict[str, dict[str, Any]] = {
     "no `data.heldout` with no `evaluation.data`": {"data.heldout": 4},
     "`evaluation.greedy: true`": {"evaluation.greedy": False},
     f"`{BACKEND}.tensor_parallel: 1`": {f"{BACKEND}.tensor_parallel": 2},
+    f"`{BACKEND}.pipeline_parallel: 1`": {f"{BACKEND}.pipeline_parallel": 2},
 }
 """What a spec is without a feature by, where leaving out what asks for it is not enough."""
 

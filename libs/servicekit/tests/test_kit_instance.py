@@ -319,6 +319,7 @@ def test_config_comes_from_flags_then_environment_then_defaults(monkeypatch, tmp
     monkeypatch.setenv("HEADRACE_HOST", "box")
     monkeypatch.setenv("HEADRACE_DEVICES", "cpu:0, cpu:1")
     (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").chmod(0o600)
     config = parse_instance_config("rollout", ["--host", "h2", "--token-file", str(tmp_path / "token")])
     assert (config.name, config.host) == ("from-environment", "h2")
     assert config.devices == (f"{boot_id()}/cpu:0", f"{boot_id()}/cpu:1") and config.read_token() == "secret"
@@ -347,8 +348,40 @@ def test_a_wrong_setting_exits_with_2_and_names_the_flag(arguments, words, capsy
     assert caught.value.code == 2 and words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("mode", "ours", "wide"),
+    [
+        (0o600, True, False),
+        (0o400, True, False),
+        (0o640, True, True),
+        (0o604, True, True),
+        (0o602, True, True),
+        (0o440, False, False),
+        (0o444, False, True),
+    ],
+)
+def test_a_token_file_that_is_open_to_others_is_refused_with_the_fix(tmp_path, monkeypatch, mode, ours, wide):
+    """A group may read what is another user's: a volume of Kubernetes gives it to the pod's."""
+    path = tmp_path / "token"
+    path.write_text("secret")
+    path.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid if ours else 4242)
+    if ours and path.stat().st_uid == 0:
+        monkeypatch.setattr(os, "geteuid", lambda: 7)
+        monkeypatch.setattr(
+            type(path), "stat", lambda self: os.stat_result((0o100000 | mode, 0, 0, 1, 7, *[0] * 5))
+        )
+    config = InstanceConfig(kind="reward", token_file=path)
+    if not wide:
+        assert config.read_token() == "secret"
+        return
+    with pytest.raises(ServiceError, match=f"mode {mode:04o}.*: chmod 600 {path}$"):
+        config.read_token()
+
+
 def test_a_missing_or_empty_token_file_is_named(tmp_path):
     for path in (tmp_path / "none", tmp_path / "empty"):
         (tmp_path / "empty").write_text(" \n")
+        (tmp_path / "empty").chmod(0o600)
         with pytest.raises(ServiceError, match=str(path)):
             InstanceConfig(kind="reward", token_file=path).read_token()

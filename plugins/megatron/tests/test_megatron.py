@@ -33,6 +33,7 @@ pytestmark = [
     ),
 ]
 TENSOR, PIPELINE, EXPERTS = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"expert_parallel": 2}
+VIRTUAL = {**PIPELINE, "virtual_stages": 2}
 CASES = {
     "alone": (1, "qwen3", {}),
     "tensor": (2, "qwen3", TENSOR),
@@ -43,6 +44,10 @@ CASES = {
     "tensor-tied": (2, "llama", TENSOR),
     "pipeline-tied": (2, "llama", PIPELINE),
     "tensor-biased": (2, "qwen2", TENSOR),
+    "pipeline-one-part": (2, "llama", {**PIPELINE, "pipeline_micro_batches": 1}),
+    "virtual": (2, "deep", VIRTUAL),
+    "virtual-uneven": (2, "deep", {**VIRTUAL, "pipeline_micro_batches": 3}),
+    "stages": (4, "deep", {"pipeline_parallel": 4}),
     "tensor-pipeline": (4, "llama", {**TENSOR, **PIPELINE}),
     "tensor-data": (4, "qwen3", TENSOR),
     "experts": (2, "qwen3_moe", EXPERTS),
@@ -54,16 +59,21 @@ CASES = {
     "experts-tensor": (4, "mixtral", {**EXPERTS, **TENSOR}),
     "experts-sequence": (4, "qwen3_moe", {**EXPERTS, **TENSOR, "sequence_parallel": True}),
     "experts-pipeline": (4, "qwen3_moe", {**EXPERTS, **PIPELINE}),
+    "virtual-tensor-sequence": (4, "deep", {**VIRTUAL, **TENSOR, "sequence_parallel": True}),
+    "virtual-context": (4, "deep", {**VIRTUAL, "context_parallel": 2}),
+    "virtual-data": (4, "deep", VIRTUAL),
 }
 """Name → ranks, model, options."""
-NIGHTLY = [name for name in CASES if name.startswith(("experts", "routed-"))]
+NIGHTLY = [
+    name for name in CASES if name.startswith(("experts", "routed-", "virtual-", "stages", "pipeline-one"))
+]
 ROUTED = [name for name in CASES if name.startswith("routed")]
 """The cases that replay routes beside a load-balance loss."""
 ALONE = {name: model + ("-routed" if name in ROUTED else "") for name, (_, model, _) in CASES.items()}
 """What a case is compared with: the fsdp backend on one rank."""
-RECOMPUTED = ("sequence", "experts-pipeline")
+RECOMPUTED = ("sequence", "experts-pipeline", "virtual-data")
 """The cases that recompute layers in the backward pass."""
-MODELS = ("qwen3", "llama", "qwen2", "qwen3_moe", "mixtral")
+MODELS = ("qwen3", "llama", "deep", "qwen2", "qwen3_moe", "mixtral")
 GRADIENT_L2, WEIGHTS_L2 = 1e-5, 1e-5
 """Relative. After commits Adam has divided noise by noise in some weights, which then differ by up to the rate."""
 
@@ -98,7 +108,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
     torch.manual_seed(3)
     llama = LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=scaled))
     qwen2 = Qwen2ForCausalLM(Qwen2Config(**shape))
-    for name, model in (("llama", llama), ("qwen2", qwen2)):
+    deep = LlamaForCausalLM(LlamaConfig(**shape | {"num_hidden_layers": 4}))
+    for name, model in (("llama", llama), ("qwen2", qwen2), ("deep", deep)):
         for parameter in model.parameters():  # biases and norms too: those of a new model are 0 and 1
             parameter.data += 0.02 * torch.randn_like(parameter)
         save_model(model, character_tokenizer(), folder / name)
@@ -209,6 +220,22 @@ def test_a_checkpoint_of_another_layout_is_taken_up_to_the_last_bit(name, walked
     assert found.resumed
     assert relative_l2(part(found.tensors, "third"), fsdp.third) < WEIGHTS_L2
     assert found.norms[-1] == pytest.approx(fsdp.norms[2], rel=1e-4)
+
+
+KEPT = {
+    "alone": [1],
+    "pipeline": [2, 1],
+    "pipeline-one-part": [1, 1],
+    "virtual": [5, 3],
+    "tensor-pipeline": [2, 2, 1, 1],
+    "stages": [4, 3, 2, 1],
+}
+"""Of eight rows by rank: as many parts as there are stages from this one on, or chunks, and never all of them."""
+
+
+@pytest.mark.parametrize("name", marked(KEPT, KEPT.keys() - NIGHTLY))
+def test_a_stage_keeps_the_activations_of_as_many_parts_as_stages_follow(name, walked):
+    assert walked[name].kept == KEPT[name]
 
 
 def test_the_fsdp_backend_takes_a_checkpoint_of_megatron(run_cases, walked, models, expected, relative_l2):

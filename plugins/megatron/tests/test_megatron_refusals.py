@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from headrace_megatron.checks import plan_memory
 from headrace_megatron.layout import Layout
 from headrace_megatron.plugin import MegatronOptions
 from headrace_modelkit.loading import save_model
@@ -93,10 +94,17 @@ def test_ranks_of_one_model_are_one_replica(ranks, sizes, replicas):
             4,
             {"tensor_parallel": 4},
             f"{OPTIONS}.tensor_parallel",
-            "2 key and value heads (model.path) cannot be divided over 4 ranks; the nearest lower value that divides "
+            "2 key and value heads (model.path) cannot be divided into 4; the nearest lower value that divides "
             "them is 2",
         ),
         (3, {"pipeline_parallel": 3}, f"{OPTIONS}.pipeline_parallel", "2 layers"),
+        (
+            2,
+            {"pipeline_parallel": 2, "virtual_stages": 2},
+            f"{OPTIONS}.virtual_stages",
+            "1 layers of a stage (model.path) cannot be divided into 2; the nearest lower value that divides them "
+            "is 1",
+        ),
         (1, {"tensor": 2}, f"{OPTIONS}.tensor", "tensor_parallel"),
     ],
 )
@@ -137,6 +145,38 @@ def test_a_group_whose_ranks_do_not_divide_is_refused_as_it_is_built(make_config
     choose_backend(config.trainer).check(config, algorithm)
     with pytest.raises(Refusal, match="1 ranks are no multiple of the 2"):
         build_backend(config, algorithm, trainer_group)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts_kept"),
+    [
+        ({}, 1.0),
+        ({"pipeline_micro_batches": 4}, 1 / 4),
+        ({"pipeline_parallel": 2}, 2 / 8 / 2),  # two of eight parts, of half of the layers
+        ({"pipeline_parallel": 2, "pipeline_micro_batches": 1}, 1 / 2),
+        (
+            {"pipeline_parallel": 2, "virtual_stages": 2},
+            5 / 8 / 4,
+        ),  # 1F1B round the stages: five of them, of a quarter
+        ({"tensor_parallel": 2, "context_parallel": 2}, 1 / 4),
+    ],
+)
+def test_the_plan_counts_the_activations_of_the_parts_that_the_first_stage_keeps(
+    make_config, tmp_path, options, parts_kept
+):
+    save_model(
+        LlamaForCausalLM(LlamaConfig(**LLAMA | {"num_hidden_layers": 8})), character_tokenizer(), tmp_path
+    )
+    model = {"path": str(tmp_path), "dtype": "float32"}
+    plans = []
+    for own, again in (({}, False), (options, False), (options, True)):
+        trainer = {"backend": "megatron", "ranks": 8, "backend_options": own, "gradient_checkpointing": again}
+        config = TrainerConfig.model_validate(make_config(model=model, trainer=trainer))
+        algorithm, known = build_algorithm(config.algorithm), MegatronOptions(**own)
+        plan = plan_memory(config, algorithm, known, Layout.of(known, 8), on_gpu=False)
+        plans.append(plan.host["activations"])
+    assert plans[1] == pytest.approx(plans[0] * parts_kept, rel=0.02)
+    assert 0 < plans[2] < plans[1] or not options
 
 
 @needs_megatron

@@ -108,6 +108,18 @@ def test_without_the_gpus_memory_a_forward_has_16_gib_for_its_activations(
 
 
 @pytest.mark.parametrize(
+    ("options", "tokens"),
+    [({}, 2048), ({"tensor_parallel": 2}, 4096), ({"tensor_parallel": 2, "pipeline_parallel": 2}, 16_384)],
+)
+def test_ranks_and_stages_of_megatron_keep_a_share_of_a_micro_batchs_activations(model_of, options, tokens):
+    able = {**CARDS.capabilities["trainer"], "backends": frozenset({"fsdp", "megatron"})}
+    fleet = replace(CARDS, capabilities={**CARDS.capabilities, "trainer": able})
+    trainer = {"backend": "megatron", "ranks": 8, "backend_options": options}
+    spec, _ = decided(fleet, model=model_of(QWEN_7B), trainer=trainer, algorithm={"prompts_per_step": 8})
+    assert spec.trainer.micro_batch_tokens == tokens
+
+
+@pytest.mark.parametrize(
     ("longest", "ranks", "tokens", "layout"),
     [
         (1024, 8, 4096, "shard: gradients"),

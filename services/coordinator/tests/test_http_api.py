@@ -1,6 +1,7 @@
 """The HTTP API: what each route answers, and how it refuses."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import httpx
 import pytest
 import yaml
 from headrace_coordinator.api.http.openapi import description
+from headrace_coordinator.domain import events as ev
 from history_parts import train
 from http_parts import problems
 
@@ -182,6 +184,28 @@ async def test_leases_come_with_devices_and_a_service_is_scaled(api):
     assert (unable.status_code, unable.headers["retry-after"]) == (503, "1")
 
 
+async def test_a_summary_that_cannot_be_read_is_no_reason_to_ask_again(api, served, run_id):
+    await train(served.event_log, 1, run=run_id)
+    await served.event_log.commit(
+        ev.RunStateChanged(at=1.0, run=run_id, state="CANCELLED", reason="r"),
+    )
+    await served.coordinator.archive.once()
+    (served.event_log.history.directory(run_id) / "summary.json").write_text("{")
+    answer = await api.get(f"/v1/runs/{run_id}")
+    assert (answer.status_code, answer.json()["reason"]) == (409, "CONFLICT")
+    assert "retry-after" not in answer.headers and "mend the file" in answer.json()["message"]
+
+
+async def test_the_description_says_how_callers_show_their_token(api):
+    found = (await api.get("/openapi.json")).json()
+    scheme = found["components"]["securitySchemes"]["token"]
+    assert (scheme["type"], scheme["scheme"], found["security"]) == ("http", "bearer", [{"token": []}])
+    free = {
+        path for path, each in found["paths"].items() if any(op.get("security") == [] for op in each.values())
+    }
+    assert free == {"/healthz", "/open"}
+
+
 async def test_a_device_is_released_by_a_persons_word(api):
     answer = await api.post("/v1/devices:release", json={"device": "cpu:3"}, headers={"Idempotency-Key": "k"})
     assert (answer.status_code, answer.json()) == (200, {"device": "h/cpu:3"})
@@ -232,6 +256,9 @@ async def test_prometheus_shows_the_fleet_the_runs_and_requests(api, served, run
     assert answer.headers["content-type"].startswith("text/plain")
     for line in (
         'headrace_runs{state="QUEUED"} 1.0',
+        'headrace_runs{state="RECOVERING"} 0.0',
+        'headrace_instances{kind="simulator",state="SILENT"} 0.0',
+        'headrace_leases{state="REVOKING"} 0.0',
         'headrace_instances_wanted{kind="trainer"} 1.0',
         'headrace_instances{kind="rollout",state="READY"} 3.0',
         'headrace_instance_busy_cores{instance="rollout-1",kind="rollout"} 0.5',
@@ -341,6 +368,27 @@ def test_the_api_starts_at_once_and_without_heavy_packages():
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "[]"
+
+
+async def test_what_fills_waits_and_ages_has_figures(api, served, run_id):
+    assert "headrace_queue_wait_seconds 0.0" not in (await api.get("/metrics")).text, "a run waits"
+    run = served.event_log.state.runs[run_id]
+    run.queued_at = served.event_log.now() - 90
+    waits = re.search(r"(?m)^headrace_queue_wait_seconds (\S+)", (await api.get("/metrics")).text)
+    assert 90 <= float(waits[1]) < 100
+    run.spec["checkpoint"]["enabled"] = True
+    run.state, run.admitted_at = "RUNNING", served.event_log.now() - 500
+    text = (await api.get("/metrics")).text
+    assert "headrace_queue_wait_seconds 0.0" in text, "nobody waits: 0, and not absent"
+    age = re.compile(rf'headrace_run_checkpoint_age_seconds{{run="{run_id}"}} (\S+)')
+    assert 500 <= float(age.search(text)[1]) < 510, "there is none: since its admission"
+    saved = ev.CheckpointSaved(
+        at=served.event_log.now() - 30, run=run_id, name="lineage-1/step-1-2", number=2
+    )
+    run.apply(saved)
+    assert 30 <= float(age.search((await api.get("/metrics")).text)[1]) < 40
+    run.spec["checkpoint"]["enabled"] = False
+    assert not age.search((await api.get("/metrics")).text)
 
 
 async def test_healthz_answers_503_with_the_reason(api, served):

@@ -114,9 +114,9 @@ async def test_a_client_that_leaves_frees_its_stream(server, run_id, served):
     closed = asyncio.Event()
     events = served.coordinator.past.events
 
-    async def watched(*arguments):
+    async def watched(*arguments, **options):
         try:
-            async for event in events(*arguments):
+            async for event in events(*arguments, **options):
                 yield event
         finally:
             closed.set()
@@ -134,9 +134,9 @@ async def test_a_reader_that_never_reads_is_cut_off_and_goes_on_from_its_last_id
     taken, closed = [], asyncio.Event()
     events = served.coordinator.past.events
 
-    async def watched(*arguments):
+    async def watched(*arguments, **options):
         try:
-            async for event in events(*arguments):
+            async for event in events(*arguments, **options):
                 taken.append(event.id)
                 yield event
         finally:
@@ -183,6 +183,15 @@ async def test_a_wrong_place_to_go_on_from_is_named(server, run_id, given):
         query = await client.get(f"/v1/runs/{run_id}/events", params={"after": given})
     assert (header.status_code, query.status_code) == (422, 422)
     assert [answer.json()["problems"][0]["key"] for answer in (header, query)] == ["last-event-id", "after"]
+
+
+async def test_a_stream_that_is_not_to_follow_ends_with_what_there_is(server, run_id, served):
+    await served.note(run_id)
+    async with asyncio.timeout(5), listening_to(server, run_id, params={"follow": "false"}) as lines:
+        found = await ids(lines)
+    await served.end(run_id, "CANCELLED")
+    every = await all_ids(server, run_id)
+    assert found and found == every[: len(found)] and len(every) > len(found)
 
 
 async def test_many_streams_of_one_run_see_the_same(server, run_id, served):

@@ -6,11 +6,13 @@ import pytest
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.app import Coordinator
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.leases import KEPT_BYTES, Evidence, proof_of_free
 from headrace_coordinator.domain.state import InstanceState, restore, snapshot
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.sessions import FleetSettings, InstanceUsage, Supervisor
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
+from headrace_servicekit.lease.usage import GPU_OLD_S
 
 GPU, CORE = "GPU-8f2a/gpu:0", "boot-1/cpu:0"
 MIB = 2**20
@@ -60,7 +62,7 @@ class Doubted:
             if beats:
                 usage = InstanceUsage(gpus=((GPU, 0.0, used),) if used is not None else ())
                 self.fleet.heartbeat(beats, [], usage)
-                self.asked = self.fleet.doubted_gpus(beats)
+                self.asked = self.fleet.quarantines.gpus_seen_by(beats)
             self.fleet.sweep_once()
 
     @property
@@ -100,17 +102,61 @@ async def test_a_gpu_is_free_once_an_instance_that_sees_it_measures_that_nobody_
     doubted.live(5, "new", used)
     assert doubted.asked == [GPU], "a core has no memory of its own to measure"
     assert GPU in doubted.quarantined, "its holder's time is not over"
-    doubted.live(TTL, "new", used)
+    doubted.live(TTL - 5, "new", used)
+    assert GPU in doubted.quarantined, "what was measured before that says nothing of it"
+    doubted.live(GPU_OLD_S + 2, "new", used)
     assert (GPU not in doubted.quarantined) is free
+
+
+async def test_a_figure_of_an_instance_that_fell_silent_frees_no_gpu(doubted):
+    await doubted.arrive("new", "container-2", "boot-1")
+    doubted.live(5, "new", 3 * MIB)
+    doubted.live(TTL - 6)
+    doubted.live(100, used=None)
+    assert GPU in doubted.quarantined, "the holder may have taken memory since"
 
 
 async def test_a_machine_that_was_started_again_has_no_process_of_before(doubted):
     await doubted.arrive("new", "container-2", "boot-1")
-    doubted.live(2, "new")
-    assert GPU in doubted.quarantined
+    doubted.live(2 * TTL, "new")
     await doubted.arrive("newer", "container-3", "boot-2")
-    doubted.live(1, "newer")
-    assert GPU not in doubted.quarantined
+    doubted.live(TTL - 5, "newer")
+    assert GPU in doubted.quarantined, "one of the holder's boot lives: two kernels see one GPU"
+    doubted.live(TTL, "newer")
+    assert GPU not in doubted.quarantined, "and that one is gone"
+
+
+async def test_a_new_boot_frees_no_gpu_that_its_instances_can_still_measure(doubted):
+    doubted.live(10 * TTL)
+    await doubted.arrive("newer", "sandbox-2", "boot-2")
+    doubted.live(GPU_OLD_S - 2, "newer")
+    assert GPU in doubted.quarantined, "it has had no time to measure"
+    doubted.live(100, "newer", 900 * MIB)
+    assert GPU in doubted.quarantined, "the holder lives in another sandbox"
+
+
+STOPPED = {"holder_stopped": True, "holders_boot": "b"}
+
+
+@pytest.mark.parametrize(
+    ("device", "evidence", "why"),
+    [
+        (CORE, {"holder_stopped": False}, ""),
+        (CORE, STOPPED, "one lease lifetime has passed"),
+        (GPU, {"holder_stopped": False, "used": 0, "holders_boot": "b", "boots": frozenset("c")}, ""),
+        (GPU, STOPPED, ""),
+        (GPU, {**STOPPED, "used": KEPT_BYTES}, "nobody uses it"),
+        (GPU, {**STOPPED, "used": KEPT_BYTES + 1}, ""),
+        (GPU, {**STOPPED, "used": KEPT_BYTES + 1, "boots": frozenset("c")}, ""),
+        (GPU, {**STOPPED, "boots": frozenset("c")}, "started again"),
+        (GPU, {**STOPPED, "boots": frozenset("bc")}, ""),
+        (GPU, {**STOPPED, "boots": frozenset({""})}, ""),
+        (GPU, {**STOPPED, "holders_boot": "", "boots": frozenset("c")}, ""),
+    ],
+)
+def test_what_proves_a_device_free(device, evidence, why):
+    found = proof_of_free(device, Evidence(**evidence))
+    assert why in found and bool(found) == bool(why)
 
 
 async def test_a_scalers_word_frees_what_a_container_held_unless_its_supervisor_is_here(doubted):
@@ -130,8 +176,24 @@ async def test_a_person_releases_a_device_by_name_once(doubted):
     release = doubted.coordinator.instance_changes.release_device
     with pytest.raises(Refused, match=r"no device in quarantine is called 'gpu:9'.* GPU-8f2a/gpu:0"):
         await release("gpu:9", "k0")
-    assert await release("gpu:0", "k1") == await release("gpu:0", "k1") == GPU
+    assert await release("gpu:0", "k1", "rebooted") == await release("gpu:0", "k1", "rebooted") == GPU
     assert doubted.quarantined == {CORE}
     written = [ev.decode(payload) for _, payload in (await doubted.store.load()).events]
     told = [event for event in written if isinstance(event, ev.DeviceFreed)]
     assert [(event.device, event.holder, event.author) for event in told] == [(GPU, "old", "user")]
+    assert told[0].cause == "a person says that it is free: rebooted"
+
+
+async def test_a_persons_word_is_refused_while_the_holder_is_there(doubted):
+    release = doubted.coordinator.instance_changes.release_device
+    listed = Supervisor("container-1", lambda *command: None, incarnations=frozenset({"old"}))
+    doubted.fleet.supervised(listed)
+    with pytest.raises(Refused, match=r"a connected supervisor runs; .*headrace drain old") as refused:
+        await release(GPU, "k1")
+    assert refused.value.reason == "CONFLICT" and GPU in doubted.quarantined
+    del doubted.fleet.supervisors["container-1"]
+    await doubted.arrive("old", "container-1", "boot-1")
+    with pytest.raises(Refused, match="is connected; end it first"):
+        await release(GPU, "k2")
+    doubted.live(TTL + 3)
+    assert await release(GPU, "k3") == GPU, "it fell silent"

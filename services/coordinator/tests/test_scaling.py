@@ -8,6 +8,7 @@ from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.app import Coordinator
 from headrace_coordinator.domain.state import restore, snapshot
 from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.lease_manager import LeaseManager
 from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
@@ -119,10 +120,13 @@ async def test_a_caller_that_goes_away_takes_no_other_caller_along(scaled):
     assert await stays == 3 and len(scaled.commands) == 1
 
 
-async def test_nobody_to_ask_is_unavailable(scaled):
-    with pytest.raises(Refused, match="no connected supervisor") as refused:
-        await scaled.coordinator.instance_changes.scale("trainer", 2, "key")
-    assert refused.value.reason == "UNAVAILABLE"
+async def test_nobody_to_ask_is_unavailable_for_the_time_of_a_start_alone(scaled, monkeypatch):
+    for lenient, reason in ((True, "UNAVAILABLE"), (False, "CONFLICT")):
+        monkeypatch.setattr(LeaseManager, "lenient", property(lambda _, now=lenient: now))
+        with pytest.raises(Refused, match="no connected supervisor") as refused:
+            await scaled.coordinator.instance_changes.scale("trainer", 2, "key")
+        assert refused.value.reason == reason
+    assert "`headrace up`" in refused.value.message
 
 
 async def test_of_several_hosts_one_is_named(scaled):

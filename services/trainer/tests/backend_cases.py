@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,14 @@ WALK_S = 300.0
 ROUTED = {"routing_replay": True, "balance_loss_coef": 0.3}
 
 
-def walk_cases(folder: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> dict[str, SimpleNamespace]:
-    """Walks through cases with so many processes; figures and tensors by case."""
+def walk_cases(
+    folder: Path, ranks: int, cases: dict[str, dict[str, Any]], start: Callable[..., Any] = RankProcess
+) -> dict[str, SimpleNamespace]:
+    """Walks through cases with so many processes, started by `start`; figures and tensors by case."""
     job = folder / f"{'-'.join(cases)[:99]}-{ranks}.job"
     listed = [{"name": name, **case} for name, case in cases.items()]
     job.write_text(json.dumps({"ranks": ranks, "folder": str(folder), "cases": listed}))
-    children = [RankProcess("backend_ranks.py", str(job), str(rank)) for rank in range(ranks)]
+    children = [start("backend_ranks.py", str(job), str(rank)) for rank in range(ranks)]
     try:
         assert [child.wait(WALK_S) for child in children] == [0] * ranks
     finally:

@@ -132,6 +132,11 @@ class Walk:
             self.backend.count_experts(moved)
             self.backend.balance_experts(DENOMINATOR)
         assert self.backend.micro(moved)
+        if (pipeline := getattr(self.backend, "_pipeline", None)) is not None:
+            parts = self.trainer_group.gather(str(pipeline.most_kept).encode())
+            self.figures["kept"] = [int(part) for part in parts]
+            norms = {type(each).__name__ for module in pipeline._model.modules for each in module.modules()}
+            self.figures["engine"] = [name for name in ("Norm", "RMSNorm") if name in norms]
 
     def commit(self) -> None:
         self.learn()

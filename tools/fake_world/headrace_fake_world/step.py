@@ -33,12 +33,13 @@ from headrace_trainer.learning.samples import LentPictures, Rows, Sample
 from headrace_trainer.memory import MemoryPlan, check_host, check_rooms
 from headrace_trainer.workloads import run_kind
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from headrace_fake_world.device import NAME
 from headrace_fake_world.models import MODELS, write_model
 from headrace_fake_world.robots import ROBOTS, write_robot
 from headrace_fake_world.tracker import Phase, Tracker, Watch
-from headrace_fake_world.world import fake_world, rooms_of
+from headrace_fake_world.world import FakeTrainerGroup, fake_world, rooms_of
 
 FEW, MORE = 3, 4
 """Layers of the two small models that stand for a large one: with fewer, what is gathered and reduced while a layer
@@ -173,6 +174,32 @@ def measure(
     return Measured(phases, kept, more.layout, time.monotonic() - started)
 
 
+COUNTED = 1, 2
+"""Layers of the two small models whose operations are counted: each layer of one kind has the same."""
+
+
+def counted(
+    case: Case, watch: Callable[[], Watch], *, whole: bool = False, compiled: bool = False
+) -> Measured:
+    """As `measure`, of micro-batches and commits alone: what they compute and move, and no bytes that they keep.
+
+    What is compiled is not computed again in parts: a recomputed layer's last products are, too, which nothing needs.
+    """
+    started = time.monotonic()
+    layers = 0 if case.acts else case.layers or MODELS[case.model]["num_hidden_layers"]
+    with tempfile.TemporaryDirectory() as directory, set_checkpoint_early_stop(not compiled):
+
+        def go(layers: int | None) -> Measured:
+            return _go(case, case.write(Path(directory), layers), None, started, watch, alone=True)
+
+        if whole or layers <= COUNTED[-1]:
+            return go(case.layers)
+        few, more = map(go, COUNTED)
+    times = (layers - COUNTED[0]) / (COUNTED[1] - COUNTED[0])
+    phases = {name: _stretched(few.phases[name], more.phases[name], times) for name in more.phases}
+    return Measured(phases, {}, more.layout, time.monotonic() - started)
+
+
 def published(case: Case) -> tuple[Layout, Phase]:
     """What the leader of the case moves to publish a version, in the layout that the trainer chooses."""
     layout, plan = planned(case)
@@ -239,7 +266,10 @@ def _go(
     device: torch.device | None,
     started: float,
     watch: Callable[[], Watch] | None = None,
+    *,
+    alone: bool = False,
 ) -> Measured:
+    """With `alone` its micro-batches and commits alone."""
     with fake_world(case.ranks, device) as (group, tracker), _nothing_reserved():
         tracker.watch = watch() if watch is not None else None
         config = case.config(directory)
@@ -256,39 +286,46 @@ def _go(
         with tracker.phase("first commit"):  # which moments come with
             backend.commit(10.0, 1e-6)
         _label(tracker, backend)
-        with tracker.phase("checkpoint"):
-            group.leads = True  # the leader also copies what every rank has whole
-            copy = copy_state(
-                backend.weight_parts(),
-                backend.moment_parts(),
-                backend.optimizer_steps,
-                in_place=backend.saves_in_place,
-                leads=True,
-            )
-        with tracker.phase("publish"):  # a copy may not be written yet when the next version is published
-            _exhaust(backend.weights())
-            group.leads = False
-        with tracker.phase("publish beside the leader"):
-            _exhaust(backend.weights())
-        with tracker.phase("infer"):
-            work.infer()
-        _label(tracker, backend)
+        copy = None if alone else _beside(backend, group, tracker, work)
         for name in ("first micro-batch", "micro-batch"):
             with tracker.phase(name):
                 work.micro()
             _label(tracker, backend)
-        with tracker.phase("suspend"):
-            backend.suspend()
-        with tracker.phase("asleep"):
-            del copy
-        with tracker.phase("wake"):
-            backend.wake()
-        _label(tracker, backend)
+        if not alone:
+            with tracker.phase("suspend"):
+                backend.suspend()
+            with tracker.phase("asleep"):
+                del copy
+            with tracker.phase("wake"):
+                backend.wake()
+            _label(tracker, backend)
         with tracker.phase("commit"):
             backend.commit(10.0, 1e-6)
         _label(tracker, backend)
         kept = {name: tracker.alive(name) for name in (group.device.type, "cpu")}
         return Measured(dict(tracker.phases), kept, backend.layout, time.monotonic() - started)
+
+
+def _beside(backend: Any, group: FakeTrainerGroup, tracker: Tracker, work: _Answers | _Episodes) -> object:
+    """What a step does before its micro-batches; the copy that a checkpoint is written from."""
+    with tracker.phase("checkpoint"):
+        group.leads = True  # the leader also copies what every rank has whole
+        copy = copy_state(
+            backend.weight_parts(),
+            backend.moment_parts(),
+            backend.optimizer_steps,
+            in_place=backend.saves_in_place,
+            leads=True,
+        )
+    with tracker.phase("publish"):  # a copy may not be written yet when the next version is published
+        _exhaust(backend.weights())
+        group.leads = False
+    with tracker.phase("publish beside the leader"):
+        _exhaust(backend.weights())
+    with tracker.phase("infer"):
+        work.infer()
+    _label(tracker, backend)
+    return copy
 
 
 class _Answers:

@@ -62,25 +62,44 @@ _FLASH = {"_flash_attention_forward": 1.0, "_flash_attention_backward": 2.5}
 _FLASH |= {"_scaled_dot_product_flash_attention": 1.0, "_scaled_dot_product_flash_attention_backward": 2.5}
 _MOVES = frozenset(
     (
-        *("index", "index_select", "index_put", "index_put_", "gather", "scatter", "scatter_add"),
-        *("scatter_add_", "sort", "topk", "cumsum"),
+        *("index_put", "index_put_", "scatter", "scatter_", "scatter_add", "scatter_add_"),
+        *("sort", "topk", "cumsum"),
+        *("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat"),  # fully_shard's own
     )
 )
 """Kernels of their own also where layers are compiled."""
+_GATHERS = frozenset(("index", "index_select", "gather", "embedding"))
+"""Read as many elements of their first tensor as they give, each from its place: the tensor must be written."""
+
+
+_FILLS = frozenset(("fill_", "zero_"))
+
+
+@dataclass(frozen=True)
+class _Unwritten:
+    """What a fused operation has made."""
+
+    backward: bool
+    """Whether a backward made it."""
+    origins: dict[Any, int]
+    """Storages, with the bytes of them, of which it can be made again element by element; none of sums and gathers."""
 
 
 @dataclass
 class Work:
     """What is told to `Tracker.watch`. With `fuses`, operations element by element and along rows are computed with
-    their neighbours, as torch.compile does within a layer: what none but they read is never written. What has the
-    `vocabulary` as a dimension is outside of layers, and not fused.
+    their neighbours, as torch.compile does within a layer: what none but they read is never written,
+    a kernel reads a tensor once, and a backward makes again what it can of what is written. What has the `vocabulary`
+    as a dimension is outside of layers, and not fused.
     """
 
     roof: Roof = field(default_factory=Roof)
     fuses: bool = False
     vocabulary: int = 0
     _pending: Any = field(default_factory=WeakIdKeyDictionary)
-    """Storages that are not written yet: whether the forward made them."""
+    """Storages that are not written yet: `_Unwritten`."""
+    _seen: Any = field(default_factory=WeakIdKeyDictionary)
+    """Storages that the operations since the last kernel of its own have read: fused ones read them once."""
 
     def __call__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
@@ -97,9 +116,13 @@ class Work:
         if name in VIEWS or not device:
             return
         backward = torch._C._current_graph_task_id() != -1
+        # A forward that is computed again is a graph of its own, whose results a backward reads.
+        graph = backward and not torch.is_grad_enabled()
         flops, reaches = self._products(name, func, args, kwargs, found)
         own = self.fuses and not flops and name not in _MOVES and not self._outside(made, read)
-        size, launches = self._bytes(read, made, fused=own, backward=backward)
+        if name == "all_gather_copy_in":  # which gives the place for the others' shards, too
+            read, made = list(args[0]), list(args[0])
+        size, launches = self._bytes(name, read, made, fused=own, backward=graph)
         seconds = max(flops / reaches if flops else 0.0, size / self.roof.memory)
         yield "flops" if not backward else "flops in backward", flops
         yield "bytes", size
@@ -142,25 +165,42 @@ class Work:
         return round(4 * heads * width * pairs * _FLASH[name]), self.roof.peak * reaches
 
     def _bytes(
-        self, read: list[Tensor], made: list[Tensor], *, fused: bool, backward: bool
+        self, name: str, read: list[Tensor], made: list[Tensor], *, fused: bool, backward: bool
     ) -> tuple[int, int]:
         """Bytes that are read and written, and kernels that write what was left to be."""
         size = kernels = 0
-        changed = {each.untyped_storage()._cdata for each in read}
-        for each in {leaf.untyped_storage()._cdata: leaf for leaf in read}.values():
-            storage = each.untyped_storage()
+        if not fused:
+            self._seen.clear()
+        known = {each.untyped_storage()._cdata: each for each in read}
+        origins: dict[Any, int] = {}
+        for place, each in enumerate(known.values()):
+            storage, own = each.untyped_storage(), _read(each)
+            gathered = name in _GATHERS and not place
             waits = self._pending.get(storage)
-            if waits is None:
-                size += _read(each)
-            elif (
-                not fused or waits != backward
-            ):  # somebody else reads it, or the backward does: it is written
-                size += 2 * _read(each)
+            if waits is not None and (not fused or gathered or waits.backward != backward):
+                # Somebody else reads it: it is written. A backward may make it again of what it was made of.
+                again = sum(count for origin, count in waits.origins.items() if origin not in self._seen)
+                if fused and not gathered and waits.origins and again < 2 * own:
+                    size += again
+                    self._seen.update(dict.fromkeys(waits.origins, True))
+                    continue
+                size += own
                 kernels += 1
                 del self._pending[storage]
+                waits = None
+            if waits is not None:
+                origins |= waits.origins or {storage: own}
+                continue
+            origins[storage] = own
+            if gathered or storage not in self._seen:
+                size += made[0].nbytes if gathered else own
+                self._seen[storage] = True
+        widest = max((each.numel() for each in read), default=0)
         for each in made:
-            if fused and each.untyped_storage()._cdata not in changed:
-                self._pending[each.untyped_storage()] = backward
+            storage = each.untyped_storage()
+            if fused and (storage._cdata not in known or name in _FILLS or storage in self._pending):
+                again = {} if name in _GATHERS or each.numel() < widest else origins
+                self._pending[storage] = _Unwritten(backward, again)
             else:
                 size += _read(each)
         return size, kernels

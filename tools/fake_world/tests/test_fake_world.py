@@ -17,7 +17,9 @@ from headrace_fake_world.models import MODELS
 from headrace_fake_world.step import Case, measure, planned
 from headrace_fake_world.world import fake_world
 from headrace_trainer.backends.fsdp.layouts.layout import Layout
-from headrace_trainer.memory import LEADERS
+from headrace_trainer.backends.fsdp.layouts.planned import ATTENTION, MARGIN, with_attention
+from headrace_trainer.backends.fsdp.layouts.sizes import Sizes, Unit
+from headrace_trainer.memory import LEADERS, MemoryPlan, Room, Rooms
 
 pytestmark = pytest.mark.timeout(600)
 LAYERS = 2
@@ -103,16 +105,38 @@ def test_experts_that_are_divided_get_their_tokens_by_an_exchange():
     case = replace(EXPERTS, trainer={"backend_options": {"expert_parallel": 8}}, layout=DIVIDED)
     found = measure(case)
     micro, shape = found.phases["micro-batch"], MODELS[EXPERTS.model]
-    # How many rows go where, the rows, and back; recomputation makes both again, and a backward sends the rows twice.
-    assert micro.calls["all_to_all"] == LAYERS * (2 * 3 + 2)
+    # How many rows go where, the rows with their weights, and back; recomputation makes all again, and a backward sends
+    # what has a gradient.
+    assert micro.calls["all_to_all"] == LAYERS * (2 * 4 + 3)
     rows = EXPERTS.tokens * shape["num_experts_per_tok"]
-    exchanged = LAYERS * 6 * rows * 2 * shape["hidden_size"]
-    assert micro.moved["all_to_all"] == pytest.approx(exchanged, rel=0.01), "bf16, six times"
+    exchanged = LAYERS * 6 * 1.5 * rows * 2 * shape["hidden_size"]
+    assert micro.moved["all_to_all"] == pytest.approx(exchanged, rel=0.01), (
+        "bf16, six times, and room for half more"
+    )
     # Head and embedding, queries and outputs, keys and values, routers.
     per_layer = 2 * 4096 + 2 * 512 + shape["num_experts"]
     outside = shape["hidden_size"] * (2 * shape["vocab_size"] + LAYERS * per_layer)
     assert micro.moved["all_gather"] == pytest.approx(2 * 2 * outside, rel=0.01), "experts' weights stay here"
     assert plan_error(case) < 0.1
+
+
+def test_what_attention_gave_is_kept_where_there_is_room_for_it():
+    again = replace(SMALL, trainer={"gradient_checkpointing": True})
+    layout, plan = planned(again)
+    shape = MODELS[SMALL.model]
+    heads, width = shape["num_attention_heads"], shape["hidden_size"] // shape["num_attention_heads"]
+    kept = LAYERS * SMALL.tokens * heads * (2 * width + 4)
+    assert layout.keeps_attention and plan.device[ATTENTION] == kept
+    found = measure(replace(again, layout=layout))
+    assert abs(sum(plan.device.values()) / found.peak() - 1) < 0.1
+    without = measure(replace(again, layout=replace(layout, keeps_attention=False)))
+    assert found.peak() - without.peak() == pytest.approx(kept, rel=0.1)
+    sizes = Sizes((Unit(1, 0, 0, 0, attended=kept),), 0, 0, 0, 0, 0, 0)
+    tight = MemoryPlan({}, {"masters": 1000})
+    for more, expected in ((-1, False), (1, True)):
+        free = int(MARGIN * (1000 + kept)) + more
+        rooms = Rooms(Room("host", 1, 1), Room("GPU", free, free))
+        assert with_attention(layout, tight, sizes, rooms)[0].keeps_attention is expected
 
 
 @pytest.mark.nightly

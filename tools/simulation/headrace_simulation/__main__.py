@@ -23,6 +23,11 @@ def main() -> None:
     parser.add_argument("--calm", action="store_true", help="without faults")
     parser.add_argument("--stale", action="store_true", help="every run that may has max_staleness 0 to 4")
     parser.add_argument("--leaders-die", action="store_true", help="leaders are killed as their ranks meet")
+    parser.add_argument(
+        "--containers",
+        action="store_true",
+        help="each process is in a container, and some of these are removed",
+    )
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.CRITICAL)
@@ -32,7 +37,11 @@ def main() -> None:
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         try:
             outcome = run_world(
-                seed, faults=not arguments.calm, stale=arguments.stale, leaders_die=arguments.leaders_die
+                seed,
+                faults=not arguments.calm,
+                stale=arguments.stale,
+                leaders_die=arguments.leaders_die,
+                containers=arguments.containers,
             )
         except BaseException:  # any end, Ctrl-C too, is told with the seed that repeats it
             print(f"seed {seed} failed", flush=True)

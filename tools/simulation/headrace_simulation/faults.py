@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from headrace_simulation.fleet.instances import Instance
 from headrace_simulation.fleet.processes import SETTINGS
 from headrace_simulation.fleet.rollout import Rollout
 from headrace_simulation.judging.judge import Violation
@@ -38,6 +39,25 @@ class Faults:
             fault = self._rng.choice(KINDS)
             self.counts[fault] += 1
             await getattr(self, f"_{fault}")()
+
+    async def remove_containers(self, rng: random.Random) -> None:
+        """Removes containers in mid-run; another one on the same machine comes in place of each."""
+        for _ in range(rng.randint(1, 4)):
+            await asyncio.sleep(rng.expovariate(1 / 10.0))
+            while not (at_work := [each for each in self._world.living() if each.held]):  # noqa: ASYNC110 - virtual
+                await asyncio.sleep(rng.uniform(0.1, 1.0))
+            self.counts["remove"] += 1
+            self._world.spawn(self._remove(rng.choice(at_work), rng))
+
+    async def _remove(self, victim: Instance, rng: random.Random) -> None:
+        world, lives_on_s = self._world, rng.choice([0.0, rng.uniform(1.0, 400.0)])
+        coming = self._come(victim.KIND, world.container_on(victim.host), rng.uniform(0.5, 20.0))
+        world.spawn(coming)
+        told = rng.random() < 0.3
+        await world.remove(victim.host, lives_on_s)
+        await asyncio.sleep(rng.uniform(1.0, 40.0))
+        if told and (fleet := world._fleet()):
+            fleet.hosts_gone([victim.host])
 
     async def _kill(self) -> None:
         if living := self._world.living():
@@ -80,7 +100,7 @@ class Faults:
             victim = self._rng.choice(living)
             victim.cut_off = True
             await asyncio.sleep(self._rng.uniform(1.0, 60.0))
-            victim.cut_off = False
+            victim.cut_off = victim.stranded
 
     async def _damage(self) -> None:
         """The newest checkpoint of a run is damaged; an intact one is before it."""
@@ -126,7 +146,8 @@ class Faults:
         spare = world.spare[leaver.KIND] - self._left[leaver.KIND]
         if spare < 0 or self._rng.random() < 0.5:
             self._left[leaver.KIND] -= 1
-            world.spawn(self._come(leaver.KIND, leaver.host, self._rng.uniform(5.0, 90.0)))
+            host = world.container_on(leaver.host) if world.machines else leaver.host
+            world.spawn(self._come(leaver.KIND, host, self._rng.uniform(5.0, 90.0)))
 
     async def _come(self, kind: str, host: str, after_s: float) -> None:
         await asyncio.sleep(after_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from headrace_schema.evaluating import EvaluationSpec
@@ -168,6 +169,19 @@ def ahead(spec: RunSpec, seed: int, *, always: bool) -> RunSpec:
     fields["trainer"] |= {"helpers": 0}
     fields["data"] |= {"curriculum": None}
     return RunSpec.model_validate(fields | {"deterministic": False, "placement": placement})
+
+
+def scarce(specs: Sequence[RunSpec], most: int) -> int:
+    """So few devices that a run misses each one that stays in quarantine; `most` where a spec names devices."""
+    if any(spec.placement.rollout or spec.placement.trainer or spec.placement.simulator for spec in specs):
+        return most
+    apart = ("disaggregated", "hybrid")
+    sides = [
+        (spec.rollout.instances, max(spec.trainer.ranks, spec.trainer.max_ranks or 0), spec.placement.mode)
+        for spec in specs
+    ]
+    asked = [engines + ranks if mode in apart else max(engines, ranks) for engines, ranks, mode in sides]
+    return min(most, max(asked))
 
 
 def ranged(spec: RunSpec, seed: int) -> RunSpec:

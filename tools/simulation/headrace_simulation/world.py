@@ -26,7 +26,16 @@ from headrace_simulation.judging.replay import RecordingStore, Replay, nothing_h
 from headrace_simulation.judging.world import Outcome, WorldJudge
 from headrace_simulation.moves import moving
 from headrace_simulation.regroupers import regroups
-from headrace_simulation.specs import ON_GPUS, ahead, random_spec, ranged, robots, spanning
+from headrace_simulation.specs import (
+    DEVICES_A_HOST,
+    ON_GPUS,
+    ahead,
+    random_spec,
+    ranged,
+    robots,
+    scarce,
+    spanning,
+)
 from headrace_simulation.users import Users
 from headrace_simulation.virtual_time import run_virtual
 
@@ -65,7 +74,7 @@ class World(Processes):
 
     `evaluations` of suites beside the runs; None: as many as the seed says, without faults none. `stale`: every run
     that may has answers of older versions. Where `leaders_die`, leaders of several ranks are killed as these meet,
-    LEADERS_KILLED times at most.
+    LEADERS_KILLED times at most. With `containers` each process is in one, and some are removed: nobody says so.
     """
 
     def __init__(
@@ -77,6 +86,7 @@ class World(Processes):
         stale: bool = False,
         *,
         leaders_die: bool = False,
+        containers: bool = False,
     ) -> None:
         sizes = random.Random(f"{seed}/sizes")
         super().__init__(seed, faults, sizes.choice([1, 1, 2]) if faults else 1)
@@ -90,8 +100,10 @@ class World(Processes):
         self.specs = [random_spec(self.rng, seed, "run" if not i else f"run{i}") for i in range(count)]
         if faults:
             self.specs = [ranged(ahead(robots(spec, seed), seed, always=stale), seed) for spec in self.specs]
-            if seed % 32 == ON_GPUS:
+            if seed % 32 == ON_GPUS or (containers and seed % 2):
                 self.gpus, self.specs = True, [spanning(spec, seed) for spec in self.specs]
+        if containers:
+            self.devices_a_host = scarce(self.specs, DEVICES_A_HOST)
         self.spare = {
             kind: sizes.choice([0, 0, 1, 2]) if faults else 0 for kind in ("rollout", "trainer", "reward")
         } | {"simulator": 0}
@@ -100,6 +112,7 @@ class World(Processes):
         self.counts: dict[str, int] = {}
         self._meetings = random.Random(f"{seed}/meetings") if leaders_die else None
         self._leaders_killed = 0
+        self._removals = random.Random(f"{seed}/containers") if containers else None
         self.wall_ahead_s = WALL_S
         self.slept_s = 0.0
         self.coordinator: Coordinator | None = None
@@ -232,16 +245,21 @@ class World(Processes):
 
     async def trouble(self) -> None:
         """Makes faults at random times, as many as the seed says."""
-        if self.faulty:
+        if self.faulty and self._removals is not None:
+            await asyncio.gather(self.faults.happen(), self.faults.remove_containers(self._removals))
+        elif self.faulty:
             await self.faults.happen()
 
     async def live(self) -> Outcome:
         """Runs the world from its first process to the end of its last run; raises `Violation` when a check fails."""
         self.faults = Faults(self, random.Random(f"{self.seed}/faults"))
         self.users = Users(self, random.Random(f"{self.seed}/users"), calm=not self.faulty)
+        machines = list(self.hosts)
         for kind, fewest in self.needed.items():
             for index in range(self.counts.get(kind, fewest + self.spare[kind])):
-                await self.bear(kind, f"{kind}-{index}", self.hosts[index % len(self.hosts)])
+                host = machines[index % len(machines)]
+                place = host if self._removals is None else self.container_on(host)
+                await self.bear(kind, f"{kind}-{index}", place)
         await self.start_coordinator()
         trouble = asyncio.ensure_future(self.trouble())
         living = asyncio.ensure_future(self.users.live())
@@ -302,7 +320,7 @@ class World(Processes):
         """Ends the faults and waits until nothing is open or held; raises `Violation` after SETTLED_S."""
         self.store.away = self.disk.full = False
         for instance in self.instances.values():
-            instance.cut_off = False
+            instance.cut_off = instance.stranded
         end = asyncio.get_running_loop().time() + SETTLED_S
         while left := self._left():
             await asyncio.sleep(1.0)
@@ -315,7 +333,7 @@ class World(Processes):
             return ["no coordinator, or one that has not written all"]
         left = nothing_held(self.coordinator.event_log.state.table)
         for instance in self.instances.values():
-            if instance.alive:
+            if instance.alive and not instance.stranded:
                 left += [f"{instance.incarnation} has {name} open" for name in instance.open_runs.names()]
                 left += [f"{instance.incarnation} holds lease {epoch}" for epoch in instance.held]
         return left + list(self.coordinator.scheduler.tasks)
@@ -334,7 +352,9 @@ def run_world(
     stale: bool = False,
     *,
     leaders_die: bool = False,
+    containers: bool = False,
 ) -> Outcome:
     """Runs the world of one seed; raises `Violation`."""
     with moving(seed):
-        return run_virtual(World(seed, faults, count, evaluations, stale, leaders_die=leaders_die).live())
+        world = World(seed, faults, count, evaluations, stale, leaders_die=leaders_die, containers=containers)
+        return run_virtual(world.live())

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from headrace.trainer.v1.trainer_pb2 import STEP_PHASE_ACCUMULATING
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices import leases
 from headrace_coordinator.domain.runs import SuiteEvaluation
 from headrace_coordinator.projections.transcripts import Transcripts, answer_of
 from headrace_coordinator.run.checkpointing import wanted_by_others
@@ -106,6 +107,19 @@ def test_a_revoked_stream_ends_in_order_and_its_samples_go_on_from_their_prefix(
     assert outcome.state == "SUCCEEDED" and outcome.recoveries == 0
     assert len(revoked) >= 4 and any(prefixes)
     assert not [text for text in noted if "failed a call" in text or "made again" in text]
+
+
+def test_containers_that_are_removed_leave_no_device_in_quarantine_for_ever():
+    """Nobody says so: leases' lifetimes free CPU slots (even seeds), measured memory GPUs (odd ones)."""
+    removed = [run_world(seed, containers=True).faults["remove"] for seed in (3, 4)]
+    assert all(removed)
+
+
+def test_the_world_notices_a_gpu_that_is_freed_by_time_alone(monkeypatch):
+    """A holder whose container was removed may live on, and keeps its memory."""
+    monkeypatch.setattr(leases, "proof_of_free", lambda _, evidence: "x" if evidence.holder_stopped else "")
+    with pytest.raises(Violation, match="G4"):
+        run_world(3, containers=True)
 
 
 def test_the_same_seed_is_the_same_world():

@@ -223,18 +223,20 @@ class Client:
         """One run."""
         return Run.from_json(self._transport.get(_path(run)))
 
-    def events(self, run: str, after: int = 0) -> Iterator[Event]:
-        """Events with ids above `after`, then live ones, until the run has ended.
+    def events(self, run: str, after: int = 0, *, follow: bool = True) -> Iterator[Event]:
+        """Events with ids above `after`, then live ones, until the run has ended; without `follow` what there is.
 
         A broken connection is taken up where it broke (Last-Event-ID): nothing is missed or doubled.
         """
         deadline = time.monotonic() + self._transport.patience_s
         while True:
             try:
-                for event in self._stream(run, after):
+                for event in self._stream(run, after, follow=follow):
                     after = event.id
                     deadline = time.monotonic() + self._transport.patience_s
                     yield event
+                if not follow:
+                    return
                 if self.get(run).ended:
                     yield from self._stream(run, after)
                     return
@@ -243,9 +245,10 @@ class Client:
                     raise self._transport.unreachable(error) from error
             time.sleep(POLL_S)
 
-    def _stream(self, run: str, after: int) -> Iterator[Event]:
+    def _stream(self, run: str, after: int, *, follow: bool = True) -> Iterator[Event]:
         headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
-        for data in self._transport.messages(f"{_path(run)}/events", headers, EVENT_SILENCE_S):
+        path = f"{_path(run)}/events" + ("" if follow else "?follow=false")
+        for data in self._transport.messages(path, headers, EVENT_SILENCE_S):
             event = Event.from_json(json.loads(data))
             if event.id > after:
                 yield event
@@ -360,9 +363,10 @@ class Client:
         """Leases and devices."""
         return Leases.from_json(self._transport.get("/v1/leases"))
 
-    def release_device(self, device: str) -> str:
-        """Ends the quarantine of a device whose last holder is known to be gone. Its full name."""
-        return str(self._transport.post("/v1/devices:release", {"device": device})["device"])
+    def release_device(self, device: str, reason: str = "") -> str:
+        """Ends the quarantine of a device whose last holder is known to be gone, and why. Its full name."""
+        body = {"device": device} | ({"reason": reason} if reason else {})
+        return str(self._transport.post("/v1/devices:release", body)["device"])
 
     def drain(self, instance: str) -> str:
         """Takes an instance out of use in order; its process ends, its supervisor starts another. Its incarnation."""

@@ -11,7 +11,14 @@ import typer
 from headrace_servicekit.rpc.addresses import LOOPBACK, host_port
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url, grouped
-from headrace_cli.commands.starting import FleetOptions, JoinOptions, start, telling
+from headrace_cli.commands.starting import (
+    ClusterOptions,
+    FleetOptions,
+    JoinOptions,
+    start,
+    start_on_cluster,
+    telling,
+)
 from headrace_cli.connection import Answer, asking, connect, find_target
 from headrace_cli.errors import user_error
 from headrace_cli.launcher.plan import DEFAULT_PORT, host_name
@@ -27,6 +34,9 @@ if TYPE_CHECKING:
 
 
 AUTHORITY = "ca.pem"
+HostName = Annotated[
+    str, typer.Option(help="Of this host in the fleet; default: its own.", show_default=False)
+]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -42,6 +52,7 @@ def add_to(app: typer.Typer) -> None:
 @grouped
 def up(
     options: FleetOptions,
+    cluster: ClusterOptions,
     port: Annotated[
         int,
         typer.Option(min=1, max=65534, help="Port of the HTTP API; with --listen the next one is gRPC's."),
@@ -53,6 +64,7 @@ def up(
             show_default=False,
         ),
     ] = LOOPBACK,
+    name: HostName = "",
     no_token: NoToken = False,
     tls: Annotated[
         bool,
@@ -61,17 +73,19 @@ def up(
         ),
     ] = False,
 ) -> None:
-    """Start the services as local processes and return when they are ready."""
+    """Start the services as local processes, or on a cluster, and return when they are ready."""
     from headrace_cli.launcher.data_dir import DataDir
     from headrace_cli.launcher.hosts import require_own_address
 
+    if start_on_cluster(cluster, options, port=port, no_token=no_token, tls=tls):
+        return
     if listen != LOOPBACK:
         require_own_address("--listen", listen)
         if no_token:
             raise user_error(
                 "--no-token", "everybody who reaches --listen could run code here", "leave it out"
             )
-    plan = options.plan(port, encrypt=tls, no_token=no_token, listen=listen)
+    plan = options.plan(port, encrypt=tls, no_token=no_token, listen=listen, host=name or host_name())
     if plan.tls:
         _encrypt(DataDir.at(options.data_dir), listen, options.tls_files)
     start(plan, options)
@@ -101,9 +115,7 @@ def join(
     token_file: Annotated[
         Path, typer.Option(help="Copy of `token` in the head's data directory.", show_default=False)
     ],
-    name: Annotated[
-        str, typer.Option(help="Of this host in the fleet; default: its own.", show_default=False)
-    ] = "",
+    name: HostName = "",
     listen: Annotated[
         str,
         typer.Option(

@@ -1,10 +1,11 @@
-"""`instances`, `leases`, `drain`, `scale` and `spec-schema`."""
+"""`instances`, `hosts`, `leases`, `drain`, `scale` and `spec-schema`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from headrace.client.tokens import same_place
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
 from headrace_cli.connection import Answer, asking, connect, find_target, process_ids
@@ -19,7 +20,7 @@ leases_app = typer.Typer()
 
 def add_to(app: typer.Typer) -> None:
     """Registers the commands."""
-    for command in (instances, drain, scale, spec_schema):
+    for command in (instances, hosts, drain, scale, spec_schema):
         app.command()(command)
     app.add_typer(leases_app, name="leases")
 
@@ -45,6 +46,34 @@ def instances(
         return
 
     console().print(instances_table(found, width=console().width))
+
+
+def hosts(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+    """List the fleet's hosts; on its head also the whole command with which other hosts join it."""
+    from headrace_cli.launcher.data_dir import DataDir
+    from headrace_cli.launcher.hosts import join_command
+    from headrace_cli.launcher.state import living_state
+    from headrace_cli.show.fleet import hosts_of, hosts_table
+
+    target, place = find_target(url, data_dir), DataDir.at(data_dir)
+    with connect(target) as client:
+        found = hosts_of(client.instances())
+    state = living_state(place)
+    runs_it = state is not None and any(each.name == "coordinator" for each in state.processes)
+    heads = state is not None and runs_it and same_place(target.url, state.url)
+    command = join_command(target.url, place) if heads else ""
+    if as_json:
+        print_json({"hosts": found, "join": command})
+        return
+    out = console()
+    out.print(hosts_table(found) if found else "no instances")
+    if command:
+        out.print(f"more hosts, each with a copy of {place.token_file}:", markup=False, soft_wrap=True)
+        out.print(f"  {command}", markup=False, soft_wrap=True)
+    elif heads:
+        out.print(
+            "no other host can join: the head listens on the loopback; start it with headrace up --listen ADDRESS"
+        )
 
 
 @leases_app.callback(invoke_without_command=True)
@@ -75,11 +104,12 @@ def release(
     device: Annotated[
         str, typer.Argument(metavar="DEVICE", help="A device in quarantine, or the end of its name: gpu:0.")
     ],
+    reason: Annotated[str, typer.Option(help="How you know it; kept in the event log.")] = "",
 ) -> Answer:
-    """Say that a device in quarantine is free, because you know that its last holder is gone. Nothing checks it: a
-    holder that lives on would share the device with the next one.
+    """Say that a device in quarantine is free, because you know that its last holder is gone. Refused while that is
+    connected; nothing else checks it: a holder that lives on would share the device with the next one.
     """
-    name = client.release_device(device)
+    name = client.release_device(device, reason)
     return {"device": name}, lambda: f"{name}: released; see who gets it with: headrace leases"
 
 

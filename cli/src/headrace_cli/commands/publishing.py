@@ -147,11 +147,11 @@ def _facts(run_directory: Path, told: Mapping[str, Any]) -> tuple[dict[str, floa
     """Figures of the step and of its evaluations, and the certificate of its update; what the files have of them."""
     figures: dict[str, float] = {}
     for line in _lines(run_directory / "metrics.jsonl"):
-        if line.get("step") != told["step"]:
+        if line.get("version") != told["version"]:
             continue
-        if line.get("kind") == "step" and isinstance(line.get("reward_mean"), int | float):
+        if line.get("type") == "step" and isinstance(line.get("reward_mean"), int | float):
             figures["Mean reward of the last step"] = line["reward_mean"]
-        elif isinstance(line.get("score"), int | float):
+        elif line.get("type") == "evaluation" and isinstance(line.get("score"), int | float):
             figures[f"Score ({line['kind']})"] = line["score"]
     certificate: dict[str, Any] = {}
     ledger = next(iter(_lines(run_directory / "checkpoints" / told["checkpoint"] / "ledger.json")), {})

@@ -107,6 +107,9 @@ def logs(
     instance: Annotated[
         str, typer.Option(help="Only events that name this instance, such as rollout-0.")
     ] = "",
+    follow: Annotated[
+        bool, typer.Option(help="Go on until the run ends; --no-follow: print what there is and return.")
+    ] = True,
     url: Url = None,
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
     as_json: JsonFlag = False,
@@ -118,7 +121,7 @@ def logs(
         client.get(run)
         names = _names_of(client, instance) if instance else []
     with connect(find_target(url, data_dir), patience_s=PATIENCE_S) as client:
-        for event in client.events(run, after):
+        for event in client.events(run, after, follow=follow):
             if names and not any(name in json.dumps(event.data) for name in names):
                 continue
             if as_json:

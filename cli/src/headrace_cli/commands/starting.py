@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
-from headrace_servicekit.rpc.addresses import LOOPBACK
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag
 from headrace_cli.errors import CommandError, user_error
@@ -120,21 +120,108 @@ class JoinOptions(FleetOptions):
     simulator: Count = 0
 
 
+@dataclass(frozen=True)
+class NodeOptions:
+    """What a cluster is asked for."""
+
+    nodes: Annotated[int, typer.Option(min=1, max=4096, help="Nodes of the cluster to take.")] = 1
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=0, help="GPUs of each node; default: what so many nodes have.", show_default=False),
+    ] = None
+    cpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="CPUs of each node; default: one a GPU, or what so many nodes have.",
+            show_default=False,
+        ),
+    ] = None
+    pack: Annotated[
+        bool, typer.Option("--pack", help="Put several of these nodes on one machine where they fit.")
+    ] = False
+    trainer_nodes: Annotated[
+        int, typer.Option(min=1, help="The first so many nodes have --trainer; the head is the first.")
+    ] = 1
+    wait: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Seconds to wait for nodes that others use, or that an autoscaler is to add."
+        ),
+    ] = 0.0
+    node_dir: Annotated[
+        str,
+        typer.Option(
+            help="Data directory on the nodes. Where all see it, the fleet outlives the node of its head; default: one "
+            "below ~/.headrace.",
+            show_default=False,
+        ),
+    ] = ""
+
+
+@dataclass(frozen=True)
+class ClusterOptions(NodeOptions):
+    """On what cluster `up` starts a fleet."""
+
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="CLUSTER", help="Start the fleet on a cluster: ray, or ray://HEAD.", show_default=False
+        ),
+    ] = ""
+
+
+CLUSTERS = "headrace.clusters"
+"""Entry points: by an engine's name, what `up --on NAME` calls with the text behind the name and all options."""
+
+
+def start_on_cluster(cluster: ClusterOptions, options: FleetOptions, **more: Any) -> bool:
+    """Starts a fleet on the cluster of --on; False where there is none. Raises CommandError (exit code 2)."""
+    if not cluster.on:
+        names = [each.name for each in fields(NodeOptions) if getattr(cluster, each.name) != each.default]
+        if names:
+            option = f"--{names[0].replace('_', '-')}"
+            raise user_error(
+                option, "is of a fleet on a cluster", "name the cluster, as --on ray, or leave it out"
+            )
+        return False
+    for option, given in (("--devices", options.devices), ("--tls-files", options.tls_files)):
+        if given:
+            raise user_error(
+                option, "is of one host, and --on starts a fleet on a cluster's nodes", "leave it out"
+            )
+    from importlib.metadata import entry_points
+
+    name, _, address = cluster.on.partition("://")
+    found = {point.name: point for point in entry_points(group=CLUSTERS)}
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none: pip install 'headrace[ray]'"
+        raise user_error("--on", f"{cluster.on!r} is no cluster that is known here", f"write one of: {known}")
+    found[name].load()(address, cluster, options, **more)
+    return True
+
+
 def start(plan: FleetPlan, options: FleetOptions) -> None:
     """Starts a fleet, or this host's part of one, says what it is, and with `foreground` stays."""
+    if options.foreground:
+        signal.signal(signal.SIGTERM, _as_ctrl_c)
+    start = start_quietly if options.as_json or not sys.stdout.isatty() else start_with_spinner
+    show_started(start(plan, options.timeout), options, plan if plan.head else None)
+
+
+def show_started(fleet: ReadyFleet, options: FleetOptions, joined: FleetPlan | None = None) -> None:
+    """Says what has started, and with `foreground` stays. `joined`: as part of another host's fleet."""
     from headrace_cli.launcher.data_dir import DataDir
     from headrace_cli.launcher.stop import stop_fleet, undisturbed
 
     data_dir, foreground, as_json = options.data_dir, options.foreground, options.as_json
-    start = start_quietly if as_json or not sys.stdout.isatty() else start_with_spinner
-    fleet = start(plan, options.timeout)
     try:
         if as_json:
             print_json(_ready_document(fleet))
-        elif plan.head is None:
+        elif joined is None:
             _show_ready(fleet, data_dir, foreground)
         else:
-            _show_joined(plan, fleet)
+            _show_joined(joined, fleet)
         if foreground:
             _stay(fleet, data_dir)
     except KeyboardInterrupt:
@@ -142,6 +229,12 @@ def start(plan: FleetPlan, options: FleetOptions) -> None:
             raise
         with undisturbed():
             stop_fleet(DataDir.at(data_dir), fleet.launcher.pid, telling(as_json))
+
+
+def _as_ctrl_c(number: int, frame: FrameType | None) -> None:
+    """Slurm, systemd and others end by SIGTERM what they started; it comes to a launcher's parent alone."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def telling(as_json: bool) -> Callable[[str], None]:
@@ -204,6 +297,8 @@ def _ready_document(fleet: ReadyFleet) -> dict[str, Any]:
 
 
 def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
+    from headrace_cli.launcher.data_dir import DataDir
+    from headrace_cli.launcher.hosts import join_command
     from headrace_cli.show.fleet import instances_table
 
     where = "" if data_dir == DEFAULT_DATA_DIR else f" --data-dir {data_dir}"
@@ -215,12 +310,11 @@ def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
         out.print(styled(("note", "yellow"), f" {fleet.notice}"))
     out.print(f"next: headrace run submit examples/tiny.yaml --watch{where}")
     out.print(f"look: headrace open{where}")
-    scheme, _, head = fleet.state.url.partition("://")
-    if urlsplit(fleet.state.url).hostname != LOOPBACK:
-        pin = " --fingerprint FINGERPRINT" if scheme == "https" else ""
+    if command := join_command(fleet.state.url, DataDir.at(data_dir)):
         out.print(
-            f"more hosts, each with a copy of {data_dir / 'token'}: headrace join {head} --token-file token{pin}"
+            f"more hosts, each with a copy of {data_dir / 'token'} (shown again by headrace hosts{where}):"
         )
+        out.print(f"  {command}", markup=False, soft_wrap=True)
     out.print("stop: Ctrl-C" if foreground else f"stop: headrace down{where}")
 
 

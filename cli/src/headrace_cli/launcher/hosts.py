@@ -7,12 +7,15 @@ import socket
 import time
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from headrace.client import Client, HeadraceError
-from headrace_servicekit.rpc.addresses import host_port, outward_addresses, split_address
+from headrace_servicekit.instance_config import open_to_others
+from headrace_servicekit.rpc.addresses import LOOPBACK, host_port, outward_addresses, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_cli.errors import CommandError, user_error
+from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import DEFAULT_PORT, Head
 
 CLOCK_S = 5.0
@@ -50,6 +53,22 @@ def head_place(text: str) -> tuple[str, str]:
         raise user_error("HEAD", error.message, "write HOST, HOST:PORT or [IPV6]:PORT") from error
 
 
+def join_command(url: str, place: DataDir) -> str:
+    """What other hosts are told to run to join the fleet at `url` of this data directory; empty on the loopback."""
+    scheme, _, head = url.partition("://")
+    if urlsplit(url).hostname == LOOPBACK:
+        return ""
+    trusted = ""
+    if scheme == "https" and place.authority is not None:
+        from headrace_servicekit.rpc.certificates import fingerprint
+
+        pem = place.authority.read_bytes()
+        ours = place.authority_keys / place.authority.name
+        made = ours.is_file() and ours.read_bytes() == pem
+        trusted = f" --fingerprint {fingerprint(pem)}" if made else " --tls-files DIRECTORY-OF-THAT-HOST"
+    return f"headrace join {head} --token-file token{trusted}"
+
+
 def find_head(text: str, token_file: Path, ca_file: Path | None = None) -> tuple[Head, list[str]]:
     """The head at HOST or HOST:PORT of its HTTP API, and what to tell of it; encrypted with `ca_file`.
 
@@ -62,6 +81,8 @@ def find_head(text: str, token_file: Path, ca_file: Path | None = None) -> tuple
     if not file.is_file():
         fix = "copy `token` of the head's data directory to this host, readable by you alone, and name it"
         raise user_error("--token-file", f"{file} is not there", fix)
+    if wide := open_to_others(file):
+        raise user_error("--token-file", wide, f"run chmod 600 {file}")
     before = time.time()
     try:
         with Client(url, timeout_s=10, patience_s=0, ca_file=ca_file) as client:

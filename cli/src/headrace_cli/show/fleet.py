@@ -38,6 +38,22 @@ def instances_table(instances: Sequence[Instance], coordinator: str = "", width:
     return table([headers[i] for i in shown], [[row[i] for i in shown] for row in every])
 
 
+def hosts_of(instances: Sequence[Instance]) -> list[dict[str, Any]]:
+    """Hosts by name, with their instances and devices."""
+    found: dict[str, dict[str, Any]] = {}
+    for item in sorted(instances, key=lambda item: item.name):
+        host = found.setdefault(item.host, {"host": item.host, "instances": [], "devices": []})
+        host["instances"].append(short_name(item.name))
+        host["devices"] = sorted({*host["devices"], *item.devices})
+    return [found[name] for name in sorted(found)]
+
+
+def hosts_table(hosts: Sequence[dict[str, Any]]) -> Table:
+    """Host, instances, devices."""
+    rows = [(each["host"], ", ".join(each["instances"]), _devices(each["devices"])) for each in hosts]
+    return table(["host", "instances", "devices"], rows)
+
+
 def isolation_lines(instances: Sequence[Instance]) -> list[str]:
     """What is not held of users' code, and at which instances; a line for each."""
     where: dict[str, list[str]] = {}

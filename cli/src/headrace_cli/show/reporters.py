@@ -30,7 +30,7 @@ from headrace_cli.show.runs import (
 from headrace_cli.watching import Reporter, Snapshot
 
 if TYPE_CHECKING:
-    from headrace.client import Event, Step, Trajectory
+    from headrace.client import Evaluation, Event, Step, Trajectory
     from rich.console import Console
 
 STEP_ROWS = 12
@@ -92,6 +92,11 @@ class PlainReporter:
                 self._print(f"warning: {text}")
         self._warned = run.warnings
 
+    def begin_at(self, snapshot: Snapshot) -> None:
+        """Takes a picture for shown: what comes after it is new."""
+        self._shown = snapshot.steps[-1].step if snapshot.steps else 0
+        self._evaluated = {(item.kind, item.step) for item in _all_evaluations(snapshot)}
+
     def close(self) -> None:
         """Nothing to put back."""
 
@@ -107,8 +112,7 @@ class PlainReporter:
             self._print(step_line(step, snapshot.run.steps, scores))
 
     def _evaluations(self, snapshot: Snapshot) -> None:
-        baseline = snapshot.run.baseline_prefill
-        for item in [*([baseline] if baseline else []), *evaluations(snapshot.run)]:
+        for item in _all_evaluations(snapshot):
             if (item.kind, item.step) not in self._evaluated:
                 self._evaluated.add((item.kind, item.step))
                 parts = " ".join(f"{name}={value:.3f}" for name, value in item.parts.items())
@@ -120,6 +124,11 @@ class PlainReporter:
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _all_evaluations(snapshot: Snapshot) -> list[Evaluation]:
+    baseline = snapshot.run.baseline_prefill
+    return [*([baseline] if baseline else []), *evaluations(snapshot.run)]
 
 
 def event_line(event: Event) -> str:

@@ -10,7 +10,7 @@ outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +57,9 @@ def _is_sparse(config: Any, layer: int) -> bool:
     return layer not in (config.mlp_only_layers or ()) and (layer + 1) % config.decoder_sparse_step == 0
 
 
+_ASKED = ("forced_MNK", "recorded", "counts", "balance_ME")
+
+
 @dataclass
 class Routing:
     """What the routers of one model do in a forward, and what they find. Set before the forward; kept for a backward
@@ -78,6 +81,28 @@ class Routing:
     """How many of the forced choices the routers would have made otherwise, since it was set to 0."""
     forced: Tensor | float = 0.0
     """How many choices were forced, since it was set to 0."""
+
+    acts: bool = field(default=False, init=False)
+    """Whether routers do anything besides choosing: all that a compiled layer looks at."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _ASKED:
+            super().__setattr__("acts", any(getattr(self, each, None) is not None for each in _ASKED))
+
+    def noted(self) -> tuple[Any, ...]:
+        """What was found until now, for `forget`."""
+        recorded = None if self.recorded is None else len(self.recorded)
+        counts = None if self.counts is None else self.counts.copy()
+        return recorded, counts, self.changed, self.forced
+
+    def forget(self, noted: tuple[Any, ...]) -> None:
+        """Drops what was found since: a forward that is made again finds it again."""
+        recorded, counts, self.changed, self.forced = noted
+        if self.recorded is not None:
+            del self.recorded[recorded:]
+        if self.counts is not None:
+            vars(self.counts).update(vars(counts))
 
     def chosen(self, layer: int, own_NK: Tensor) -> Tensor:
         """(N, K) experts that the tokens go to."""
@@ -113,7 +138,7 @@ class Counts:
 
     chosen_ME: Tensor
     probs_ME: Tensor
-    tokens: float = 0.0
+    tokens: Tensor | float = 0.0
     """Visits, counted at the first layer."""
 
     @classmethod
@@ -122,19 +147,27 @@ class Counts:
         nothing = torch.zeros(shape.layers, shape.experts, dtype=torch.float64)
         return cls(nothing, nothing.clone())
 
+    def copy(self) -> Counts:
+        """What nothing is added to."""
+        return Counts(self.chosen_ME.clone(), self.probs_ME.clone(), self.tokens)
+
     def add(self, layer: int, probs_NE: Tensor, chosen_NK: Tensor, visits_N: Tensor) -> None:
-        """Adds the tokens of one forward of a layer."""
+        """Adds the tokens of one forward of a layer, where they are: the host does not wait for them."""
+        if layer == 0:
+            self.chosen_ME, self.probs_ME = (
+                each.to(probs_NE.device) for each in (self.chosen_ME, self.probs_ME)
+            )
         visits_N = visits_N.to(probs_NE.device, torch.float64)
         hot_NE = torch.zeros_like(probs_NE, dtype=torch.float64).scatter_(1, chosen_NK, 1.0)
-        self.chosen_ME[layer] += (visits_N @ hot_NE).cpu()
-        self.probs_ME[layer] += (visits_N @ probs_NE.double()).cpu()
+        self.chosen_ME[layer] += visits_N @ hot_NE
+        self.probs_ME[layer] += visits_N @ probs_NE.double()
         if layer == 0:
-            self.tokens += float(visits_N.sum())
+            self.tokens = self.tokens + visits_N.sum()
 
     def packed(self) -> Tensor:
         """(2 * M * E + 1,), to be added up over ranks."""
-        tail = torch.tensor([self.tokens], dtype=torch.float64)
-        return torch.cat([self.chosen_ME.flatten(), self.probs_ME.flatten(), tail])
+        tail = torch.as_tensor(self.tokens, dtype=torch.float64).reshape(1)
+        return torch.cat([each.flatten().cpu() for each in (self.chosen_ME, self.probs_ME, tail)])
 
     def unpack(self, packed: Tensor) -> None:
         """Takes what `packed` gave, added up."""
@@ -192,9 +225,23 @@ def route(
     logits_NE: Tensor, chosen: int, routing: Routing, layer: int, *, normed: bool
 ) -> tuple[Tensor, Tensor]:
     """(fp32 weights, experts), (N, K), of tokens with these logits: softmax, the likeliest K, maybe normed to 1."""
+    probs_NE, index_NK = _choose(logits_NE, chosen)
+    return _weigh(*_told(routing, layer, probs_NE, index_NK), normed=normed)
+
+
+def _choose(logits_NE: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
     probs_NE = logits_NE.softmax(-1, dtype=torch.float32)
-    index_NK = routing.chosen(layer, probs_NE.topk(chosen, -1).indices)
-    weights_NK = routing.observed(layer, probs_NE, index_NK).gather(-1, index_NK)
+    return probs_NE, probs_NE.topk(chosen, -1).indices
+
+
+def _told(routing: Routing, layer: int, probs_NE: Tensor, own_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities and experts as a `Routing` would have them."""
+    index_NK = routing.chosen(layer, own_NK)
+    return routing.observed(layer, probs_NE, index_NK), index_NK
+
+
+def _weigh(probs_NE: Tensor, index_NK: Tensor, *, normed: bool) -> tuple[Tensor, Tensor]:
+    weights_NK = probs_NE.gather(-1, index_NK)
     if normed:
         weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
     return weights_NK, index_NK
@@ -215,8 +262,15 @@ class Router(nn.Module):
         """(logits, weights, experts) of (…, D), as transformers' routers give them."""
         multiply = row_products if is_invariant(self) else F.linear
         logits_NE = multiply(hidden.reshape(-1, hidden.shape[-1]), self.weight)
-        weights_NK, index_NK = route(logits_NE, self._chosen, self._routing, self._layer, normed=self._normed)
+        probs_NE, index_NK = _choose(logits_NE, self._chosen)
+        if self._routing.acts:
+            probs_NE, index_NK = self._told(probs_NE, index_NK)
+        weights_NK, index_NK = _weigh(probs_NE, index_NK, normed=self._normed)
         return logits_NE, weights_NK.to(logits_NE.dtype) if self._rounds else weights_NK, index_NK
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a layer's number would make a graph of its own
+    def _told(self, probs_NE: Tensor, own_NK: Tensor) -> tuple[Tensor, Tensor]:
+        return _told(self._routing, self._layer, probs_NE, own_NK)
 
 
 def take_routers(model: PreTrainedModel) -> Routing | None:
@@ -245,35 +299,71 @@ def expert_blocks(model: nn.Module) -> Iterator[Any]:
 class Exchange(Protocol):
     """Brings rows to the ranks that have their experts, and what becomes of them back."""
 
-    def __call__(
-        self, rows_SD: Tensor, counts_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
+    def __call__(self, rows_SD: Tensor, weights_S: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
         """(S, D) of rows in the order of their experts, `counts_E` of each; `compute` takes those of this rank's."""
+
+
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(S, D) of rows in the order of their experts (S, D), their weights (S), and of each expert how many there are."""
 
 
 def compute_experts(experts: Any, hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
     """(N, D): what the tokens' experts give, weighted and added up. An experts module's forward in transformers.
 
-    Every expert's weights get a gradient, 0 where no token came, so that ranks reduce the same tensors.
+    Every expert's weights get a gradient, 0 where no token came, so that ranks reduce the same tensors. A row's weight
+    is multiplied in between its two products, where it is narrow.
     """
-    count = int(index_NK.shape[-1])
     flat_S = index_NK.flatten()
     order_S = flat_S.argsort(stable=True)
-    rows_SD = hidden_ND[order_S // count]
+    place_NK = inverse(order_S).view(index_NK.shape)
+    rows_SD = picked(hidden_ND, order_S // index_NK.shape[-1], place_NK)
+    weights_S = picked(weights_NK.flatten(), order_S, place_NK.flatten())
     exchange: Exchange | None = getattr(experts, "exchange", None)
     total = int(getattr(experts, "total_experts", 0) or experts.num_experts)
-
     counts_E = flat_S.new_zeros(total).scatter_add_(0, flat_S, torch.ones_like(flat_S))
 
-    def compute(rows_SD: Tensor, counts_E: Tensor) -> Tensor:
+    def compute(rows_SD: Tensor, weights_S: Tensor, counts_E: Tensor) -> Tensor:
         ends_E = counts_E.cumsum(0).to(torch.int32)
         gate_SI, up_SI = _product(experts, "gate_up_proj", rows_SD, ends_E).chunk(2, -1)
-        return _product(experts, "down_proj", experts.act_fn(gate_SI) * up_SI, ends_E)
+        gated_SI = experts.act_fn(gate_SI) * up_SI * weights_S[:, None].to(rows_SD.dtype)
+        return _product(experts, "down_proj", gated_SI, ends_E)
 
-    found_SD = compute(rows_SD, counts_E) if exchange is None else exchange(rows_SD, counts_E, compute)
-    weighted_SD = found_SD * weights_NK.flatten()[order_S][:, None].to(found_SD.dtype)
-    back_S = order_S.argsort()
-    return weighted_SD[back_S].view(-1, count, hidden_ND.shape[-1]).sum(1).to(hidden_ND.dtype)
+    if exchange is None:
+        found_SD = compute(rows_SD, weights_S, counts_E)
+    else:
+        found_SD = exchange(rows_SD, weights_S, counts_E, compute)
+    return picked(found_SD, place_NK, order_S // index_NK.shape[-1]).to(hidden_ND.dtype)
+
+
+def inverse(order_S: Tensor) -> Tensor:
+    """The place of each element in an order of all."""
+    return torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
+
+
+def picked(rows: Tensor, index: Tensor, back: Tensor) -> Tensor:
+    """`rows[index]`, added up along a second dimension of `index`; `back` is what picks the gradient in the same way.
+
+    torch's own gradient of an index adds row by row into zeros, which is several times the memory traffic.
+    """
+    function: Any = _Picked
+    found: Tensor = function.apply(rows, index, back)
+    return found
+
+
+class _Picked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return _pick(rows, index)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        return _pick(upstream, back), None, None
+
+
+def _pick(rows: Tensor, index: Tensor) -> Tensor:
+    return rows[index] if index.dim() == 1 else rows[index].sum(1)
 
 
 def _product(experts: Any, name: str, rows_SI: Tensor, ends_E: Tensor) -> Tensor:

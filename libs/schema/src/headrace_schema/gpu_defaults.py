@@ -13,7 +13,9 @@ from typing import Any
 
 from headrace_schema.learner_size import FEWEST_TOKENS, MOST_TOKENS, Learner, fit
 from headrace_schema.model_size import ModelSize, model_size
+from headrace_schema.rules.learning import model_ranks
 from headrace_schema.sections.generating import engine_gpus, engine_hosts
+from headrace_schema.sections.learning import TrainerSection
 from headrace_schema.sections.policies import adapters_of
 from headrace_schema.spec import RunSpec
 
@@ -33,6 +35,8 @@ WORKSPACE = 0.1
 """Of what an engine takes: activations and captured graphs."""
 ACTIVATION_BYTES, ACTIVATION_SHARE = 16 * GIB, 0.2
 """For a forward's activations where no layout is foreseen: the GPU's memory is not known, and where it is."""
+PARTS_OF_A_STAGE = 4
+"""Parts that megatron divides a pipeline's micro-batch into for each stage, by default."""
 EXPECTED_SHARE = 0.25
 """Of the longest answer, the length that one is expected to have until lengths are measured."""
 PROMPT_TOKENS = 1024
@@ -191,7 +195,8 @@ def _tokens(spec: RunSpec, size: ModelSize | None, gpus: Gpus) -> Default:
     if size is None:
         return Default(key, FEWEST_TOKENS, "the model's size is not known here")
     if spec.trainer.backend != "fsdp" or not gpus.memory_bytes:
-        each = Learner.of(spec, size).token_bytes(again=bool(spec.trainer.gradient_checkpointing))
+        whole = Learner.of(spec, size).token_bytes(again=bool(spec.trainer.gradient_checkpointing))
+        each = whole / _kept_apart(spec.trainer)
         space = int(ACTIVATION_SHARE * gpus.memory_bytes) or ACTIVATION_BYTES
         tokens = max(FEWEST_TOKENS, min(MOST_TOKENS, _power_of_two(int(space / each))))
         return Default(
@@ -202,6 +207,16 @@ def _tokens(spec: RunSpec, size: ModelSize | None, gpus: Gpus) -> Default:
     found = fit(spec, size, gpus.memory_bytes, gpus.on_host or gpus.seen, longest)
     tokens = found.tokens or max(FEWEST_TOKENS, min(MOST_TOKENS, longest))
     return Default(key, tokens, f"{found.why}, beside the layout that the trainers take ({found.layout})")
+
+
+def _kept_apart(trainer: TrainerSection) -> int:
+    """How many tokens of a micro-batch a rank has for each whose activations it keeps: ranks of a model keep parts of a
+    token's, and a stage those of as many parts as there are stages.
+    """
+    if trainer.backend == "fsdp":
+        return 1
+    stages = trainer.backend_options.get("pipeline_parallel", 1)
+    return model_ranks(trainer) * (PARTS_OF_A_STAGE if isinstance(stages, int) and stages > 1 else 1)
 
 
 def _power_of_two(most: int) -> int:

@@ -179,7 +179,8 @@ def fit(spec: RunSpec, size: ModelSize, memory_bytes: int, on_host: int, longest
         why = f"{room / GIB:.0f} GiB are left for activations of {each / 2**20:.2f} MiB a token"
         # What is gathered for few tokens waits for its links: most of a sparse model's weights see few.
         if tokens >= max(longest, min(most, EASY_TOKENS * (sparse if rung.divided else 1))):
-            return Fit(str(rung), tokens, why)
+            hidden = "; gathers of all experts hide behind so many, so that none are divided over ranks"
+            return Fit(str(rung), tokens, why + (hidden if sparse > SPARSE and rung.divided else ""))
         best = Fit(str(rung), tokens, why) if tokens > best.tokens else best
     return best
 

@@ -13,7 +13,7 @@ from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_schema.stores import described
 
 BF16_BYTES = 2
-KEPT_WIDTH, KEPT_INNER, KEPT_EXPERT = 20.5, 8.0, 6.5
+KEPT_WIDTH, KEPT_INNER, KEPT_EXPERT = 20.5, 8.0, 5.0
 """Bytes that a layer keeps of a token: for each unit of its width (norms, attention, both residuals), for each of its
 feed-forward's (gate, up, the gate's activation, their product), and for each of the width again an expert.
 """

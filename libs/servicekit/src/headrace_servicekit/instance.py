@@ -29,6 +29,7 @@ from headrace_servicekit.memory.segments import filesystem_bytes
 from headrace_servicekit.process.worker import hide_from_workers
 from headrace_servicekit.rpc.addresses import advertised_host, host_port, split_address
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.metrics import CHECKPOINTS, WEIGHTS, watch
 from headrace_servicekit.rpc.requests import check_name
 from headrace_servicekit.rpc.server import AddServicer, GrpcServer, check_listen
 from headrace_servicekit.rpc.tls import keys_folder, tls_dir
@@ -72,6 +73,13 @@ class Instance:
         self.token = config.read_token()
         check_listen(config.listen, self.token)  # before the service imports what takes seconds
         own = (config.token_file, config.data_dir, config.shm_dir, tls_dir(), keys_folder())
+        writes, publishes = config.kind == "trainer", config.kind in ("trainer", "rollout")
+        watch(
+            {
+                CHECKPOINTS: config.data_dir if writes else None,
+                WEIGHTS: config.shm_dir if publishes else None,
+            }
+        )
         hide_from_workers(*(path for path in own if path is not None))
         self._weights: WeightStore | None = None
         self._services: list[tuple[AddServicer, Any, str]] = []

@@ -6,6 +6,7 @@ import argparse
 import os
 import secrets
 import socket
+import stat
 import sys
 import tempfile
 import uuid
@@ -140,11 +141,27 @@ def make_token(path: Path) -> Path:
     return path
 
 
+def open_to_others(path: Path) -> str:
+    """Why a file with a secret is not one: other users can read or change it, with the fix; else empty.
+
+    A group is let be where the file is another user's or root's: volumes of Kubernetes give secrets to a pod's group.
+    Raises OSError.
+    """
+    found = path.stat()
+    shut = 0o077 if found.st_uid == os.geteuid() != 0 else 0o007
+    if not found.st_mode & shut:
+        return ""
+    mode = stat.S_IMODE(found.st_mode)
+    return f"{path} holds a secret and is open to other users (mode {mode:04o}): chmod 600 {path}"
+
+
 def read_token(path: Path | None) -> str | None:
-    """The token in a file. Raises ServiceError TOKEN_FILE when it cannot be read or is empty."""
+    """The token in a file. Raises ServiceError TOKEN_FILE when it cannot be read, is empty or open to other users."""
     if path is None:
         return None
     try:
+        if wide := open_to_others(path):
+            raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "TOKEN_FILE", f"token file {wide}")
         token = path.read_text().strip()
     except OSError as error:
         raise ServiceError(

@@ -70,6 +70,8 @@ class Architecture:
         if self.experts is not None:
             _check_divides("experts", self.experts.experts, "expert_parallel", layout.experts, key)
         _check_divides("layers", self.layers, "pipeline_parallel", layout.pipeline, key)
+        of_stage = self.layers // layout.pipeline
+        _check_divides("layers of a stage", of_stage, "virtual_stages", layout.virtual, key)
 
 
 def read_architecture(section: ModelSection, key: str = "model.path") -> Architecture:
@@ -138,7 +140,7 @@ def _check_divides(what: str, size: int, option: str, ranks: int, key: str) -> N
         name = f"trainer.backend_options.{option}"
         fits = [count for count in range(1, ranks) if size % count == 0]
         raise invalid(
-            f"{name}: {size} {what} ({key}) cannot be divided over {ranks} ranks; the nearest lower value that "
+            f"{name}: {size} {what} ({key}) cannot be divided into {ranks}; the nearest lower value that "
             f"divides them is {fits[-1]}",
             key=name,
         )

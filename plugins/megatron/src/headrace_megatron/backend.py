@@ -15,12 +15,12 @@ from headrace_trainer.backends.shared.figures import TokenFigures
 from headrace_trainer.backends.shared.model import LossOf
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
+from headrace_trainer.learning.packing import MicroBatch
 from headrace_trainer.learning.samples import Rows
 from torch import Tensor
 from typing_extensions import override
 
 from headrace_megatron.models import MegatronModels
-from headrace_megatron.pipeline import Passed
 from headrace_megatron.plugin import MegatronOptions
 
 
@@ -34,8 +34,15 @@ class MegatronBackend(MegatronModels):
 
     @override
     def zero(self) -> None:
-        self._model.shards.drop_gradients()
+        self._drop_gradients()
         self._figures = TokenFigures()
+
+    @override
+    def recover(self) -> None:
+        if self._loaded is not None:
+            self._pipeline.forget()
+            self._model.shards.drop_fresh()
+            super().recover()
 
     @override
     def reduce(self, micro_batch_tokens: int, *, recomputes: bool) -> None:
@@ -48,18 +55,16 @@ class MegatronBackend(MegatronModels):
         if unknown := [name for name in names if name not in known]:
             raise invalid(f"the run has no column {unknown[0]}: no option of its algorithm needs one")
         if not rows and self._layout.experts == 1:
-            return {}
+            return {}  # all ranks of the replica have none
         found = {name: self._column(name, rows) for name in names}
         return found if rows else {}
 
     @override
     def gradient_is_finite(self) -> bool:
-        self._model.reduce_gradients()
         return math.isfinite(self._global_norm(self._model.shards.gradients()))
 
     def reduced_gradient(self, denominator: float) -> dict[str, Tensor]:
         """The step's whole gradient before clipping, by weight; consumes the accumulators. For tests and figures."""
-        self._model.reduce_gradients()
         found = {
             name: value / denominator for name, value in self._model.gather(self._model.shards.gradients())
         }
@@ -76,28 +81,27 @@ class MegatronBackend(MegatronModels):
     @override
     def _backward(self, rows: Rows, loss_of: LossOf, *, values: bool = False) -> bool:
         self._park()
-        passed: list[Passed] = []
-        losses: list[Tensor] = []
-        finite = True
-        for part in self._pipeline.forward(self._parts(rows)):
-            passed.append(part)
-            if self._groups.last_stage:
-                log_probs_K, entropy_K = self._model.log_probs(part.hidden, part.batch, self._temperature)
-                if part.batch.idle:
-                    losses.append(0.0 * log_probs_K.sum())
-                    continue
-                loss = loss_of((log_probs_K, entropy_K, None), part.batch)
-                finite = finite and bool(torch.isfinite(loss)) and bool(torch.isfinite(log_probs_K).all())
-                # Each context-parallel rank computes the loss of all tokens, and their gradients are added up.
-                losses.append(loss / self._layout.context)
-        if not self._ranks.all_true(finite):
-            return False
-        self._pipeline.backward(passed, losses)
-        return True
+        idle = self._open.idle
+        finite = torch.ones((), dtype=torch.bool, device=self._ranks.device)
+
+        def finish(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, None]:
+            nonlocal finite
+            log_probs_K, entropy_K = self._model.log_probs(hidden, batch, self._temperature)
+            if batch is idle:
+                return 0.0 * log_probs_K.sum(), None
+            loss = loss_of((log_probs_K, entropy_K, None), batch)
+            finite = finite & torch.isfinite(loss) & torch.isfinite(log_probs_K).all()
+            # Each context-parallel rank computes the loss of all tokens, and their gradients are added up.
+            return loss / self._layout.context, None
+
+        self._pipeline.run(self._parts(rows), finish, backward=True)
+        # What went backward before a loss that is not finite was known is forgotten with it.
+        kept = self._ranks.all_true(bool(finite))
+        self._model.finish_gradients(keep=kept)
+        return kept
 
     @override
     def _reduced(self) -> tuple[dict[str, Tensor], frozenset[str]]:
-        self._model.reduce_gradients()
         return self._model.shards.gradients(), frozenset()
 
     @override

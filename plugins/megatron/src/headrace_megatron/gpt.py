@@ -1,29 +1,33 @@
 """One stage of a model in megatron-core's layers: tensor-parallel matrices, our own norm, attention and experts.
 
-Norm and attention are torch's, so that neither TransformerEngine nor Apex is needed, sequences may be divided (both
-kinds of parallelism), and numbers are those of the fsdp backend.
+Where Transformer Engine computes, matrices, norms and attention are its own; else norm and attention are torch's, so
+that neither it nor Apex is needed and numbers are those of the fsdp backend. Parameters have the same names in both.
+
+The sequences of a micro-batch lie one after another in one row. Over context-parallel ranks that row is divided.
 
 Experts are divided over the expert-parallel ranks, which have tokens of their own, and every expert's matrices over the
 tensor-parallel ranks, which have the same tokens. Routers are on every rank; they and products are the fsdp backend's.
 
-Shapes: S tokens of a row on this rank, B rows, H heads, G groups, D head dimension; in a layer of experts D is the
-hidden size, and N = S * B.
+Shapes: S tokens of the row on this rank, H heads, G groups, D head dimension; in a layer of experts B is 1, D the
+hidden size, and N = S.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from headrace_modelkit.experts import Routing, compute_experts, route
-from headrace_trainer.backends.shared.attention import WIDENED_TOKENS, attend_segments
+from headrace_trainer.backends.shared.attention import attend_segments
 from headrace_trainer.backends.shared.exchange import AllToAll
 from headrace_trainer.learning.segments import Segment, Segments
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -38,6 +42,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils import get_te_version
 from torch import Tensor, nn
 
 from headrace_megatron.architecture import Architecture
@@ -130,13 +135,6 @@ class StageModel(GPTModel):  # type: ignore[misc]  # Megatron is not annotated
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
-    @property
-    def head_weight(self) -> Tensor:
-        """This rank's rows of the head, on the last stage."""
-        tied = self.pre_process and self.share_embeddings_and_output_weights
-        found: Tensor = self.embedding.word_embeddings.weight if tied else self.output_layer.weight
-        return found
-
 
 def build_stage(
     architecture: Architecture,
@@ -144,29 +142,81 @@ def build_stage(
     config: TransformerConfig,
     device: torch.device,
     routing: Routing,
-) -> StageModel:
-    """This rank's part of the model, values undefined."""
-    each = architecture.layers // groups.layout.pipeline
-    first = groups.stage * each
-    model = StageModel(
-        config,
-        TransformerBlockSubmodules(
-            layer_specs=[
-                _layer(architecture, _mlp(architecture, groups, routing, layer))
-                for layer in range(first, first + each)
-            ],
-            layer_norm=Norm,
-        ),
-        architecture.vocabulary,
-        architecture.context,
-        pre_process=groups.first_stage,
-        post_process=groups.last_stage,
-        share_embeddings_and_output_weights=architecture.tied,
-        position_embedding_type="rope",
+    *,
+    engine: bool,
+) -> tuple[nn.ModuleList, Rotary]:
+    """This rank's chunks of the model, values undefined, and what turns their queries and keys. `engine`: they are of
+    Transformer Engine.
+    """
+    layout = groups.layout
+    each = architecture.layers // (layout.pipeline * layout.virtual)
+    kinds = _engine_kinds(layout.context) if engine else OWN_KINDS
+    rotary = Rotary(architecture.frequencies, in_row=not kinds.thd)
+    chunks = nn.ModuleList()
+    for chunk in range(layout.virtual):
+        first = layout.first_layer(groups.stage, chunk, architecture.layers)
+        layers = [
+            _layer(architecture, kinds, _mlp(architecture, kinds, groups, routing, layer))
+            for layer in range(first, first + each)
+        ]
+        model = StageModel(
+            config,
+            TransformerBlockSubmodules(layer_specs=layers, layer_norm=kinds.norm),
+            architecture.vocabulary,
+            architecture.context,
+            pre_process=groups.first_stage and chunk == 0,
+            post_process=groups.last_stage and chunk == layout.virtual - 1,
+            share_embeddings_and_output_weights=architecture.tied,
+            position_embedding_type="rope",
+            vp_stage=chunk if layout.virtual > 1 else None,
+        )
+        model.rotary_pos_emb = rotary
+        if architecture.tied and layout.pipeline > 1:  # Both copies are cut into slices alike.
+            for shared in (getattr(model, "embedding", None), getattr(model, "output_layer", None)):
+                for parameter in shared.parameters() if shared is not None else ():
+                    parameter.shared_embedding = True
+        chunks.append(model.to(device))
+    return chunks, rotary
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """What a layer is made of. `thd`: attention takes (T, H, D) and the ends of sequences."""
+
+    norm: Any
+    column: Any
+    row: Any
+    attention: Any
+    thd: bool
+
+
+def uses_engine(wanted: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether layers are Transformer Engine's, whose kernels for packed rows compute in bf16 on GPUs."""
+    return wanted == "auto" and HAVE_TE and device.type == "cuda" and dtype is torch.bfloat16
+
+
+def kernels_said(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Whose kernels compute a layer, and why, for people."""
+    if uses_engine(wanted, device, dtype):
+        return f"layers of Transformer Engine {get_te_version()}"
+    reason = "it computes in bf16 on GPUs" if HAVE_TE else "it is not installed"
+    reason = "transformer_engine: off" if wanted == "off" else reason
+    return f"layers of Megatron's own, without Transformer Engine: {reason}"
+
+
+def _engine_kinds(context: int) -> Kinds:
+    """Divided rows keep our own attention: Transformer Engine's wants each sequence padded, and divided by itself."""
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    found = TESpecProvider()
+    attention = found.core_attention() if context == 1 else Attention
+    return Kinds(
+        found.layer_norm(),
+        found.column_parallel_linear(),
+        found.row_parallel_linear(),
+        attention,
+        context == 1,
     )
-    model.rotary_pos_emb = Rotary(architecture.frequencies, groups)
-    ready: StageModel = model.to(device)
-    return ready
 
 
 def transformer_config(
@@ -176,10 +226,16 @@ def transformer_config(
     *,
     sequence_parallel: bool,
     recompute: bool,
+    engine: bool,
     device: torch.device,
 ) -> TransformerConfig:
-    """Megatron's own configuration of the model: no dropout, no fusion that needs Apex or TransformerEngine."""
+    """Megatron's own configuration of the model: no dropout, and no fusion that needs Apex. Gradients are sums."""
     layout = groups.layout
+    chunks: dict[str, Any] = {}
+    if layout.virtual > 1:
+        chunks = {"virtual_pipeline_model_parallel_size": layout.virtual}
+        # Of two stages each is the other's neighbour on both sides, so a batch of messages would mix them up.
+        chunks |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=architecture.layers,
@@ -204,32 +260,35 @@ def transformer_config(
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
         sequence_parallel=sequence_parallel,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the other one refuses that; ours are computed elsewhere
+        calculate_per_token_loss=True,
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        # Without it Megatron asks the device for the ends of sequences, in each layer.
+        apply_rope_fusion=engine and layout.context == 1,
         persist_layer_norm=False,
+        **chunks,
         **(again if recompute else {}),
     )
 
 
-def _mlp(architecture: Architecture, groups: Groups, routing: Routing, layer: int) -> Any:
+def _mlp(architecture: Architecture, kinds: Kinds, groups: Groups, routing: Routing, layer: int) -> Any:
     if layer in architecture.sparse:
         return expert_layer(architecture, groups, routing, architecture.sparse.index(layer))
-    return ModuleSpec(
-        MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
+    return ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=kinds.column, linear_fc2=kinds.row))
 
 
-def _layer(architecture: Architecture, mlp: Any) -> ModuleSpec:
-    norm = Norm if architecture.qk_norm else IdentityOp
+def _layer(architecture: Architecture, kinds: Kinds, mlp: Any) -> ModuleSpec:
+    norm = kinds.norm if architecture.qk_norm else IdentityOp
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=Attention,
-        linear_proj=RowParallelLinear,
+        linear_qkv=kinds.column,
+        core_attention=kinds.attention,
+        linear_proj=kinds.row,
         q_layernorm=norm,
         k_layernorm=norm,
     )
@@ -237,30 +296,51 @@ def _layer(architecture: Architecture, mlp: Any) -> ModuleSpec:
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
+            input_layernorm=kinds.norm,
             self_attention=ModuleSpec(SelfAttention, params=causal, submodules=attention),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=Norm,
+            pre_mlp_layernorm=kinds.norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-class Rotary(RotaryEmbedding):  # type: ignore[misc]
-    """The angles of this rank's tokens, by the model's own frequencies."""
+@dataclass
+class Packed(PackedSeqParams):  # type: ignore[misc]
+    """The sequences of a row: their ends, for Megatron's attention, and what each of this rank's tokens sees."""
 
-    def __init__(self, frequencies: Tensor, groups: Groups) -> None:
+    segments: Segments | None = None
+
+    @classmethod
+    def of(cls, segments: Segments, *, thd: bool, context: int, rank: int) -> Packed:
+        """`segments` are the whole row's; `thd` is that of `Kinds`."""
+        ends, longest = segments.query_ends, segments.longest_query
+        own = segments if context == 1 else divided_segments(segments, context, rank).to(ends.device)
+        return cls(
+            qkv_format="thd" if thd else None,
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            segments=own,
+        )
+
+
+class Rotary(RotaryEmbedding):  # type: ignore[misc]
+    """Angles by the model's own frequencies: `in_row` of each token of the row, else of each place of a sequence."""
+
+    def __init__(self, frequencies: Tensor, *, in_row: bool) -> None:
         super().__init__(2 * len(frequencies), 1.0, use_cpu_initialization=True)
         self.inv_freq = frequencies
-        self._ranks, self._rank = groups.layout.context, groups.context.rank()
+        self._in_row = in_row
+        self.positions_S: Tensor | None = None
+        """Places of this rank's tokens in their sequences, set before a forward."""
 
     def forward(self, length: int, **_: Any) -> Tensor:
-        """(S, 1, 1, D) of rows of `length` tokens."""
+        """(S, 1, 1, D)."""
         angles: Tensor = self.get_emb(length)
-        if self._ranks == 1:
-            return angles
-        return angles[context_places(length, self._ranks).chunk(self._ranks)[self._rank].to(angles.device)]
+        return angles[self.positions_S] if self._in_row else angles
 
 
 class Norm(nn.RMSNorm):
@@ -271,55 +351,49 @@ class Norm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Causal attention of whole rows. With context parallelism keys and values are gathered first."""
+    """Attention of the sequences of a row. With context parallelism keys and values are gathered first."""
 
     def __init__(self, config: TransformerConfig, *, pg_collection: Any, **_: Any) -> None:
         super().__init__()
         self._context = pg_collection.cp
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """(S, B, H * D) from (S, B, H, D) and (S, B, G, D)."""
-        if self._context.size() > 1:
-            return self._divided(query, key, value)
-        short = query.device.type == "cpu" and len(key) <= WIDENED_TOKENS  # see the fsdp backend's attention
-        dtype = torch.float32 if short else query.dtype
-        q, k, v = (each.permute(1, 2, 0, 3).to(dtype) for each in (query, key, value))
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return found.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
-
-    def _divided(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Each of the rank's two parts of a row sees the row up to itself: no mask, which would keep flash away."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Packed, **__: Any
+    ) -> Tensor:
+        """(S, 1, H * D) from (S, 1, H, D) and (S, 1, G, D)."""
+        assert packed_seq_params.segments is not None
+        # See the fsdp backend's attention: a CPU loses nothing by it.
         dtype = torch.float32 if query.device.type == "cpu" else query.dtype
-        whole = self._whole(key, value)
-        flat = [each.transpose(0, 1).flatten(0, 1).to(dtype) for each in (query, *whole)]
-        segments = context_segments(len(whole[0]), query.shape[1], self._context.size(), self._context.rank())
-        found = attend_segments(flat[0], flat[1], flat[2], segments.to(query.device))
-        return found.reshape(query.shape[1], query.shape[0], -1).transpose(0, 1).to(query.dtype)
+        q, k, v = (each.squeeze(1) for each in (query, self._whole(key), self._whole(value)))
+        found = attend_segments(q.to(dtype), k.to(dtype), v.to(dtype), packed_seq_params.segments)
+        return found.flatten(1)[:, None].to(query.dtype)
 
-    def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole rows, in their order."""
-        both = [
-            gather_from_sequence_parallel_region(each.contiguous(), group=self._context)
-            for each in (key, value)
-        ]
-        order = context_places(len(both[0]), self._context.size()).argsort().to(key.device)
-        return both[0][order], both[1][order]
+    def _whole(self, own: Tensor) -> Tensor:
+        """Keys or values of the whole row, in their order."""
+        if self._context.size() == 1:
+            return own
+        both: Tensor = gather_from_sequence_parallel_region(own.contiguous(), group=self._context)
+        return both[context_places(len(both), self._context.size()).argsort().to(own.device)]
 
 
-@lru_cache(maxsize=8)  # of all layers, and of their backward passes when they are recomputed
-def context_segments(length: int, rows: int, ranks: int, rank: int) -> Segments:
-    """What a rank's queries see of `rows` rows of `length` keys each: of each row it has an early and a late part."""
-    part = length // (2 * ranks)
-    found = [
-        Segment(first, first + part, own, ((row * length, own),) if own > row * length else ())
-        for row in range(rows)
-        for half, place in enumerate((rank, 2 * ranks - 1 - rank))
-        for first, own in [((2 * row + half) * part, row * length + place * part)]
-    ]
-    return Segments.of(found, rows * length)
+OWN_KINDS = Kinds(Norm, ColumnParallelLinear, RowParallelLinear, Attention, thd=False)
+
+
+def divided_segments(segments: Segments, ranks: int, rank: int) -> Segments:
+    """What a context-parallel rank's tokens see of the row: of it they are an early and a late part."""
+    length = segments.queries // (2 * ranks)
+    found = []
+    for first, place in ((0, rank), (length, 2 * ranks - 1 - rank)):
+        low = place * length
+        for part in segments.parts:
+            start, stop = max(part.start, low), min(part.stop, low + length)
+            if start < stop:
+                before = ((part.start, start),) if start > part.start else ()
+                found.append(Segment(first + start - low, first + stop - low, start, before))
+    return Segments.of(found, segments.queries)
 
 
 def context_places(length: int, ranks: int) -> Tensor:
-    """Which tokens of a row the context-parallel ranks have, one rank after another: each an early and a late part."""
+    """Which tokens of the row the context-parallel ranks have, rank after rank: each an early and a late part."""
     halves = torch.arange(length).chunk(2 * ranks)
     return torch.cat([part for rank in range(ranks) for part in (halves[rank], halves[2 * ranks - 1 - rank])])

@@ -112,6 +112,7 @@ def run_without_gpu() -> None:
     global _applied
     if _applied or torch.cuda.is_available():
         return
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 
     cuda: Any = torch.cuda
@@ -124,7 +125,20 @@ def run_without_gpu() -> None:
     cuda.manual_seed = _seed
     random._get_cuda_rng_state = _state
     random._set_cuda_rng_state = _set_state
+    # A schedule counts tokens on "cuda".
+    schedules.torch = _OnCpu()
     _applied = True
+
+
+class _OnCpu:
+    """torch, to which "cuda" is the CPU where zeros are made."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *size: Any, device: object = None, **options: Any) -> Tensor:
+        """On the CPU."""
+        return torch.zeros(*size, **options)
 
 
 def _seed(seed: int) -> None:

@@ -1,17 +1,17 @@
 """A model over the ranks of its replicas: weights in and out by canonical names, one forward of a stage.
 
-Shapes: R rows, L tokens of the longest of them, U pairs of a token and the next one, D hidden; as in `packing`.
+Shapes: R = 1 row, L tokens of it, U pairs of a token and the next one, D hidden; as in `packing`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from headrace_modelkit.experts import Routing
 from headrace_modelkit.hidden import hidden_log_probs
 from headrace_modelkit.logprobs import Head
@@ -26,20 +26,22 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from headrace_megatron.architecture import Architecture
-from headrace_megatron.gpt import build_stage, context_places, transformer_config
+from headrace_megatron.gpt import Packed, build_stage, context_places, transformer_config
 from headrace_megatron.groups import Groups
 from headrace_megatron.names import OWN_EMBEDDING, OWN_HEAD, Part, Pick, parts_of
 from headrace_megatron.publishing import Publication
-from headrace_megatron.shards import ModelShards
+from headrace_megatron.shards import Shards, Weights, add_up
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model is computed: its type, and two ways of spending less memory."""
+    """How a model is computed: its type, two ways of spending less memory, and by whose kernels."""
 
     dtype: torch.dtype
     sequence_parallel: bool = False
     recompute: bool = False
+    engine: bool = False
+    """By Transformer Engine's layers."""
 
 
 class _Pending:
@@ -88,30 +90,41 @@ class ParallelModel:
             settings.dtype,
             sequence_parallel=settings.sequence_parallel,
             recompute=settings.recompute,
+            engine=settings.engine,
             device=ranks.device,
         )
         self.routing = Routing()
         """What this stage's routers are told, where there are any."""
-        self._stage = build_stage(architecture, groups, self.config, ranks.device, self.routing)
-        self._stage.train()  # Megatron recomputes in training mode only; there is no dropout.
-        apart = groups.layout.experts > 1
-        self.shards = ModelShards(
-            self._stage,
-            lambda name: groups.expert_sum if apart and ".mlp.experts." in name else groups.sum,
-            ranks.device,
-            frozen=frozen,
+        chunks, self._rotary = build_stage(
+            architecture, groups, self.config, ranks.device, self.routing, engine=settings.engine
         )
+        chunks.train()  # Megatron recomputes in training mode only; there is no dropout.
+        self._first: Any = chunks[0]
+        self._last: Any = chunks[-1]
+        self._thd = settings.engine and groups.layout.context == 1
+        if frozen:
+            self.weights = Weights(chunks)
+        else:
+            apart = groups.layout.experts > 1
+            self.weights = self.shards = Shards(
+                chunks,
+                self.config,
+                lambda name: apart and ".mlp.experts." in name,
+                overlap=groups.sum.size() > 1 or groups.expert_sum.size() > 1,
+            )
+        self.modules = self.weights.modules
+        """What Megatron's schedules call: this stage's chunks of layers."""
         self._parts = parts_of(
             architecture, groups.layout, groups.tensor.rank(), groups.stage, groups.expert.rank()
         )
         self._publication = Publication(architecture, ranks, groups)
         copies = {part.local for part in self._parts.values() if part.copy}
-        self.counted = [name for name in self.shards.shapes() if name not in copies]
+        self.counted = [name for name in self.weights.shapes() if name not in copies]
         """Local parameters that no other rank counts: each weight of the model is counted once over all ranks."""
 
     def load(self, read: Read | None, types: Mapping[str, torch.dtype] | None = None) -> None:
         """Sets all weights, which `distribute` brings in `types`, by default in fp32."""
-        self._distribute(read, self.shards.fill, types)
+        self._distribute(read, self.weights.fill, types)
 
     def pieces(self, read: Read | None) -> dict[str, Tensor]:
         """This rank's pieces, flat and in fp32 by local name, of tensors that are shaped like the weights."""
@@ -125,7 +138,7 @@ class ParallelModel:
 
     def load_whole(self, found: Iterator[tuple[str, Tensor]]) -> None:
         """Sets all weights from whole canonical tensors, which every rank has one after another."""
-        pending = _Pending(self.shards.shapes(), self._ranks.device, self.shards.fill)
+        pending = _Pending(self.weights.shapes(), self._ranks.device, self.weights.fill)
         for name, value in found:
             if (part := self._parts.get(name)) is not None:
                 pending.take(part, lambda view: view, part.of_whole(value))
@@ -137,7 +150,7 @@ class ParallelModel:
         types: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         """Gives `take` every parameter of this rank, by local name and in fp32."""
-        pending = _Pending(self.shards.shapes(), self._ranks.device, take)
+        pending = _Pending(self.weights.shapes(), self._ranks.device, take)
         places = [
             Place(name, box, types[name] if types else torch.float32, partial(pending.take, part, pick))
             for name, part in self._parts.items()
@@ -191,15 +204,20 @@ class ParallelModel:
         """
         return self._publication.wholes(self.shards.values(), owners)
 
-    def reduce_gradients(self) -> None:
-        """Adds up what the ranks have accumulated, so that `shards.gradients` are the model's."""
-        for name in self.shards.shapes():
-            if self._partial(name):
-                dist.all_reduce(self.shards.gradient_of(name), group=self.groups.tensor)
-        if self.architecture.tied and self.groups.embedding is not None and self.groups.layout.pipeline > 1:
-            name = OWN_EMBEDDING if self.groups.first_stage else OWN_HEAD
-            dist.all_reduce(self.shards.gradient_of(name), group=self.groups.embedding)
-        self.shards.reduce()
+    def finish_gradients(self, *, keep: bool) -> None:
+        """Adds the gradient of the micro-batch that went backward last to those before it, summed over the ranks that
+        have computed parts of it; or forgets it.
+        """
+        self.shards.finish()
+        if not keep:
+            self.shards.drop_fresh()
+            return
+        fresh, groups = self.shards.fresh(), self.groups
+        add_up([piece for name, piece in fresh.items() if self._partial(name)], groups.tensor)
+        if self.architecture.tied and groups.embedding is not None and groups.layout.pipeline > 1:
+            name = f"0.{OWN_EMBEDDING}" if groups.first_stage else f"{groups.layout.virtual - 1}.{OWN_HEAD}"
+            add_up([fresh[name]], groups.embedding)
+        self.shards.keep()
 
     def _partial(self, name: str) -> bool:
         """Whether each tensor-parallel rank has its own heads', tokens' or matrices' gradient of an equal weight."""
@@ -208,25 +226,16 @@ class ParallelModel:
         of_experts = name.endswith("router.weight")
         return self.groups.layout.tensor > 1 and (of_heads or of_tokens or of_experts)
 
+    @property
+    def multiple(self) -> int:
+        """What a row's length must be a multiple of, so that ranks can divide it."""
+        layout = self.groups.layout
+        return layout.multiple * (layout.tensor if self._sequence_parallel else 1)
+
     def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """Of the hidden states between two stages: tokens of this rank, rows, hidden size."""
-        rows, length = batch.tokens_RL.shape
         divided = self.groups.layout.context * (self.groups.layout.tensor if self._sequence_parallel else 1)
-        return length // divided, rows, self.architecture.hidden
-
-    def padded(self, batch: MicroBatch) -> MicroBatch:
-        """The micro-batch with rows as long as ranks that divide them need; a causal model ignores what is added."""
-        layout = self.groups.layout
-        multiple = (2 * layout.context if layout.context > 1 else 1) * (
-            layout.tensor if self._sequence_parallel else 1
-        )
-        length = batch.tokens_RL.shape[1]
-        more = -length % multiple
-        if not more:
-            return batch
-        sources_U = batch.sources_U + batch.sources_U // length * more
-        nodes = None if batch.nodes is None else batch.nodes.padded(more)
-        return replace(batch, tokens_RL=F.pad(batch.tokens_RL, (0, more)), sources_U=sources_U, nodes=nodes)
+        return batch.tokens_RL.shape[1] // divided, 1, self.architecture.hidden
 
     def tell(self, batch: MicroBatch) -> None:
         """Sets what this stage's routers are told in a forward over these tokens, or when layers of it are computed
@@ -244,13 +253,14 @@ class ParallelModel:
         own = self._own_tokens(by_place.flatten(1).T).T.reshape(-1, *by_place.shape[1:])
         self.routing.forced_MNK = own.transpose(0, 1).flatten(1, 2)
 
-    def forward(self, batch: MicroBatch, received: Tensor | None) -> Tensor:
-        """Hidden states that leave this stage."""
+    def forward(self, module: Any, batch: MicroBatch) -> Tensor:
+        """Hidden states that leave one of `modules`."""
         self.tell(batch)
-        tokens_RL = self._own_tokens(batch.tokens_RL)
-        if received is not None:
-            self._stage.set_input_tensor(received)
-        found: Tensor = self._stage(tokens_RL, None, None)
+        context = self.groups.context
+        assert batch.segments is not None
+        self._rotary.positions_S = self._own_tokens(batch.positions_RL)[0]
+        packed = Packed.of(batch.segments, thd=self._thd, context=context.size(), rank=context.rank())
+        found: Tensor = module(self._own_tokens(batch.tokens_RL), None, None, packed_seq_params=packed)
         return found
 
     def log_probs(self, hidden: Tensor, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -260,7 +270,10 @@ class ParallelModel:
         if ranks > 1 and not self._sequence_parallel:
             # Here, where its gradient is contiguous: Megatron loses the sum of one that is not.
             hidden_UD = copy_to_tensor_model_parallel_region(hidden_UD, group=self.groups.tensor)
-        weight_VD = self._stage.head_weight
+        tied = self.architecture.tied and self.groups.first_stage
+        weight_VD = self._first.embedding.word_embeddings.weight if tied else self._last.output_layer.weight
+        if isinstance(self.weights, Shards):
+            self.weights.settle(weight_VD)
         first = self.groups.tensor.rank() * len(weight_VD)
         found_U, entropy_U = hidden_log_probs(
             Head(weight_VD, None, 1.0, None),

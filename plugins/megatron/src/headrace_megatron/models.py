@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -17,7 +17,6 @@ from headrace_modelkit.pinned import rooms_of
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends._base import Owners, ReferenceFacts, StatePart, StateReader
-from headrace_trainer.backends.fsdp.layouts.planned import FP32, MOMENTS_BYTES
 from headrace_trainer.backends.fsdp.reference import reference_facts
 from headrace_trainer.backends.shared.distributing import check_files, open_source, types_of, weights_digest
 from headrace_trainer.backends.shared.fit import check_fit
@@ -25,13 +24,16 @@ from headrace_trainer.backends.shared.model import LanguageModel
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing import MicroBatch, pack
+from headrace_trainer.learning.packing import Attends, MicroBatch, pack
+from headrace_trainer.learning.planning import Costs
 from headrace_trainer.learning.samples import Rows, Sample
-from headrace_trainer.memory import LENT, MemoryPlan, Rooms, kept_bytes, lent_bytes, with_room_to_lend
+from headrace_trainer.memory import MemoryPlan, Rooms, with_room_to_lend
 from torch import Tensor
 from typing_extensions import override
 
-from headrace_megatron.architecture import Architecture, read_architecture
+from headrace_megatron.architecture import read_architecture
+from headrace_megatron.checks import parts_wanted, plan_memory
+from headrace_megatron.gpt import kernels_said, uses_engine
 from headrace_megatron.groups import Groups, join_groups
 from headrace_megatron.layout import Layout
 from headrace_megatron.model import ParallelModel, Settings
@@ -58,7 +60,9 @@ class Reference:
         source = open_source(ranks, section, model)
         if ranks.leads and source is not None:
             self.facts = reference_facts(config, section.path, weights_digest(source, model))
-        own = replace(settings, dtype=DTYPES[section.dtype], recompute=False)
+        dtype = DTYPES[section.dtype]
+        engine = settings.engine and dtype is DTYPES[config.model.dtype]
+        own = replace(settings, dtype=dtype, recompute=False, engine=engine)
         self._model = ParallelModel(read_architecture(section), ranks, groups, own, frozen=True)
         if warmed is None:
             self._model.load(source.read if source else None, types_of(model))
@@ -71,24 +75,24 @@ class Reference:
     @property
     def size_bytes(self) -> int:
         """Bytes of this rank's part."""
-        return self._model.shards.size_bytes
+        return self._model.weights.size_bytes
 
     @property
     def model(self) -> ParallelModel:
         """The model, with its weights on the device."""
         if self._away:
-            self._model.shards.move(rooms_of(self._device).to_device)
+            self._model.weights.move(rooms_of(self._device).to_device)
             self._away = False
         return self._model
 
     def park(self) -> None:
         """Takes the weights to host memory until they are used again; nothing to do where they are there."""
         if self._device.type != "cpu" and not self._away:
-            self._model.shards.move(rooms_of(self._device).to_host)
+            self._model.weights.move(rooms_of(self._device).to_host)
             self._away = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Policy:
     """What a restore round makes."""
 
@@ -96,13 +100,15 @@ class _Policy:
     model: ParallelModel
     pipeline: Pipeline
     adamw: ShardedAdamW
+    idle: MicroBatch = field(init=False)
+    """A part without work."""
 
 
 class MegatronModels(LanguageModel):
     """Policy and reference of a run, with the optimizer's state; `Backend` has what each method promises."""
 
     shares_prefixes = False
-    """Megatron's layers attend causally along rows: each sequence has a row of its own."""
+    """Megatron's layers attend along sequences, which follow no tree."""
 
     def __init__(
         self,
@@ -115,11 +121,20 @@ class MegatronModels(LanguageModel):
         self._options = options
         self._layout = Layout.of(options, ranks.world_size)
         self._settings = Settings(
-            DTYPES[config.model.dtype], options.sequence_parallel, bool(config.trainer.gradient_checkpointing)
+            DTYPES[config.model.dtype],
+            options.sequence_parallel,
+            bool(config.trainer.gradient_checkpointing),
+            uses_engine(options.transformer_engine, ranks.device, DTYPES[config.model.dtype]),
         )
         self._temperature = config.sampling.temperature
         self._reference: Reference | None = None
         self._loaded: _Policy | None = None
+
+    @property
+    def layout_chosen(self) -> str:  # type: ignore[override]
+        """How the ranks are divided, and whose kernels compute."""
+        wanted, dtype = self._options.transformer_engine, DTYPES[self._config.model.dtype]
+        return f"{self._layout}; {kernels_said(wanted, self._ranks.device, dtype)}"
 
     @property
     @override
@@ -131,12 +146,16 @@ class MegatronModels(LanguageModel):
     def replica(self) -> int:
         return self._layout.replica(self._ranks.rank)
 
+    @property
+    @override
+    def costs(self) -> Costs:
+        return Costs(padded=False)
+
     @override
     def memory_plan(self, rooms: Rooms) -> MemoryPlan:
         on_gpu = self._ranks.device.type != "cpu"
-        return with_room_to_lend(
-            plan_memory(self._config, self._algorithm, self._layout, on_gpu=on_gpu), rooms
-        )
+        plan = plan_memory(self._config, self._algorithm, self._options, self._layout, on_gpu=on_gpu)
+        return with_room_to_lend(replace(plan, layout=self.layout_chosen), rooms)
 
     @override
     def check_files(self, *, initial: bool) -> None:
@@ -224,6 +243,7 @@ class MegatronModels(LanguageModel):
         self._routing = model.routing if architecture.experts is not None else None
         self._balance_share = 1.0 / self._layout.tensor
         self._loaded = _Policy(groups, model, Pipeline(model), _new_optimizer(self._config, model))
+        self._loaded.idle = self._packed([[Sample([0, 0], [1], [math.nan])]]).uncounted()
 
     def _join(self) -> Groups:
         return join_groups(self._ranks, self._layout, self._config.seed)
@@ -233,33 +253,44 @@ class MegatronModels(LanguageModel):
         return _new_optimizer(self._config, self._model)
 
     def _parts(self, rows: Rows) -> list[MicroBatch]:
-        """The rows as parts that follow each other through the stages; equally many on ranks that divide experts."""
-        stages = self._layout.pipeline
-        wanted = self._options.pipeline_micro_batches or (2 * stages if stages > 1 else 1)
-        size = -(-len(rows) // wanted)
-        experts = self._model.architecture.experts
-        parts = [
-            pack(rows[first : first + size], shared=False, experts=experts)
-            for first in range(0, len(rows), size or 1)
-        ]
-        if self._layout.experts > 1:  # Ranks that exchange tokens compute equally many parts.
-            idle = [[Sample([0, 0], [1], [math.nan])]]
-            parts += [pack(idle, shared=False, experts=experts).uncounted()] * (wanted - len(parts))
-        return [self._model.padded(part).to(self._ranks.device) for part in parts]
+        """The rows as parts that follow each other through the stages, of about as many tokens each.
+
+        Idle ones are added where a schedule, or ranks that exchange tokens, need more; there is one at least.
+        """
+        stages, wanted = self._layout.pipeline, parts_wanted(self._options, self._layout)
+        found = [self._packed(part) for part in divided_rows(rows, wanted)]
+        least = wanted if self._layout.experts > 1 else max(1, len(found))
+        if self._layout.virtual > 1:
+            least = -(-least // stages) * stages
+        return found + [self._open.idle] * (least - len(found))
+
+    def _packed(self, rows: Rows) -> MicroBatch:
+        model = self._model
+        batch = pack(
+            rows,
+            shared=False,
+            attends=Attends.SEGMENTS,
+            multiple=model.multiple,
+            experts=model.architecture.experts,
+        )
+        return batch.to(self._ranks.device)
 
     def _log_probs(self, model: ParallelModel, pipeline: Pipeline, rows: Rows) -> Tensor:
         """Log-probs of the trained tokens of all rows, (K,), on every rank of the replica."""
-        found = []
         parts = self._parts(rows)
-        for part in pipeline.forward(parts if model is self._model else [each.unforced() for each in parts]):
-            if part.batch.idle:
-                continue
-            if self._groups.last_stage:
-                log_probs_K, _ = model.log_probs(part.hidden, part.batch, self._temperature)
-            else:
-                log_probs_K = torch.empty(len(part.batch.index_K), device=self._ranks.device)
-            found.append(log_probs_K)
-        whole_K = torch.cat([torch.empty(0, device=self._ranks.device), *found])
+
+        def finish(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            found_K, _ = model.log_probs(hidden, batch, self._temperature)
+            return found_K.sum(), found_K
+
+        counted = [part is not self._open.idle for part in parts]
+        # A reference has routers of its own.
+        given = parts if model is self._model else [part.unforced() for part in parts]
+        found = pipeline.run(given, finish, backward=False)
+        if not self._groups.last_stage:
+            found = [torch.empty(len(part.index_K), device=self._ranks.device) for part in parts]
+        own = [found_K for found_K, counts in zip(found, counted, strict=True) if counts]
+        whole_K = torch.cat([torch.empty(0, device=self._ranks.device), *own])
         self._groups.share_from_last_stage(whole_K)
         return whole_K
 
@@ -315,41 +346,12 @@ def _new_optimizer(config: TrainerConfig, model: ParallelModel) -> ShardedAdamW:
     return ShardedAdamW(config.optimizer, model.shards.masters(), decays=decays)
 
 
-def plan_memory(config: TrainerConfig, algorithm: Algorithm, layout: Layout, *, on_gpu: bool) -> MemoryPlan:
-    """The leader's, which alone keeps groups: a share of the model at least. Raises ModelNotReadable."""
-    own, experts = _share(read_architecture(config.model), layout)
-    same = layout.replicas * layout.context
-    slice_ = -(-(own - experts) // same) + -(-experts * layout.experts // same)
-    width = DTYPES[config.model.dtype].itemsize
-    reference = config.trainer.reference or config.model
-    frozen = 0
-    if REFERENCE_LOG_PROBS in algorithm.columns:
-        frozen, _ = _share(read_architecture(reference, "trainer.reference.path"), layout)
-    device = {
-        "weights": own * width,
-        # A model in fp32 computes with its masters themselves.
-        "masters": 0 if width == FP32 else slice_ * FP32,
-        "moments": slice_ * MOMENTS_BYTES,
-        "gradients": (own + slice_) * FP32,
-        "reference": frozen * DTYPES[reference.dtype].itemsize,
-    }
-    host = {
-        "hold": slice_ * (FP32 + MOMENTS_BYTES) if algorithm.passes.several else 0,
-        "kept groups": kept_bytes(config, algorithm),
-    }
-    if not on_gpu:
-        return MemoryPlan(device | host, {})
-    whole = sum(math.prod(shape) for shape in read_architecture(config.model).shapes.values())
-    if lent := lent_bytes(config, whole * width):
-        device[LENT] = lent
-    # Between the infer rounds that use it, a reference lies in host memory.
-    return MemoryPlan(host | {"reference": device["reference"]}, device)
-
-
-def _share(architecture: Architecture, layout: Layout) -> tuple[int, int]:
-    """(All, expert) weights of one rank, were they divided evenly over tensor, pipeline and expert-parallel ranks."""
-    each = {name: math.prod(shape) for name, shape in architecture.shapes.items()}
-    experts = sum(size for name, size in each.items() if ".mlp.experts." in name)
-    held = layout.tensor * layout.pipeline
-    own = -(-experts // (held * layout.experts))
-    return -(-(sum(each.values()) - experts) // held) + own, own
+def divided_rows(rows: Rows, parts: int) -> list[Rows]:
+    """The rows in their order, as so many parts of about as many tokens each; fewer of fewer rows."""
+    sizes = [sum(len(sample.tokens) for sample in row) for row in rows]
+    each, before = sum(sizes) / parts, 0
+    found: dict[int, Rows] = {}
+    for row, size in zip(rows, sizes, strict=True):
+        found.setdefault(min(int((before + size / 2) / each), parts - 1), []).append(row)
+        before += size
+    return list(found.values())

@@ -19,6 +19,7 @@ from headrace_megatron.layout import Layout
 Pick = Callable[[Tensor], Tensor]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OWN_EMBEDDING, OWN_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+"""In the first chunk of the first stage, and in the last one of the last."""
 
 
 @dataclass(frozen=True)
@@ -63,23 +64,27 @@ def _select(dim: int, at: int, view: Tensor) -> Tensor:
 def parts_of(
     architecture: Architecture, layout: Layout, tensor_rank: int, stage: int, expert_rank: int = 0
 ) -> dict[str, Part]:
-    """By canonical name, what the rank of a stage has. All stages together name each weight of the model."""
+    """By canonical name, what the rank of a stage has. All stages together name each weight of the model.
+
+    Local names begin with the number of the stage's chunk of layers.
+    """
     cut = _Cut(layout.tensor, tensor_rank, layout.experts, expert_rank)
     found: dict[str, Part] = {}
     if stage == 0:
-        found[EMBEDDING] = cut.rows(OWN_EMBEDDING)
-    each = architecture.layers // layout.pipeline
-    for index in range(each):
-        prefix = f"model.layers.{stage * each + index}."
-        sparse = stage * each + index in architecture.sparse
-        layer = _layer(architecture, cut, f"decoder.layers.{index}.", sparse=sparse)
-        found |= {prefix + name: part for name, part in layer.items()}
+        found[EMBEDDING] = cut.rows(f"0.{OWN_EMBEDDING}")
+    for chunk in range(layout.virtual):
+        first = layout.first_layer(stage, chunk, architecture.layers)
+        for index in range(architecture.layers // (layout.pipeline * layout.virtual)):
+            sparse = first + index in architecture.sparse
+            layer = _layer(architecture, cut, f"{chunk}.decoder.layers.{index}.", sparse=sparse)
+            found |= {f"model.layers.{first + index}.{name}": part for name, part in layer.items()}
     if stage == layout.pipeline - 1:
-        found["model.norm.weight"] = cut.whole("decoder.final_layernorm.weight")
+        last = layout.virtual - 1
+        found["model.norm.weight"] = cut.whole(f"{last}.decoder.final_layernorm.weight")
         if not architecture.tied:
-            found[HEAD] = cut.rows(OWN_HEAD)
+            found[HEAD] = cut.rows(f"{last}.{OWN_HEAD}")
         elif stage:  # A stage without the embedding has the head's copy of it.
-            head = cut.rows(OWN_HEAD)
+            head = cut.rows(f"{last}.{OWN_HEAD}")
             found[EMBEDDING] = Part(head.local, head.of_local, head.of_whole, copy=True)
     return found
 

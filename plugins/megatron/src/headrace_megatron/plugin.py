@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from headrace_servicekit.registry import Options, Plugin
 from pydantic import Field, PositiveInt
 
@@ -26,9 +28,19 @@ class MegatronOptions(Options):
         default=False,
         description="divide what lies between the matrices over the tensor-parallel ranks too: less memory",
     )
+    virtual_stages: PositiveInt = Field(
+        default=1,
+        description="chunks of layers of each stage, which follow each other round the stages: shorter waits, more "
+        "messages",
+    )
     pipeline_micro_batches: PositiveInt | None = Field(
         default=None,
-        description="parts of a micro-batch that follow each other through the stages; default: twice the stages",
+        description="parts of a micro-batch that follow each other through the stages; default: four times the stages",
+    )
+    transformer_engine: Literal["auto", "off"] = Field(
+        default="auto",
+        description="matrices, norms and attention by Transformer Engine where it is installed beside a GPU; off: by "
+        "Megatron's own layers and torch",
     )
 
 

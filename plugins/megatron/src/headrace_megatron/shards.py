@@ -1,252 +1,290 @@
-"""The parameters of one rank in flat memory: values, an fp32 gradient, and a slice of fp32 master weights.
+"""The parameters of one rank in Megatron's buffers: values, an fp32 gradient of one micro-batch, and slices of masters.
 
-The ranks that have the same parameters (replicas) divide masters and optimizer state among them, each one slice of the
-flat memory. Knows no canonical names and no loss.
+Megatron's DistributedDataParallel lays parameters out in buckets. A bucket's gradients are reduced to the ranks that
+have the same parameters (replicas) while earlier layers go backward, and its values gathered from them while earlier
+layers go forward. Here the reduced gradients of several micro-batches are added up, and the fp32 masters kept: of every
+bucket one slice a rank, like Megatron's distributed optimizer. Knows no canonical names and no loss.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-Value = TypeVar("Value")
+from headrace_megatron.gpt import ExpertLayer
+
+BUCKET_PARAMETERS: int | None = None
+"""Parameters of a bucket; None: as many as Megatron thinks best for the number of ranks."""
+
+
+@dataclass
+class _Slice:
+    """This rank's share of a bucket: what is added up of its gradients, and masters of a model that is not in fp32."""
+
+    buffer: Any
+    bucket: Any
+    reduced: Tensor
+    masters: Tensor | None
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that have the bucket's parameters."""
+        found: ProcessGroup = self.buffer.data_parallel_group
+        return found
+
+    def own(self, flat: Tensor) -> Tensor:
+        """The share of the bucket's values or gradients."""
+        return flat.chunk(self.group.size())[self.group.rank()]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter lies in flat memory."""
+    """Where a parameter lies in its bucket."""
 
+    slice: _Slice
     start: int
     shape: torch.Size
 
     @property
-    def end(self) -> int:
-        return self.start + math.prod(self.shape)
+    def bounds(self) -> tuple[int, int]:
+        """Begin and end of this rank's piece in the flat parameter."""
+        length = len(self.slice.reduced)
+        begin = self.slice.group.rank() * length - self.start
+        first, last = (min(max(each, 0), self.shape.numel()) for each in (begin, begin + length))
+        return first, last
+
+    def piece(self, own: Tensor) -> Tensor:
+        """The parameter's piece of a slice."""
+        first, last = self.bounds
+        begin = self.start + first - self.slice.group.rank() * len(own) if last > first else 0
+        return own[begin : begin + last - first]
 
 
-class Shards:
-    """Takes over parameters. `group` are the ranks that have the same ones; frozen ones do not learn."""
+class Weights:
+    """The parameters of a model that does not learn, by name."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        group: ProcessGroup,
-        device: torch.device,
-        *,
-        frozen: bool,
-    ) -> None:
-        self.group = self._group = group
-        self._parameters = dict(parameters)
-        self._places = dict(_lay_out(self._parameters))
-        self._frozen = frozen
-        used = max(place.end for place in self._places.values())
-        self._length = -(-used // group.size())
-        size = self._length * group.size()
-        dtype = next(iter(self._parameters.values())).dtype
-        self._values = torch.zeros(size, dtype=dtype, device=device)
-        accumulated = 0 if frozen else size
-        self._gradients = torch.zeros(accumulated, dtype=torch.float32, device=device)
-        self._reduced = torch.zeros(accumulated // group.size(), dtype=torch.float32, device=device)
-        # A model in fp32 computes with its masters themselves.
-        apart = not frozen and dtype is not torch.float32
-        self._own_masters = torch.zeros(self._length, dtype=torch.float32, device=device) if apart else None
-        self._bind()
-
-    def masters(self) -> dict[str, Tensor]:
-        """This rank's fp32 masters, flat, by parameter; after writing to them call `spread`."""
-        return self._pieces(self._values_slice() if self._own_masters is None else self._own_masters)
+    def __init__(self, chunks: nn.ModuleList) -> None:
+        self._parameters = dict(chunks.named_parameters())
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(False)
+        self.modules: list[nn.Module] = list(chunks)
+        """What Megatron's schedules call, a chunk of layers each."""
 
     def values(self) -> dict[str, Tensor]:
         """Each parameter, whole and in the type that it is computed in."""
-        return {
-            name: self._values[place.start : place.end].view(place.shape)
-            for name, place in self._places.items()
-        }
-
-    def gradients(self) -> dict[str, Tensor]:
-        """As `masters`, of the gradient that `reduce` has added up."""
-        return self._pieces(self._reduced)
+        return {name: parameter.data for name, parameter in self._parameters.items()}
 
     def shapes(self) -> dict[str, torch.Size]:
         """Shape of each parameter."""
-        return {name: place.shape for name, place in self._places.items()}
+        return {name: parameter.shape for name, parameter in self._parameters.items()}
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all that it keeps."""
-        kept = (self._values, self._gradients, self._reduced, self._own_masters)
-        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+        return sum(value.nbytes for value in self.values().values())
 
     def fill(self, name: str, value: Tensor) -> None:
-        """Sets a whole parameter, and this rank's piece of its master."""
-        place = self._places[name]
-        self._values[place.start : place.end].copy_(value.flatten())
-        if self._own_masters is not None:
-            self.masters()[name].copy_(self.piece(name, value))
+        """Sets a whole parameter, and this rank's piece of its master where there is one."""
+        self._parameters[name].data.copy_(value)
+
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Takes everything elsewhere; nothing runs until it is back on the device."""
+        for parameter in self._parameters.values():
+            parameter.data = move(parameter.data)
+
+
+class Shards(Weights):
+    """The parameters of a model that learns. `apart` says of which ones the expert-parallel ranks have their own."""
+
+    def __init__(
+        self, chunks: nn.ModuleList, config: TransformerConfig, apart: Callable[[str], bool], *, overlap: bool
+    ) -> None:
+        self._parameters = dict(chunks.named_parameters())
+        for name, parameter in self._parameters.items():
+            parameter.requires_grad_(True)
+            parameter.allreduce = not apart(name)  # type: ignore[attr-defined]
+        self._home = next(iter(self._parameters.values())).device
+        self._chunks = [
+            DistributedDataParallel(config, _buckets(overlap=overlap), chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+        for chunk in self._chunks:  # `spread` has begun all of them by then.
+            chunk.overlap_param_gather_with_optimizer_step = True
+            for layer in chunk.modules():  # Its parameters are those of modules that nobody calls.
+                if isinstance(layer, ExpertLayer):
+                    layer.register_forward_pre_hook(self._settle_experts)
+        self.modules = list(self._chunks)
+        # A schedule lets the last part alone send gradients off.
+        waits = [chunk.no_sync for chunk in self._chunks]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+        self._slices: list[_Slice] = []
+        self._places: dict[str, _Place] = {}
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        for buffer in self._buffers():
+            for bucket in buffer.buckets:
+                length = bucket.grad_data.numel() // buffer.data_parallel_group.size()
+                of_slice = torch.zeros(length, dtype=torch.float32, device=self._home)
+                # A model in fp32 computes with its masters themselves.
+                masters = None if buffer.param_dtype is torch.float32 else of_slice.clone()
+                self._slices.append(found := _Slice(buffer, bucket, of_slice, masters))
+                for parameter in bucket.params_list:
+                    start = buffer.param_index_map[parameter][0] - bucket.offset
+                    self._places[names[parameter]] = _Place(found, start, parameter.shape)
+
+    def masters(self) -> dict[str, Tensor]:
+        """This rank's fp32 masters, flat, by parameter; after writing to them call `spread`."""
+        self.settle()
+        return self._pieces(lambda of: of.own(of.bucket.param_data) if of.masters is None else of.masters)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """As `masters`, of the gradient that `keep` has added up."""
+        return self._pieces(lambda of: of.reduced)
+
+    def fresh(self) -> dict[str, Tensor]:
+        """As `masters`, of the gradient that `finish` has reduced."""
+        return self._pieces(lambda of: of.own(of.bucket.grad_data))
+
+    def group_of(self, name: str) -> ProcessGroup:
+        """The ranks that have the same parameter."""
+        return self._places[name].slice.group
 
     def piece(self, name: str, value: Tensor) -> Tensor:
         """This rank's piece of a tensor that is shaped like a parameter."""
-        first, last = self._bounds(name)
+        first, last = self._places[name].bounds
         return value.flatten()[first:last]
 
     def whole(self, name: str, piece: Tensor) -> Tensor:
         """A tensor shaped like a parameter, 0 but for this rank's piece of it."""
-        first, last = self._bounds(name)
-        found = piece.new_zeros(math.prod(self._places[name].shape))
-        found[first:last] = piece
-        return found.view(self._places[name].shape)
-
-    def gradient_of(self, name: str) -> Tensor:
-        """What this rank has accumulated of a parameter since the last `reduce`; writing to it changes that."""
         place = self._places[name]
-        return self._gradients[place.start : place.end]
+        first, last = place.bounds
+        found = piece.new_zeros(place.shape.numel())
+        found[first:last] = piece
+        return found.view(place.shape)
 
-    def reduce(self) -> None:
-        """Adds what the ranks of the group have accumulated to their pieces; the accumulators are empty then."""
-        if self._group.size() == 1:
-            self._reduced += self._gradients
-        else:
-            found = torch.empty_like(self._reduced)
-            dist.reduce_scatter_tensor(found, self._gradients, group=self._group)
-            self._reduced += found
-        self._gradients.zero_()
+    def finish(self) -> None:
+        """Waits until the gradient of the micro-batch that went backward last is reduced."""
+        for chunk in self._chunks:
+            chunk.finish_grad_sync()
+        for group in self._bucket_groups():  # Values are gathered when they change, not after each reduction.
+            group.param_gather_dispatched = True
+
+    def keep(self) -> None:
+        """Adds the reduced gradient to those of the micro-batches before it."""
+        for each in self._slices:
+            each.reduced += each.own(each.bucket.grad_data)
+        self.drop_fresh()
+
+    def drop_fresh(self) -> None:
+        """Forgets the gradient of the micro-batch that went backward last."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
 
     def drop_gradients(self) -> None:
-        """Drops everything that was accumulated."""
-        self._gradients.zero_()
-        self._reduced.zero_()
+        """Forgets all that was added up."""
+        for each in self._slices:
+            each.reduced.zero_()
 
     def spread(self) -> None:
-        """Makes the values of all ranks those of the masters."""
-        own = self._values_slice()
-        if self._own_masters is not None:
-            own.copy_(self._own_masters)
-        if self._group.size() > 1:
-            dist.all_gather_into_tensor(self._values, own.clone(), group=self._group)
+        """Makes the values of all ranks those of the masters; what computes with one waits for its bucket."""
+        self.settle()
+        for each in self._slices:
+            if each.masters is not None:
+                each.own(each.bucket.param_data).copy_(each.masters)
+        for chunk in self._chunks:
+            chunk.start_param_sync(force_dispatch=True)
 
-    def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Takes everything elsewhere; nothing runs until it is back on the device."""
-        self._values, self._gradients, self._reduced = map(
-            move, (self._values, self._gradients, self._reduced)
-        )
-        if self._own_masters is not None:
-            self._own_masters = move(self._own_masters)
-        self._bind()
+    def settle(self, parameter: nn.Parameter | None = None) -> None:
+        """Waits for the values of a parameter, or of all."""
+        for chunk in self._chunks:
+            if not chunk.ddp_config.overlap_param_gather:
+                continue
+            found = chunk.param_to_bucket_group
+            for group in dict.fromkeys(
+                found.values() if parameter is None else filter(None, [found.get(parameter)])
+            ):
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
-    def _bind(self) -> None:
-        """Lets the module's parameters, and their gradients, be views of the flat memory."""
-        for name, parameter in self._parameters.items():
-            place = self._places[name]
-            parameter.grad = None
-            parameter.data = self._values[place.start : place.end].view(place.shape)
-            parameter.requires_grad_(not self._frozen)
-            if not self._frozen:
-                parameter.grad_dtype = torch.float32
-                parameter.grad = self._gradients[place.start : place.end].view(place.shape)
-
-    def _values_slice(self) -> Tensor:
-        start = self._group.rank() * self._length
-        return self._values[start : start + self._length]
-
-    def _bounds(self, name: str) -> tuple[int, int]:
-        """Begin and end of this rank's piece in the flat parameter."""
-        place, start = self._places[name], self._group.rank() * self._length
-        first, last = (min(max(each, place.start), place.end) for each in (start, start + self._length))
-        return first - place.start, last - place.start
-
-    def _pieces(self, own: Tensor) -> dict[str, Tensor]:
-        start = self._group.rank() * self._length
-        found = {}
-        for name, place in self._places.items():
-            first, last = self._bounds(name)
-            begin = place.start + first - start if last > first else 0
-            found[name] = own[begin : begin + last - first]
-        return found
-
-
-class ModelShards:
-    """The parameters of a module in as many `Shards` as there are groups of ranks that have the same ones: the experts'
-    apart, where they are divided. See there for the methods.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        group_of: Callable[[str], ProcessGroup],
-        device: torch.device,
-        *,
-        frozen: bool,
-    ) -> None:
-        by_group: dict[ProcessGroup, dict[str, nn.Parameter]] = {}
-        for name, parameter in module.named_parameters():
-            by_group.setdefault(group_of(name), {})[name] = parameter
-        self._all = [Shards(own, group, device, frozen=frozen) for group, own in by_group.items()]
-        self._order = [name for name, _ in module.named_parameters()]
-        self._owners = {name: shards for shards in self._all for name in shards.shapes()}
-
-    def group_of(self, name: str) -> ProcessGroup:
-        """The ranks that have the same parameter."""
-        return self._owners[name].group
-
-    def masters(self) -> dict[str, Tensor]:
-        """See `Shards`; so are the others."""
-        return self._in_order([shards.masters() for shards in self._all])
+    def _settle_experts(self, layer: nn.Module, _: object) -> None:
+        for parameter in layer.parameters():
+            self.settle(parameter)
 
     def values(self) -> dict[str, Tensor]:
-        return self._in_order([shards.values() for shards in self._all])
-
-    def gradients(self) -> dict[str, Tensor]:
-        return self._in_order([shards.gradients() for shards in self._all])
-
-    def shapes(self) -> dict[str, torch.Size]:
-        return self._in_order([shards.shapes() for shards in self._all])
+        self.settle()
+        return super().values()
 
     @property
     def size_bytes(self) -> int:
-        return sum(shards.size_bytes for shards in self._all)
+        found = [each.reduced for each in self._slices]
+        found += [each.masters for each in self._slices if each.masters is not None]
+        found += [flat for buffer in self._buffers() for flat in (buffer.param_data, buffer.grad_data)]
+        return sum(tensor.nbytes for tensor in found)
 
     def fill(self, name: str, value: Tensor) -> None:
-        self._owners[name].fill(name, value)
-
-    def piece(self, name: str, value: Tensor) -> Tensor:
-        return self._owners[name].piece(name, value)
-
-    def whole(self, name: str, piece: Tensor) -> Tensor:
-        return self._owners[name].whole(name, piece)
-
-    def gradient_of(self, name: str) -> Tensor:
-        return self._owners[name].gradient_of(name)
-
-    def reduce(self) -> None:
-        for shards in self._all:
-            shards.reduce()
-
-    def drop_gradients(self) -> None:
-        for shards in self._all:
-            shards.drop_gradients()
-
-    def spread(self) -> None:
-        for shards in self._all:
-            shards.spread()
+        super().fill(name, value)
+        place = self._places[name]
+        if place.slice.masters is not None:
+            place.piece(place.slice.masters).copy_(self.piece(name, value))
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        for shards in self._all:
-            shards.move(move)
+        """Gradients of a micro-batch do not go along: there are none between two of them."""
+        self.settle()
+        for buffer in self._buffers():
+            buffer.param_data = move(buffer.param_data)
+            home = buffer.param_data.device == self._home
+            buffer.grad_data.untyped_storage().resize_(buffer.numel * 4 if home else 0)
+            if home:
+                buffer.grad_data.zero_()
+            for bucket in buffer.buckets:
+                end = bucket.offset + bucket.grad_data.numel()
+                bucket.param_data = buffer.param_data[bucket.offset : end]
+            for parameter, (start, end, _) in buffer.param_index_map.items():
+                parameter.data = buffer.param_data[start:end].view(parameter.shape)
+        for group in self._bucket_groups():
+            group.cached_param_buffer_shard_list = [None] * len(group.buckets)
+        for each in self._slices:
+            each.reduced = move(each.reduced)
+            each.masters = None if each.masters is None else move(each.masters)
 
-    def _in_order(self, parts: list[dict[str, Value]]) -> dict[str, Value]:
-        found = {name: value for part in parts for name, value in part.items()}
-        return {name: found[name] for name in self._order}
+    def _pieces(self, of: Callable[[_Slice], Tensor]) -> dict[str, Tensor]:
+        own = {id(each): of(each) for each in self._slices}
+        return {
+            name: self._places[name].piece(own[id(self._places[name].slice)]) for name in self._parameters
+        }
+
+    def _buffers(self) -> Iterator[Any]:
+        for chunk in self._chunks:
+            yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+    def _bucket_groups(self) -> Iterator[Any]:
+        for chunk in self._chunks:
+            yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
 
 
-def _lay_out(parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, _Place]]:
-    start = 0
-    for name, parameter in parameters.items():
-        yield name, _Place(start, parameter.shape)
-        start += parameter.numel()
+def add_up(pieces: Iterable[Tensor], group: ProcessGroup) -> None:
+    """Adds up equal pieces of several ranks, in one message."""
+    found = [piece for piece in pieces if piece.numel()]
+    if not found:
+        return
+    flat = torch.cat(found)
+    torch.distributed.all_reduce(flat, group=group)
+    begin = 0
+    for piece in found:
+        piece.copy_(flat[begin : begin + piece.numel()])
+        begin += piece.numel()
+
+
+def _buckets(*, overlap: bool) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        bucket_size=BUCKET_PARAMETERS,
+    )

@@ -15,6 +15,7 @@ from sglang.srt.server_args import ServerArgs
 
 from headrace_sglang.options import (
     FIXED_ARGUMENTS,
+    INVARIANT,
     OWN_ARGUMENTS,
     REFUSED_ARGUMENTS,
     SglangOptions,
@@ -76,10 +77,6 @@ def engine_args(config: EngineConfig, options: SglangOptions, start: Start) -> d
         arguments |= INVARIANT
     drafted = drafting(options.speculative) if options.speculative else {}
     return {**arguments, **drafted, **({} if on_gpu else CPU_ARGUMENTS), **options.engine_args}
-
-
-INVARIANT: dict[str, Any] = {"enable_deterministic_inference": True, "rl_on_policy_target": "fsdp"}
-"""Kernels whose bits do not hang on the batch, and norms, positions and log-probs rounded as transformers has them."""
 
 
 def drafting(speculation: Speculation) -> dict[str, Any]:

@@ -21,6 +21,8 @@ OWN_ARGUMENTS = {
     "max_total_tokens": "rollout.engine_options.kv_cache_tokens",
     "disable_cuda_graph": "rollout.engine_options.enforce_eager",
     "dp_size": "rollout.instances",
+    "enable_deterministic_inference": "rollout.engine_options.batch_invariant",
+    "rl_on_policy_target": "rollout.engine_options.batch_invariant",
     "speculative_algorithm": "rollout.engine_options.speculative",
     "speculative_num_draft_tokens": "rollout.engine_options.speculative",
 }
@@ -58,6 +60,10 @@ WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache", "cuda_grap
 """SGLang's names of what comes back with a scope: graphs are replayed once there is a cache."""
 RELEASED_GRAPHS = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
 """The variable with which captured graphs lie where they can be released, with a copy on the host."""
+
+
+INVARIANT: dict[str, Any] = {"enable_deterministic_inference": True, "rl_on_policy_target": "fsdp"}
+"""Kernels whose bits do not hang on the batch, and norms, positions and log-probs rounded as transformers has them."""
 
 
 class SglangOptions(HostedOptions):

@@ -25,6 +25,7 @@ from headrace_servicekit.memory.allocator import give_freed_memory_back, reuse_f
 from headrace_servicekit.rpc.addresses import is_loopback, split_address
 from headrace_servicekit.rpc.doors import DOORS, peer_name
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.metrics import CHECKPOINTS, watch
 from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.rpc.tls import CERTIFICATE, KEY, keys_folder, show_newest, tls_dir
 from headrace_servicekit.tracing import (
@@ -226,6 +227,7 @@ async def _serve_http(
     arguments: argparse.Namespace, coordinator: Coordinator, event_log: EventLog, token: str | None
 ) -> None:
     host, port = split_address(arguments.http)
+    watch({CHECKPOINTS: arguments.data_dir})
     app = make_app(coordinator, runs_directory=arguments.data_dir / "runs", token=token)
     folder = tls_dir()
     http = make_server(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rig import ENGINES_HERE
@@ -42,3 +44,49 @@ def test_graphs_lie_where_they_can_be_released_and_all_that_is_released_comes_ba
     assert f"{variable} = EnvBool(False)" in source("srt.environ"), "it must be asked for"
     reduce = source("srt.distributed.device_communicators.custom_all_reduce")
     assert variable in reduce, "graphs that are released register no buffer with others"
+
+
+def named(module: str) -> dict[str, Any]:
+    """What a module of SGLang gives names to, as far as it stands there in letters and numbers."""
+    found = {}
+    for each in ast.parse(source(module)).body:
+        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
+            with suppress(ValueError):
+                found[each.targets[0].id] = ast.literal_eval(each.value)
+    return found
+
+
+def body_of(module: str, name: str) -> str:
+    """The source of a function or class of a module of SGLang."""
+    (found,) = [each for each in ast.walk(ast.parse(source(module))) if getattr(each, "name", "") == name]
+    return ast.unparse(found)
+
+
+def test_what_batch_invariance_asks_for_is_an_argument_and_one_of_its_choices():
+    from headrace_sglang.options import FIXED_ARGUMENTS, INVARIANT, OWN_ARGUMENTS
+
+    fields = {
+        each.target.id: ast.unparse(each)
+        for each in ast.walk(ast.parse(source("srt.arg_groups.fields.exec_")))
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    order = named("srt.arg_groups.field_order")
+    assert INVARIANT.keys() <= fields.keys()
+    assert any(INVARIANT.keys() <= set(names) for names in order.values() if isinstance(names, (tuple, list)))
+    assert "A[bool," in fields["enable_deterministic_inference"]
+    assert "choices=RL_ON_POLICY_TARGET_CHOICES" in fields["rl_on_policy_target"]
+    assert INVARIANT["rl_on_policy_target"] in named("srt.arg_groups.choices")["RL_ON_POLICY_TARGET_CHOICES"]
+    assert not INVARIANT.keys() - {*FIXED_ARGUMENTS, *OWN_ARGUMENTS}, "engine_args set nothing against it"
+
+
+def test_batch_invariance_changes_the_kernels_that_it_is_asked_for():
+    settles = body_of("srt.arg_groups.attention_hook", "handle_deterministic_inference")
+    assert "cfg.rl_on_policy_target is not None" in settles
+    assert "enable_deterministic_inference=True" in settles
+    assert "allreduce:tree" in settles, "sums over tensor parallel ranks have one order"
+    assert "'pytorch'" in body_of("srt.arg_groups.overrides", "_deterministic_sampling_backend")
+    assert 'rl_on_policy_target == "fsdp"' in source("srt.layers.layernorm")
+    sampler = source("srt.layers.sampler")
+    assert "self.use_log_softmax_logprob = self.rl_on_policy_target is not None" in sampler
+    for family in ("qwen2", "qwen3"):
+        assert "rl_on_policy_target is not None" in source(f"srt.models.{family}"), "as transformers rounds"

@@ -29,6 +29,8 @@ class Instance:
     host: str = "host"
     alive: bool = True
     cut_off: bool = False
+    stranded: bool = False
+    """Its container was removed, and it lives on: nobody reaches it, and what it has of a GPU's memory stays."""
     pace: float = 1.0
     """Factor of the durations that do not depend on the seed."""
     draining: bool = False
@@ -120,7 +122,8 @@ class Instance:
 
     def using(self) -> dict[str, float]:
         """Devices that it works on now, and its part of each."""
-        live = self.live_leases() if self.alive else ()
+        keeps = self.stranded and any("/gpu:" in device for device in self.devices)
+        live = (self.held if keeps else self.live_leases()) if self.alive else ()
         return {device: self.parts.get(epoch, 1.0) for epoch in live for device in self.held[epoch]}
 
     async def handle(self, method: str, request: Any) -> Any:

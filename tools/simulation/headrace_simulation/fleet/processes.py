@@ -29,6 +29,8 @@ from headrace_simulation.specs import DEVICES_A_HOST
 
 T = TypeVar("T")
 SETTINGS = FleetSettings()
+USED = 8 * 2**30
+"""Bytes of a GPU that its holder uses."""
 CLASSES: dict[str, type[Instance]] = {
     "rollout": Rollout,
     "trainer": Trainer,
@@ -45,6 +47,10 @@ class Processes(ABC):
         self.rng = random.Random(seed)
         self.faulty = faulty
         self.hosts = [f"host{index}" for index in range(hosts)]
+        """Where supervisors run: machines, and containers on them."""
+        self.machines: dict[str, str] = {}
+        """The machine of each container, whose devices it has."""
+        self.devices_a_host = DEVICES_A_HOST
         self.gpus = False
         """Whether the hosts' devices are GPUs, on each of which one rank or engine computes."""
         self.disk = Disk()
@@ -74,7 +80,8 @@ class Processes(ABC):
         """Starts a process; it registers and keeps its session for as long as it lives."""
         self._born += 1
         incarnation = f"{name}#{self._born:03}"
-        devices = tuple(f"{host}/{'gpu' if self.gpus else 'cpu'}:{i}" for i in range(DEVICES_A_HOST))
+        machine = self.machines.get(host, host)
+        devices = tuple(f"{machine}/{'gpu' if self.gpus else 'cpu'}:{i}" for i in range(self.devices_a_host))
         instance = CLASSES[kind](
             name, incarnation, random.Random(f"{self.seed}/{incarnation}"), devices, host
         )
@@ -88,6 +95,28 @@ class Processes(ABC):
             instance.on_meeting = partial(self.meets, incarnation)
         self.instances[incarnation] = instance
         self.spawn(self._lifeline(instance))
+
+    def container_on(self, host: str) -> str:
+        """A new container on the machine of a host."""
+        name = f"container{len(self.machines)}"
+        self.machines[name] = self.machines.get(host, host)
+        self.hosts.append(name)
+        return name
+
+    async def remove(self, container: str, lives_on_s: float) -> None:
+        """Removes a container, as `docker rm -f` does: its supervisor and its processes are gone, and nobody says so.
+
+        Above 0 its processes are out of reach and live on for so long: of a pod on a node that is cut off, say.
+        """
+        self.hosts.remove(container)
+        if fleet := self._fleet():
+            fleet.supervisors.pop(container, None)
+        lost = [each for each in self.instances.values() if each.host == container and each.alive]
+        for each in lost:
+            each.draining = each.cut_off = each.stranded = True
+        await asyncio.sleep(lives_on_s)
+        for each in lost:
+            each.die()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Starts a task of the world; its error ends the world."""
@@ -115,6 +144,7 @@ class Processes(ABC):
                 instance.incarnation,
                 list(instance.devices),
                 {},
+                boot_id=self.machines.get(instance.host, ""),
             )
             stale = await self._answer(
                 fleet,
@@ -160,7 +190,8 @@ class Processes(ABC):
                 if instance.incarnation not in fleet.event_log.state.instances:
                     break
                 self._report(instance, fleet)
-                renewed, stale = fleet.heartbeat(instance.incarnation, list(instance.held), InstanceUsage())
+                usage = self._usage(instance, fleet)
+                renewed, stale = fleet.heartbeat(instance.incarnation, list(instance.held), usage)
                 for epoch in renewed:
                     instance.deadlines[epoch] = sent + SETTINGS.lease_ttl - 5.0
                 for epoch in stale:
@@ -169,6 +200,15 @@ class Processes(ABC):
             silence += SETTINGS.heartbeat if instance.cut_off else 0.0
         obeying.cancel()
         fleet.detach(instance.incarnation, send)
+
+    def _usage(self, instance: Instance, fleet: Fleet) -> InstanceUsage:
+        """What a heartbeat tells: in containers, the memory in use of the GPUs that the coordinator asks about."""
+        if instance.host not in self.machines:
+            return InstanceUsage()
+        holders = [each for each in self.instances.values() if each.alive]
+        held = {name for each in holders for names in each.held.values() for name in names}
+        asked = fleet.quarantines.gpus_seen_by(instance.incarnation)
+        return InstanceUsage(gpus=tuple((name, 0.0, USED * (name in held)) for name in asked))
 
     def _report(self, instance: Instance, fleet: Fleet) -> None:
         fleet.reported(instance.incarnation, open_reports(instance.open_runs.reports()))
@@ -228,6 +268,8 @@ class Processes(ABC):
         if instance.draining:
             return
         await asyncio.sleep(self.rng.uniform(0.2, 3.0))
+        if instance.host not in self.hosts:
+            return
         await self.bear(instance.KIND, instance.name, instance.host)
         if fleet := self._fleet():
             self.tell_tables(fleet)
@@ -235,7 +277,7 @@ class Processes(ABC):
     async def _gone(self, instance: Instance, reason: str) -> None:
         instance.die()
         await asyncio.sleep(self.rng.uniform(0.01, 0.3))
-        if fleet := self._fleet():
+        if (fleet := self._fleet()) and instance.host in self.hosts:
             self.tell_tables(fleet)
             fleet.exited(instance.incarnation, reason)
 

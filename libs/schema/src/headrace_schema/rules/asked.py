@@ -197,6 +197,8 @@ SHARD_RANKS = when(
 SHARD_KEPT = value(f"{BACKEND}.shard", "state", "gradients", undo="set shard: weights, or remove {it}")
 OFFLOADS_ALL = value(f"{BACKEND}.offload", "parameters", undo="")
 SEQUENCE = value(f"{BACKEND}.sequence_parallel", True, undo="remove {it}")
+VIRTUAL = unlike(f"{BACKEND}.virtual_stages", None, 1, undo="remove {it}")
+ONE_STAGE = value(f"{BACKEND}.pipeline_parallel", None, 1, undo="set pipeline_parallel to 2 or more")
 UNDIVIDED = value(f"{BACKEND}.tensor_parallel", None, 1, undo="set tensor_parallel to 2 or more")
 SHARED_PREFIX = value("trainer.shared_prefix", True, undo="set {it} to false")
 NAME = "algorithm.name"

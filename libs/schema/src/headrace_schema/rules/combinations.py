@@ -56,6 +56,9 @@ def _values(spec: RunSections) -> Iterator[KeyProblemView]:
         spec.algorithm.prompts_per_step,
         spec.model.max_context,
     )
+    if spec.store is not None and "checkpoints" in spec.store.keep and not spec.checkpoint.enabled:
+        fix = "set it to true, or leave checkpoints out of store.keep"
+        yield problem("checkpoint.enabled", "store.keep names checkpoints, and there are none", fix)
     if spec.slots_per_step > MAX_SLOTS_PER_STEP:
         key, other = ("group_size", prompts) if group >= prompts else ("prompts_per_step", group)
         most = f"the {MAX_SLOTS_PER_STEP:,} answers of one step"

@@ -298,6 +298,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.UNDIVIDED: {
         f.SEQUENCE: "it divides what tensor-parallel ranks would all have, and tensor_parallel is 1"
     },
+    f.ONE_STAGE: {f.VIRTUAL: "chunks of layers go round several stages, and pipeline_parallel is 1"},
     f.CONTEXT: {
         f.CHANGING: f"{_OTHER_RANKS}rows are divided over some of them",
         f.DETERMINISTIC: "attention over divided rows has another order of sums than an engine's",

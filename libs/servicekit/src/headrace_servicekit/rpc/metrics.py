@@ -1,22 +1,29 @@
-"""Prometheus figures of every server, and the HTTP port that exposes them."""
+"""Prometheus figures of every process: calls, weights, build, disks, certificates; the port that exposes them."""
 
 from __future__ import annotations
 
 import errno
 import hmac
+import platform
+import shutil
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import grpc
-from prometheus_client import Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from headrace_servicekit.rpc.addresses import is_loopback
 from headrace_servicekit.rpc.doors import DOORS
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.tls import AUTHORITY, CERTIFICATE, tls_dir
 
 RPCS = Counter("headrace_rpcs", "RPCs that ended, by status code", ["instance", "method", "code"])
 RPC_SECONDS = Histogram(
@@ -34,6 +41,68 @@ WEIGHT_FALLBACKS = Counter(
     "headrace_weight_fallbacks", "Tries of a transport that failed and led to the next one", ["transport"]
 )
 RPCS_IN_FLIGHT = Gauge("headrace_rpcs_in_flight", "RPCs being handled", ["instance"])
+CHECKPOINTS, WEIGHTS = "checkpoints", "weights"
+
+
+class Machine(Collector):
+    """Figures of this process's surroundings."""
+
+    def __init__(self) -> None:
+        self.folders: dict[str, Path] = {}
+        """What is watched, by what is written there."""
+
+    def describe(self) -> list[Metric]:
+        """Nothing: registering reads no disk and no certificate."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All families. A folder or a certificate that cannot be read has no figure."""
+        build = GaugeMetricFamily("headrace_build_info", "1, of the build", labels=["version", "python"])
+        build.add_metric([version("headrace-servicekit"), platform.python_version()], 1)
+        yield build
+        free = GaugeMetricFamily("headrace_disk_free_bytes", "Free, of a folder's disk", labels=["folder"])
+        size = GaugeMetricFamily("headrace_disk_size_bytes", "Size of a folder's disk", labels=["folder"])
+        for folder, path in sorted(self.folders.items()):
+            try:
+                usage = shutil.disk_usage(path)
+            except OSError:
+                continue
+            free.add_metric([folder], usage.free)
+            size.add_metric([folder], usage.total)
+        yield from (free, size)
+        ends = GaugeMetricFamily(
+            "headrace_certificate_end_seconds",
+            "When a certificate ends, since the epoch",
+            labels=["certificate"],
+        )
+        for name, end in sorted(_ends(tls_dir()).items()):
+            ends.add_metric([name], end)
+        yield ends
+
+
+def _ends(folder: Path | None) -> dict[str, float]:
+    """When this process's certificates end: "authority" and "host"."""
+    if folder is None:
+        return {}
+    from cryptography import x509  # only encrypted fleets need it
+
+    found = {}
+    for name, file in (("authority", AUTHORITY), ("host", CERTIFICATE)):
+        try:
+            certificate = x509.load_pem_x509_certificate((folder / file).read_bytes())
+        except (OSError, ValueError):
+            continue
+        found[name] = certificate.not_valid_after_utc.timestamp()
+    return found
+
+
+MACHINE = Machine()
+REGISTRY.register(MACHINE)
+
+
+def watch(folders: Mapping[str, Path | None]) -> None:
+    """Shows the disks of these folders from now on; None: this process has no such folder."""
+    MACHINE.folders |= {name: path for name, path in folders.items() if path is not None}
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -66,12 +66,12 @@ class Archive:
             self._event_log.history.forget(run.id)
 
     def view(self, run_id: str) -> RunView:
-        """An archived run; UNAVAILABLE when its summary cannot be read."""
+        """An archived run; CONFLICT when its summary cannot be read: another try would find the same."""
         path = self._event_log.history.directory(run_id) / SUMMARY
         try:
             view = RunView.from_json(json.loads(path.read_bytes()))
             # The data directory may have been moved since the run ended.
             return view.model_copy(update={"run_directory": str(path.parents[1])})
         except (OSError, ValueError, TypeError) as error:
-            message = f"the summary of run {run_id} cannot be read: {path}: {error}"
-            raise Refused("UNAVAILABLE", message) from error
+            message = f"the summary of run {run_id} cannot be read: {path}: {error}; mend the file, or delete the run"
+            raise Refused("CONFLICT", message) from error

@@ -32,6 +32,7 @@ from headrace_coordinator.domain.devices.scheduling import plan_regroup
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.state import State
 from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.quarantine import StillHeld
 from headrace_coordinator.fleet.sessions import Supervisor
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.waits import WaitTimeout
@@ -68,8 +69,8 @@ class RunChanges:
     async def delete(self, run_id: str, idempotency_key: str) -> None:
         """Deletes an ended run with its checkpoints, export and files, for ever; returns once they are gone.
 
-        Raises Refused: CONFLICT for a run that has not ended, or of whose checkpoint another run begins;
-        UNAVAILABLE where the disk refuses, after which the run is not listed any more.
+        Raises Refused: CONFLICT for a run that has not ended, of whose checkpoint another run begins, or where the
+        disk refuses, after which the run is not listed any more; UNAVAILABLE while it is still being closed.
         """
         body = digest([run_id, "delete"])
         async with self._keys.held(idempotency_key):
@@ -93,7 +94,7 @@ class RunChanges:
                 reason = (
                     f"run {run_id} is not listed any more, and its files stay: {error}; remove {directory}"
                 )
-                raise Refused("UNAVAILABLE", reason) from error
+                raise Refused("CONFLICT", reason) from error
 
     async def _archived(self, run: RunState) -> None:
         """Waits until a run that has ended is archived; raises Refused CONFLICT for one that has not ended."""
@@ -137,7 +138,7 @@ class RunChanges:
         return self._reads.run(run_id)
 
     async def label(self, run_id: str, change: RunLabels, idempotency_key: str) -> RunView:
-        """Gives a run, at work or ended, other tags or another note. UNAVAILABLE where the disk refuses."""
+        """Gives a run, at work or ended, other tags or another note. CONFLICT where the disk refuses."""
         body = digest([run_id, "label", change.model_dump(mode="json")])
         async with self._keys.held(idempotency_key):
             if not self._keys.made(idempotency_key, body):
@@ -145,7 +146,8 @@ class RunChanges:
                 try:
                     await asyncio.to_thread(self._labels.change, run_id, change)
                 except OSError as error:
-                    raise Refused("UNAVAILABLE", f"run {run_id} keeps its labels: {error}") from error
+                    reason = f"run {run_id} keeps its labels: {error}; mend that, then ask again"
+                    raise Refused("CONFLICT", reason) from error
                 await self._event_log.commit(self._keys.used(idempotency_key, body, run_id))
         return self._reads.run(run_id)
 
@@ -263,18 +265,23 @@ class InstanceChanges:
             raise Refused("UNAVAILABLE", f"{name} is not connected: it cannot be told to drain; try again")
         return alive[-1]
 
-    async def release_device(self, device: str, idempotency_key: str) -> str:
+    async def release_device(self, device: str, idempotency_key: str, reason: str = "") -> str:
         """Ends a device's quarantine by a person's word, durably. Returns its full name.
 
         Raises:
-            Refused: NOT_FOUND for what names no device in quarantine, INVALID for what names several.
+            Refused: NOT_FOUND for what names no device in quarantine, INVALID for what names several, CONFLICT while
+                the device's last holder is there.
         """
-        body = digest(["release", device])
+        body = digest(["release", device, reason])
         async with self._keys.held(idempotency_key):
             name = self._keys.made(idempotency_key, body)
             if not name:
                 name = self._quarantined(device)
-                await self._fleet.free(name, self._keys.used(idempotency_key, body, name))
+                used = self._keys.used(idempotency_key, body, name)
+                try:
+                    await self._fleet.quarantines.release(name, reason, used)
+                except StillHeld as held:
+                    raise Refused("CONFLICT", self._fleet.readable(str(held))) from held
         return name
 
     def _quarantined(self, device: str) -> str:
@@ -295,8 +302,9 @@ class InstanceChanges:
         A repeated key gets the answer of its first command, also while that one is in flight.
 
         Raises:
-            Refused: UNAVAILABLE without a supervisor or its answer; INVALID with the supervisor's reason, or for a
-                host that there is not; CONFLICT for a key of another request.
+            Refused: UNAVAILABLE without the supervisor's answer, and without one right after a start; CONFLICT
+                without one later, and for a key of another request; INVALID with the supervisor's reason, or for a
+                host that there is not.
         """
         body = f"scale {kind}={count}" + (f" on {host}" if host else "")
         if self._keys.made(key, body):
@@ -322,7 +330,11 @@ class InstanceChanges:
     def _supervisor_of(self, kind: str, host: str) -> Supervisor:
         able = {each.host: each for each in self._fleet.supervisors.values() if kind in each.scalable}
         if not able:
-            raise Refused("UNAVAILABLE", f"no connected supervisor can change the number of {kind} processes")
+            reason = f"no connected supervisor can change the number of {kind} processes"
+            if self._fleet.lease_manager.lenient:  # this coordinator has just started: they may come yet
+                raise Refused("UNAVAILABLE", f"{reason}; try again")
+            fix = "`headrace up` and `headrace join` can, and a scaler of containers or pods that is started"
+            raise Refused("CONFLICT", f"{reason}; {fix}")
         if host in able or (len(able) == 1 and not host):
             return able[host or next(iter(able))]
         hosts = ", ".join(sorted(able))

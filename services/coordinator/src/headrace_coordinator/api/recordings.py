@@ -61,7 +61,7 @@ class Recordings:
 
         Raises:
             Refused: CONFLICT for an evaluation, an ended run, or a step that is made already or too late to be heard;
-                UNAVAILABLE where the disk refuses the note.
+                also where the disk refuses the note.
         """
         run = self._reads.run(run_id)
         if run.state in TERMINAL:
@@ -88,7 +88,9 @@ class Recordings:
                 directory = self._directory(run_id)
                 write_wanted(directory, read_wanted(directory) | {step})
         except OSError as error:
-            raise Refused("UNAVAILABLE", f"the disk refuses it: {error.strerror}; try again") from error
+            raise Refused(
+                "CONFLICT", f"the disk refuses it: {error.strerror}; mend that, then ask again"
+            ) from error
         return self.all(run_id)
 
     def _directory(self, run_id: str) -> Path:

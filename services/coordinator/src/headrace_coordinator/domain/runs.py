@@ -138,6 +138,8 @@ class RunState(msgspec.Struct):
     rewound_steps: int = 0
     evaluated: list[str] = []
     last_checkpoint: int = 0
+    checkpoint_at: float = 0.0
+    """When the newest checkpoint was durable; 0: there is none."""
     export_path: str = ""
     origin_checkpoint: str = ""
     """Name of the checkpoint of another run that this one began with."""
@@ -267,7 +269,7 @@ class RunState(msgspec.Struct):
                 self.evaluated.append(evaluation_key(view["kind"], view["step"]))
                 del self.evaluated[:-EVALUATED_KEPT]
             case ev.CheckpointSaved():
-                self.last_checkpoint = event.number
+                self.last_checkpoint, self.checkpoint_at = event.number, event.at
                 self.checkpoints.append((event.name, event.number))
                 del self.checkpoints[: -self._section("checkpoint", "keep", 1)]
                 self.uploads.saved = event.step

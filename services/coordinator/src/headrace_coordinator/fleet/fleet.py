@@ -16,13 +16,13 @@ from typing import Any
 from headrace_servicekit.recording.recorder import Recorder
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.domain.devices.places import machines
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.deaths import Deaths
 from headrace_coordinator.fleet.instance_client import Connect, InstanceClient, InstanceDown, WorkerClient
 from headrace_coordinator.fleet.lease_manager import LeaseManager
 from headrace_coordinator.fleet.online import OnlineSessions
+from headrace_coordinator.fleet.quarantine import Quarantines
 from headrace_coordinator.fleet.sessions import (
     FleetSettings,
     ForeignInstance,
@@ -31,18 +31,17 @@ from headrace_coordinator.fleet.sessions import (
     Session,
     Supervisor,
 )
+from headrace_coordinator.fleet.silence import Silences
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.waits import Waits, WaitTimeout
 
 DRAIN_S = 10.0
 """Grace of a process that is no longer wanted."""
 log = logging.getLogger(__name__)
-MISSED_BEATS = 2
-BEATS_OF_SUSPECTS = 1.5
 
 
 class Fleet:
-    """All instances and their supervisors; `lease_manager` has their leases."""
+    """All instances and their supervisors; `lease_manager` has their leases, `quarantines` what they left in doubt."""
 
     def __init__(self, event_log: EventLog, connect: Connect, settings: FleetSettings) -> None:
         self.event_log = event_log
@@ -60,14 +59,13 @@ class Fleet:
         """What is said to the instances of runs, where it is recorded."""
         self._connect = connect
         self._clients: dict[str, InstanceClient] = {}
-        self._silent_since: dict[str, float] = {}
-        self._suspects: dict[str, set[str]] = {}
-        """Who says of whom that it is lost, by the incarnation that says so."""
+        self._silences = Silences(self.sessions, settings, event_log.monotonic)
         self.online: defaultdict[str, OnlineSessions] = defaultdict(OnlineSessions)
         """Sessions of online runs, by run."""
         self._swept_at = event_log.monotonic()
         self._refused: set[str] = set()
         self.lease_manager = LeaseManager(event_log, self, self.waits, settings.lease_ttl, settings.notice)
+        self.quarantines = Quarantines(event_log, self.sessions, self._supervised, settings.lease_ttl)
 
     # --- what instances and supervisors say
 
@@ -111,8 +109,9 @@ class Fleet:
 
     def attach(self, incarnation: str, send: Callable[[str, Any], None]) -> None:
         """A session stream has opened."""
-        self.sessions[incarnation] = Session(send, self.event_log.monotonic())
-        self._silent_since.pop(incarnation, None)
+        now = self.event_log.monotonic()
+        self.sessions[incarnation] = Session(send, now, opened_at=now)
+        self._silences.heard(incarnation)
         self.lease_manager.attached(incarnation)
         self.event_log.wake()
 
@@ -121,7 +120,7 @@ class Fleet:
         session = self.sessions.get(incarnation)
         if session is not None and session.send is send:
             del self.sessions[incarnation]
-            self._silent_since.setdefault(incarnation, session.heard_at)
+            self._silences.begins(incarnation, session.heard_at)
             self.event_log.wake()
 
     def heartbeat(
@@ -133,19 +132,6 @@ class Fleet:
         renewed = self.lease_manager.renew(incarnation, epochs)
         return renewed, [epoch for epoch in epochs if epoch not in renewed]
 
-    def doubted_gpus(self, incarnation: str) -> list[str]:
-        """GPUs in quarantine that an instance sees, and of which its heartbeats should tell the use."""
-        instance = self.event_log.state.instances.get(incarnation)
-        doubted = self.event_log.state.table.quarantined
-        return [name for name in (instance.devices if instance else ()) if name in doubted and is_gpu(name)]
-
-    def used_bytes(self, device: str) -> int | None:
-        """Bytes in use on a GPU, by anybody, from the last heartbeat of an instance that sees it; None: unknown."""
-        told = [
-            used for session in self.sessions.values() for gpu, _, used in session.usage.gpus if gpu == device
-        ]
-        return max(told, default=None)
-
     def reported(self, incarnation: str, reports: Iterable[OpenReport]) -> None:
         """A process reported what it has open, at its registration or with a heartbeat."""
         if incarnation in self.event_log.state.instances:
@@ -155,21 +141,12 @@ class Fleet:
     def suspected(self, incarnation: str, peers: Iterable[str]) -> None:
         """A process has lost others of its run. Those that are silent here, too, are stopped or cut off: killed."""
         mine = self.run_of(incarnation)
-        found = {peer for peer in peers if mine and self.run_of(peer) == mine}
-        if found:
-            self._suspects[incarnation] = found
-            self._kill_suspects()
-        else:
-            self._suspects.pop(incarnation, None)
+        self._silences.suspects(incarnation, (peer for peer in peers if mine and self.run_of(peer) == mine))
+        self._kill_suspects()
 
     def _kill_suspects(self) -> None:
-        """A heartbeat that is missed is enough where two have not heard a process; one that sent it is let live."""
-        now, missed = self.event_log.monotonic(), BEATS_OF_SUSPECTS * self.settings.heartbeat
-        for who in sorted(set().union(*self._suspects.values())):
-            session = self.sessions.get(who)
-            since = session.heard_at if session else self._silent_since.get(who, now)
-            if now - since > missed:
-                self.kill(who, f"neither its peers nor the coordinator have heard it for {now - since:.0f} s")
+        for who, seconds in self._silences.lost_by_all():
+            self.kill(who, f"neither its peers nor the coordinator have heard it for {seconds:.0f} s")
 
     def draining(self, incarnation: str, grace_s: float) -> None:
         """A process was told to stop: it gets no new work, and is told to exit once no run needs its state any more.
@@ -228,19 +205,13 @@ class Fleet:
         now = self.event_log.now()
         self.deaths.died(incarnation)
         self.lease_manager.exited(incarnation)
-        if incarnation in self.event_log.state.instances or self._quarantines(incarnation):
+        if incarnation in self.event_log.state.instances or incarnation in self.quarantines:
             self.event_log.post(ev.InstanceLost(at=now, incarnation=incarnation, reason=reason, proven=True))
         self.sessions.pop(incarnation, None)
-        self._silent_since.pop(incarnation, None)
-        self._forget_suspect(incarnation)
+        self._silences.forget(incarnation)
         self._clients.pop(incarnation, None)
         self.opened.pop(incarnation, None)
         self.event_log.wake()
-
-    def _forget_suspect(self, incarnation: str) -> None:
-        self._suspects.pop(incarnation, None)
-        for found in self._suspects.values():
-            found.discard(incarnation)
 
     def supervised(self, supervisor: Supervisor) -> None:
         """A supervisor's list of processes: it runs all of its host, so a process that is not listed is proven gone.
@@ -260,27 +231,15 @@ class Fleet:
             for incarnation in sorted(self._known_on(host)):
                 self.exited(incarnation, f"the container or pod {host} is gone")
 
-    async def free(self, device: str, *events: ev.Event) -> None:
-        """Ends the quarantine of a device by a person's word; durable, with `events`, on return."""
-        quarantine = self.event_log.state.table.quarantined[device]
-        log.warning("%s left quarantine by a person's word: %s", device, quarantine.reason)
-        freed = ev.DeviceFreed(
-            at=self.event_log.now(),
-            device=device,
-            holder=quarantine.incarnation,
-            cause="a person says that it is free",
-            author="user",
-        )
-        await self.event_log.commit(freed, *events)
-
     def _known_on(self, host: str) -> set[str]:
         """Processes of a host that are registered, hold a lease or have a device in quarantine."""
         state = self.event_log.state
         registered = {i.incarnation for i in state.instances.values() if i.host == host}
         return state.table.holders_on(host) | registered
 
-    def _quarantines(self, incarnation: str) -> bool:
-        return any(q.incarnation == incarnation for q in self.event_log.state.table.quarantined.values())
+    def _supervised(self) -> set[str]:
+        """Processes that connected supervisors run."""
+        return {who for supervisor in self.supervisors.values() for who in supervisor.incarnations}
 
     # --- for runs
 
@@ -316,8 +275,7 @@ class Fleet:
     def starting(self) -> bool:
         """More instances may come: a process has not registered yet, or not since our own restart."""
         known = self.event_log.state.instances
-        supervised = {who for supervisor in self.supervisors.values() for who in supervisor.incarnations}
-        return not supervised <= known.keys() or not known.keys() <= self.sessions.keys()
+        return not self._supervised() <= known.keys() or not known.keys() <= self.sessions.keys()
 
     async def fate(self, incarnation: str, patience: float = 2.0) -> bool:
         """After a failed call: waits a little for the instance's exit to be noticed; True when it seems alive."""
@@ -380,11 +338,13 @@ class Fleet:
             # This process was stopped, swapped out or suspended: it could hear no instance, so no silence counts.
             log.warning("this process stood still for %.0f s: no lease expires for one lifetime", stood_still)
             self.lease_manager.wait_a_ttl()
-            self._silent_since = dict.fromkeys(self._silent_since, now)
+            self._silences.starts_anew()
             for session in self.sessions.values():
-                session.heard_at = now
-        holders = self.lease_manager.expire()
-        if not self.lease_manager.lenient:
+                session.heard_at, session.usage = now, InstanceUsage()
+        self.lease_manager.expire()
+        lenient = self.lease_manager.lenient
+        holders = {} if lenient else self.quarantines.free_proven()
+        if not lenient:
             self._lose_silent(now)
             self._kill_suspects()
         self._send_due_drains()
@@ -394,11 +354,7 @@ class Fleet:
 
     def silent_for(self, incarnation: str) -> float:
         """Seconds since a registered process was last heard of, beyond two missed heartbeats; else 0."""
-        session = self.sessions.get(incarnation)
-        now = self.event_log.monotonic()
-        since = session.heard_at if session else self._silent_since.get(incarnation, now)
-        silent = now - since
-        return silent if silent > MISSED_BEATS * self.settings.heartbeat else 0.0
+        return self._silences.seconds(incarnation)
 
     def silences(self, run: str) -> list[str]:
         """A sentence for each process of a run that is silent: for how long, and when it is killed."""
@@ -415,12 +371,12 @@ class Fleet:
                 if now - session.heard_at > self.settings.lease_ttl:
                     self.detach(state.incarnation, session.send)
             alive = self.alive(state.incarnation)
-            since = now if alive else self._silent_since.setdefault(state.incarnation, now)
+            since = now if alive else self._silences.begins(state.incarnation, now)
             if now - since > self.settings.lease_ttl:
                 self.kill(state.incarnation, "unheard of for a lease's lifetime")
                 lost = ev.InstanceLost(
                     at=self.event_log.now(), incarnation=state.incarnation, reason="unheard of", proven=False
                 )
                 self.event_log.post(lost)
-                self._silent_since.pop(state.incarnation, None)
+                self._silences.heard(state.incarnation)
                 self.opened.pop(state.incarnation, None)

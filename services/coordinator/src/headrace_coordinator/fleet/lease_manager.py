@@ -38,9 +38,6 @@ class Holders(Protocol):
     def send(self, incarnation: str, command: str, body: Any) -> None:
         """A command to a process; lost where it has no session."""
 
-    def used_bytes(self, device: str) -> int | None:
-        """Bytes in use on a GPU in quarantine, from the last heartbeat of an instance that sees it; None: unknown."""
-
 
 class LeaseManager:
     """All leases of the fleet, and when each was renewed."""
@@ -55,7 +52,6 @@ class LeaseManager:
         self._notice = notice
         self._renewed_at: dict[int, float] = {}
         self._release_by: dict[int, float] = {}
-        self._quarantined_at: dict[str, float] = {}
         self._keeping: set[int] = set()
         self._expiry_from = event_log.monotonic() + ttl
         self._ended: dict[str, deque[EndedLease]] = {}
@@ -335,11 +331,11 @@ class LeaseManager:
         self._renewed_at = dict.fromkeys(self._renewed_at, now)
         self._release_by = dict.fromkeys(self._release_by, now + self._notice)
 
-    def expire(self) -> dict[str, str]:
-        """Ends leases that are overdue; the holders to kill, because their devices are not proven free, and why.
+    def expire(self) -> None:
+        """Ends leases that are overdue; their devices are in quarantine then.
 
-        They are named again each time, for a command to a supervisor that is cut off is lost. No lease ends during a
-        store outage, nor within one TTL after it, after the start, or after this process stood still.
+        No lease ends during a store outage, nor within one TTL after it, after the start, or after this process stood
+        still.
         """
         if self._event_log.store_away:
             self.wait_a_ttl()
@@ -348,34 +344,9 @@ class LeaseManager:
             self._renewed_at.setdefault(lease.epoch, now)
             if lease.state == leases.REVOKING:
                 self._release_by.setdefault(lease.epoch, now + self._notice)
-        if self.lenient:
-            return {}
-        at = self._event_log.now()
-        self._post_ends(leases.plan_expire(table, self._renewed_at, self._release_by, self._ttl, now, at))
-        self._free_proven(now)
-        return {quarantine.incarnation: quarantine.reason for quarantine in table.quarantined.values()}
-
-    def _free_proven(self, now: float) -> None:
-        """Ends the quarantine of devices that are proven free without their holder's supervisor."""
-        quarantined = self._event_log.state.table.quarantined
-        known = {device: self._quarantined_at.get(device, now) for device in quarantined}
-        self._quarantined_at = known
-        for device, quarantine in list(quarantined.items()):
-            seers = [i for i in self._event_log.state.instances.values() if device in i.devices]
-            living = [i for i in seers if self._holders.alive(i.incarnation)]
-            cause = leases.proof_of_free(
-                device,
-                quarantine,
-                {instance.boot_id for instance in living},
-                self._holders.used_bytes(device),
-                holder_stopped=now - known[device] > self._ttl,
-            )
-            if cause:
-                self._event_log.post(
-                    ev.DeviceFreed(
-                        at=self._event_log.now(), device=device, holder=quarantine.incarnation, cause=cause
-                    )
-                )
+        if not self.lenient:
+            at = self._event_log.now()
+            self._post_ends(leases.plan_expire(table, self._renewed_at, self._release_by, self._ttl, now, at))
 
     @property
     def lenient(self) -> bool:

@@ -129,7 +129,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                     sequence=beat.sequence,
                     renewed_epochs=renewed,
                     stale_epochs=stale,
-                    measured_devices=self._fleet.doubted_gpus(message.incarnation),
+                    measured_devices=self._fleet.quarantines.gpus_seen_by(message.incarnation),
                 )
                 outbox.put_nowait(pb.SessionResponse(heartbeat_ack=ack))
             case "lease_held":

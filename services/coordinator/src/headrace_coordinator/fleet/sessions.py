@@ -58,6 +58,7 @@ class Session(msgspec.Struct):
 
     send: Callable[[str, Any], None]
     heard_at: float
+    opened_at: float = 0.0
     usage: InstanceUsage = InstanceUsage()
     drain_sent: bool = False
 

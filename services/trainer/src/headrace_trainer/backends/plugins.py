@@ -31,7 +31,7 @@ class FsdpOptions(Options):
     expert_parallel: PositiveInt = Field(
         default=1,
         description="ranks over which the experts of a layer are divided (mixtures of experts): tokens go to them; 1: "
-        "experts are sharded and gathered like all weights",
+        "experts are sharded and gathered like all weights, which is faster from some 6,000 tokens of a micro-batch on",
     )
     context_parallel: PositiveInt = Field(
         default=1,
@@ -42,7 +42,7 @@ class FsdpOptions(Options):
         default=None,
         description="torch.compile of every layer, but for its attention: needs a C++ compiler (CPU) or Triton (GPU), "
         "and time at the first micro-batches; not with deterministic: true. Default: on NVIDIA and AMD GPUs with "
-        "Triton, for text models without experts; false computes layers as they are written",
+        "Triton, for text models; false computes layers as they are written",
     )
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from headrace_modelkit.experts import OWN, ExpertShape
 from torch import Tensor
 
@@ -224,16 +223,6 @@ class Nodes:
         """The same on `device`."""
         forced = None if self.routes_MNK is None else self.routes_MNK.to(device, non_blocking=True)
         return replace(self, visits_RL=self.visits_RL.to(device, non_blocking=True), routes_MNK=forced)
-
-    def padded(self, more: int) -> Nodes:
-        """The same with so many nodes of padding behind each row."""
-        visits_RL = F.pad(self.visits_RL, (0, more))
-        if self.routes_MNK is None:
-            return replace(self, visits_RL=visits_RL)
-        routes = self.routes_MNK.view(len(self.routes_MNK), *self.visits_RL.shape, -1)
-        return replace(
-            self, visits_RL=visits_RL, routes_MNK=F.pad(routes, (0, 0, 0, more), value=OWN).flatten(1, 2)
-        )
 
 
 def read_routes(routes: bytes, experts: ExpertShape) -> np.ndarray:

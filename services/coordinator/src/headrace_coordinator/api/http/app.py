@@ -47,6 +47,13 @@ VERSION = "1"
 HEARTBEAT_S = 10.0
 REFERENCE = "#/components/schemas/{model}"
 OPEN_PATHS = frozenset({"/healthz", "/ca.pem", "/open"})  # /open takes a one-time code
+BEARER = "token"
+TOKEN_SCHEME = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "The API's token: `http-token` in the data directory of `headrace up`, the volume or secret of "
+    "the same name in containers. A coordinator that was started with --no-token asks for none.",
+}
 CHANGES = frozenset({"POST", "PATCH", "PUT", "DELETE"})
 """Requests with these methods begin a trace; others have a span in the trace of a caller that has one."""
 REQUESTS = Counter(
@@ -123,6 +130,11 @@ def describe(app: FastAPI) -> dict[str, Any]:
         for operation in (each for methods in schema["paths"].values() for each in methods.values()):
             for parameter in operation.get("parameters", []):
                 parameter["schema"] = _without_null(parameter["schema"])
+        schema["components"]["securitySchemes"] = {BEARER: TOKEN_SCHEME}
+        schema["security"] = [{BEARER: []}]
+        for path in OPEN_PATHS & schema["paths"].keys():
+            for operation in schema["paths"][path].values():
+                operation["security"] = []
         app.openapi_schema = schema
     return app.openapi_schema
 

@@ -42,8 +42,11 @@ class Past:
         self._event_log = event_log
         self._reads = reads
 
-    async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
-        """Events with ids above `after`, then live ones; ends when the run has ended and all were sent."""
+    async def events(self, run_id: str, after: int, *, follow: bool = True) -> AsyncIterator[EventView]:
+        """Events with ids above `after`, then live ones; ends when the run has ended and all were sent.
+
+        Without `follow` it ends with the events that there are.
+        """
         self._reads.run(run_id)
         history = self._event_log.history
         while True:
@@ -52,6 +55,8 @@ class Past:
             for item in items:
                 yield event_view(item)
                 after = item[0]
+            if not items and not follow:
+                return
             if not items:
                 run = self._event_log.state.runs.get(run_id)
                 if (run is None or run.state in run_states.TERMINAL) and history.complete(run_id, after):

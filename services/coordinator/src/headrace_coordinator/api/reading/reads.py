@@ -183,6 +183,21 @@ class Reads:
             [run.state for run in state.runs.values()] + [run.state for run in state.ended.values()]
         )
 
+    def queue_wait(self) -> float:
+        """Seconds for which the run that has waited longest for its admission has waited; 0 where none waits."""
+        now, active = self._event_log.now(), self._event_log.state.active_runs()
+        return max((now - run.queued_at for run in active if run.state == run_states.QUEUED), default=0.0)
+
+    def checkpoint_ages(self) -> dict[str, float]:
+        """Seconds since each running run that writes checkpoints wrote one, or since it was admitted."""
+        now, active = self._event_log.now(), self._event_log.state.active_runs()
+        writing = [
+            run
+            for run in active
+            if run.state == run_states.RUNNING and run.spec.get("checkpoint", {}).get("enabled")
+        ]
+        return {run.id: max(0.0, now - max(run.checkpoint_at, run.admitted_at)) for run in writing}
+
     def flow(self, run_id: str) -> FlowView:
         """Where the slots of the step in hand stand."""
         ended = self.run(run_id).ended

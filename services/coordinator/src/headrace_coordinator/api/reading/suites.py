@@ -109,7 +109,7 @@ class _Answered:
 
     def _gone(self, why: str) -> Refused:
         message = f"the transcripts of {self.run.id} in {self.run.run_directory} are incomplete: {why}"
-        return Refused("UNAVAILABLE", message)
+        return Refused("CONFLICT", message)
 
 
 def _difference(mode: str, earlier: _Answered, later: _Answered) -> DifferenceView | None:

@@ -81,7 +81,9 @@ async def remote_origin(url: str, key: str) -> Origin:
         live: list[dict[str, Any]] = await asked_once(url, "live", ANSWER_S)
         if not live:
             reason = f"{url} holds no whole checkpoint of a run"
-            raise Impossible([problem(key, reason, "name URL/RUN as `headrace run checkpoints` shows it")])
+            raise Impossible(
+                [problem(key, reason, "name URL/RUN, which the address of a checkpoint begins with")]
+            )
         said = await asked_once(url, "description", ANSWER_S)
     except StoreProblem as found:
         raise Impossible([problem(key, found.reason, found.fix)]) from found

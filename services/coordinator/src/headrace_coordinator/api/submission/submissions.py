@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.problems import Impossible
+from headrace_schema.problems import Impossible, problem
 from headrace_schema.resources.fleet import InstanceView
 from headrace_schema.spec import RunSpec
 from headrace_schema.stores import is_remote
@@ -119,6 +119,9 @@ class Submissions:
 
     async def _resolve(self, asked: RunSpec | EvaluationSpec) -> Submission:
         named = asked.from_checkpoint if isinstance(asked, RunSpec) else asked.checkpoint
+        if isinstance(asked, EvaluationSpec) and named is not None and is_remote(named.run):
+            fix = "export the checkpoint, and give the model's path in place of checkpoint"
+            raise Impossible([problem("checkpoint.run", "an evaluation reads no checkpoint of a store", fix)])
         origin = await self._origin(named.run) if named is not None else None
         spec, evaluated = (asked, None) if isinstance(asked, RunSpec) else resolve_evaluation(asked, origin)
         data: Dataset | Impossible

@@ -52,6 +52,18 @@ class Quarantine(msgspec.Struct):
     """Names the holder's machine since it was started; empty where it did not say."""
 
 
+class Evidence(msgspec.Struct, frozen=True):
+    """What is known of a device in quarantine, where nobody has seen its last holder end."""
+
+    holder_stopped: bool
+    """A lease lifetime has passed since the lease ended, in which this coordinator heard whoever could be heard."""
+    used: int | None = None
+    """Bytes of a GPU in use by anybody, measured after the holder had stopped; None: nobody has measured it."""
+    holders_boot: str = ""
+    boots: frozenset[str] = frozenset()
+    """Boot ids of living instances that see the device and have been heard for as long as a measurement takes."""
+
+
 class LeaseRequest(msgspec.Struct, frozen=True):
     """Devices wanted by one instance for one stage of a run."""
 
@@ -260,22 +272,35 @@ def plan_exit(table: LeaseTable, incarnation: str, now: float) -> list[ev.Event]
     ]
 
 
-def proof_of_free(
-    device: str, quarantine: Quarantine, boots: Iterable[str], used: int | None, *, holder_stopped: bool
-) -> str:
-    """Why a quarantined device is free, where no supervisor has seen its last holder end; empty: nothing proves it yet.
+def proof_of_free(device: str, evidence: Evidence) -> str:
+    """Why a device in quarantine is free although nobody has seen its last holder end; empty: nothing proves it yet.
 
-    A holder that hears nothing stops by its own clock within one lease lifetime. So a CPU slot, of which it keeps
-    nothing, is free after that. A GPU is free once nobody uses its memory, or once its machine has been started again.
-    `boots`: boot ids of living instances that see the device. `used`: bytes of it in use by anybody, as one of them
-    measured after the holder's time was over; None where nobody has. `holder_stopped`: a lease lifetime has passed.
+    A holder that hears nothing stops by its own clock within one lease lifetime, so nothing is proven before. A CPU
+    slot, of which it keeps nothing, is free then. A GPU is free once nobody uses its memory. Where nobody can measure
+    that, it is free once its machine has been started again: all that see it have another boot id than the holder
+    had. One that has the same contradicts that: sandboxes with kernels of their own may share a GPU.
+
+    That a process id is gone proves nothing: a container has ids of its own, and cannot see another one's.
     """
-    if quarantine.boot_id and any(boot not in ("", quarantine.boot_id) for boot in boots):
-        return "its machine has been started again"
-    if not holder_stopped:
+    if not evidence.holder_stopped:
         return ""
     if not is_gpu(device):
         return "its holder has stopped by its own clock: one lease lifetime has passed"
-    if used is not None and used <= KEPT_BYTES:
-        return f"nobody uses it: {used / 2**20:.0f} MiB are in use"
+    if evidence.used is not None:
+        used = f"{evidence.used / 2**20:.0f} MiB are in use"
+        return f"nobody uses it: {used}" if evidence.used <= KEPT_BYTES else ""
+    boots = evidence.boots - {""}
+    if evidence.holders_boot and boots and evidence.holders_boot not in boots:
+        return "its machine has been started again"
     return ""
+
+
+def why_not_released(device: str, holder: str, *, alive: bool, supervised: bool) -> str:
+    """Why a person's word does not end a device's quarantine: its last holder, `holder`, is there; else empty."""
+    if not (alive or supervised):
+        return ""
+    seen = "is connected" if alive else "is a process that a connected supervisor runs"
+    return (
+        f"{holder}, which held {device} last, {seen}; end it first (headrace drain {holder}, or kill the process): "
+        "the device is then free by itself"
+    )

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from types import MethodType
-from typing import Any
+from functools import partial
 
 import torch
 from headrace_modelkit.critic import Critic, hidden_size
@@ -44,8 +43,9 @@ from headrace_trainer.backends.fsdp.attending.checking import Attention, FormChe
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.fsdp.checks import compiles
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.layers import Layers
 from headrace_trainer.backends.fsdp.loading import layers_of
-from headrace_trainer.backends.fsdp.policy import Policy
+from headrace_trainer.backends.fsdp.policy import Policy, computed
 from headrace_trainer.backends.fsdp.reference import Reference
 from headrace_trainer.backends.fsdp.sharded import float_what_learns
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
@@ -85,7 +85,8 @@ class FsdpBackend(FsdpState, HelpingBackend):
         self._square_nodes = math.inf
         """Length at which attention costs as much as all else."""
         self._reference: Reference | None = None
-        self._bodies: list[PreTrainedModel] = []
+        self._experts: ExpertMesh | None = None
+        self._layers = Layers(())
         """Of policy and critic."""
         self._initial_adapters: dict[str, Tensor] | None = None
         """With adapters the policy itself is its reference: without them, or with those of the warm-up."""
@@ -150,9 +151,11 @@ class FsdpBackend(FsdpState, HelpingBackend):
         bodies = [model] if critic is None or critic.body is None else [model, critic.body]
         for module in [model, critic] if critic else [model]:
             float_what_learns(module)
-        self._bodies = bodies
+        self._layers = Layers(bodies)
         if self.layout.checkpointing:
-            self._recompute()
+            self._layers.recompute()
+        if self.layout.keeps_attention:
+            self._layers.keep_attention()
         self._routing = take_routers(model)
         self._expert_shape = expert_shape(model.config)
         if self._config.deterministic:
@@ -162,9 +165,10 @@ class FsdpBackend(FsdpState, HelpingBackend):
                 use_fp32_products(body, self._ranks.device)
             use_newest_flash(self._ranks.device)
             if compiles(self._options, self._config, self._ranks.device):
-                _compile_layers(body)
+                self._layers.compile(body)
         # 24 D² products a layer and token against 2 D for each token before it.
         self._square_nodes = 12.0 * max(hidden_size(body.config) for body in bodies)
+        self._experts = self._expert_mesh()
         self._images = load_images(self._config.model)
         policy = Policy(model, critic, self._routing)
         policy.context = self._context
@@ -174,7 +178,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
             self._ranks,
             None if self._lora else self._dtype,
             layout=self.layout,
-            experts=self._expert_mesh(),
+            experts=self._experts,
         )
         self._optimizer = self._new_optimizer()
         self._dirty = False
@@ -188,12 +192,6 @@ class FsdpBackend(FsdpState, HelpingBackend):
                 f"deterministic: {reason}; set deterministic: false", key="deterministic"
             ) from error
 
-    def _recompute(self) -> None:
-        for body in self._bodies:
-            untyped: Any = body
-            untyped.gradient_checkpointing_enable({"use_reentrant": False})
-            body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
-
     @property
     def may_recompute(self) -> bool:  # type: ignore[override]
         """Unless it does."""
@@ -201,12 +199,16 @@ class FsdpBackend(FsdpState, HelpingBackend):
 
     @override
     def reduce(self, micro_batch_tokens: int, *, recomputes: bool) -> None:
+        if self.layout.keeps_attention:
+            self._layers.compute_attention_again()
+            self._layout = replace(self.layout, keeps_attention=False)
         if recomputes and self.may_recompute:
-            self._recompute()
+            self._layers.recompute()
             self._layout = replace(self.layout, checkpointing=True)
 
     @override
     def recover(self) -> None:
+        self._layers.drop_kept()
         if self._model is not None:
             self._model.recover()
         super().recover()
@@ -228,9 +230,10 @@ class FsdpBackend(FsdpState, HelpingBackend):
         return ExpertMesh(self._ranks, size) if size > 1 else None
 
     def _forward(self, batch: MicroBatch, *, values: bool) -> Forward:
+        policy, temperature = self._sharded.policy, self._config.sampling.temperature
         anchor = torch.zeros((), device=self._ranks.device)
-        found: Forward = self._sharded.policy(batch, anchor, self._config.sampling.temperature, values=values)
-        return found
+        run = partial(policy, batch, anchor, temperature, values=values)
+        return computed(self._experts, self._sharded.model, self._routing, batch, run)
 
     @override
     def _columns(self, names: Many[str], rows: Rows) -> dict[str, Tensor]:
@@ -389,20 +392,8 @@ class FsdpBackend(FsdpState, HelpingBackend):
         # The one moment of a micro-batch in which the host waits for the device.
         finite = bool(torch.isfinite(loss) & torch.isfinite(found_K[0]).all())
         if not self._ranks.all_true(finite):
+            self._layers.drop_kept()
             return False
         self._dirty = True
         torch.autograd.backward(loss)
         return True
-
-
-def _compile_layers(body: PreTrainedModel) -> None:
-    """Has torch compile the forward of each layer for rows of any length; fully_shard's hooks stay outside.
-
-    Layers of a class share what is compiled: a model of many takes as long at first as one of a few.
-    """
-    compiled: dict[type, Any] = {}
-    for layer in layers_of(body):
-        kind = type(layer)
-        if kind not in compiled:
-            compiled[kind] = torch.compile(kind.forward, dynamic=True)
-        layer.forward = MethodType(compiled[kind], layer)  # type: ignore[method-assign]

@@ -28,8 +28,8 @@ def check_run(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm)
     check_layout(options, config, algorithm)
     if reads_images(load_architecture(config.model)):
         _check_vision(options, config, algorithm)
-    if options.compile:
-        _check_compile(config)
+    if options.compile and (missing := _missing_compiler()):
+        raise invalid(f"{COMPILE}: {missing} on the trainer's host; install it, or leave it out", key=COMPILE)
     if options.context_parallel > 1:
         _check_context(options.context_parallel, config, algorithm)
 
@@ -46,17 +46,6 @@ def _check_vision(options: FsdpOptions, config: TrainerConfig, algorithm: Algori
         )
 
 
-def _check_compile(config: TrainerConfig) -> None:
-    if expert_shape(load_architecture(config.model)) is not None:
-        raise invalid(
-            f"{COMPILE}: {config.model.path!r} has experts, whose routers follow what the run tells them and cannot be "
-            "compiled; leave it out",
-            key=COMPILE,
-        )
-    if missing := _missing_compiler():
-        raise invalid(f"{COMPILE}: {missing} on the trainer's host; install it, or leave it out", key=COMPILE)
-
-
 def compiles(options: FsdpOptions, config: TrainerConfig, device: torch.device) -> bool:
     """Whether layers are compiled: as the run says, or where it helps and can be."""
     if options.compile is not None:
@@ -64,8 +53,7 @@ def compiles(options: FsdpOptions, config: TrainerConfig, device: torch.device) 
     here = device.type == "cuda" and torch.cuda.is_available() and find_spec("triton") is not None
     if not here or config.deterministic:
         return False
-    architecture = load_architecture(config.model)
-    return expert_shape(architecture) is None and not reads_images(architecture)
+    return not reads_images(load_architecture(config.model))
 
 
 def _missing_compiler() -> str:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from headrace_modelkit.experts import FAMILIES, expert_blocks, expert_shape
+from headrace_modelkit.experts import FAMILIES, Routing, expert_blocks, expert_shape
 from headrace_modelkit.loading import load_architecture
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.backends.shared.exchange import AllToAll
+from headrace_trainer.backends.shared.exchange import PaddedAllToAll, Room
+from headrace_trainer.backends.shared.losses import Forward
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
 
@@ -68,6 +69,7 @@ class ExpertMesh:
         self.same = made[size]["same"]
         """The ranks that have the same experts."""
         self._group = made[size].get_group("experts")
+        self._room, self._ranks = Room(size), ranks
 
     def divide(self, model: PreTrainedModel, shard: Callable[[nn.Module, DeviceMesh], None]) -> set[str]:
         """Leaves this rank its experts, sharded by `shard` over those that have the same; their names."""
@@ -84,9 +86,30 @@ class ExpertMesh:
                 )
                 divided.add(f"{names[experts]}.{name}")
             experts.total_experts, experts.num_experts = total, total // self.size
-            experts.exchange = AllToAll(self._group)
+            experts.exchange = PaddedAllToAll(self._group, self._room)
             shard(experts, self.same)
         return divided
+
+    def forward(
+        self, tokens: int, chosen: int, routing: Routing | None, compute: Callable[[], Forward]
+    ) -> Forward:
+        """What a forward of so many tokens on this rank gives; all ranks call it.
+
+        Once more with more room where one rank's experts were wanted more often than there was room for: the host waits
+        for the device once, behind all layers.
+        """
+        sent = int(self._ranks.maximum({"rows": tokens})["rows"]) * chosen
+        before = routing.noted() if routing is not None else None
+        while True:
+            self._room.begin(sent)
+            found = compute()
+            own = 0 if self._room.needed is None else int(self._room.needed.item())
+            needed = int(self._ranks.maximum({"rows": own})["rows"])
+            if needed <= self._room.rows:
+                return found
+            self._room.grow(needed, sent)
+            if routing is not None and before is not None:
+                routing.forget(before)
 
     def whole(self, own: Tensor) -> Tensor:
         """All experts' of this rank's experts'."""

@@ -5,11 +5,12 @@ Shapes as in `packing`; D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic
-from headrace_modelkit.experts import Routing
+from headrace_modelkit.experts import Routing, expert_shape
 from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
 from headrace_modelkit.loading import body_of
 from headrace_modelkit.logprobs import Head, token_log_probs
@@ -19,7 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
+from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.sharding import Root
+from headrace_trainer.backends.shared.losses import Forward
 from headrace_trainer.learning.packing import MicroBatch
 
 
@@ -128,3 +131,17 @@ class Policy(Root):
             pending += [child for child in module.children() if not isinstance(child, FSDPModule)]
             for parameter in module.parameters(recurse=False):
                 gather_in_fp32(parameter)
+
+
+def computed(
+    mesh: ExpertMesh | None,
+    model: PreTrainedModel,
+    routing: Routing | None,
+    batch: MicroBatch,
+    compute: Callable[[], Forward],
+) -> Forward:
+    """What `compute` gives, the model's forward of a micro-batch, whether its experts are divided or not."""
+    shape = None if mesh is None else expert_shape(model.config)
+    if mesh is None or shape is None:
+        return compute()
+    return mesh.forward(batch.tokens_RL.numel(), shape.chosen, routing, compute)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import xxhash
@@ -24,7 +25,7 @@ from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layouts.layout import Layout
 from headrace_trainer.backends.fsdp.loading import layers_of
-from headrace_trainer.backends.fsdp.policy import Policy
+from headrace_trainer.backends.fsdp.policy import Policy, computed
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.shared.distributing import distribute, open_source, types_of, weights_digest
 from headrace_trainer.group.group import TrainerGroup
@@ -54,7 +55,7 @@ class Reference:
             self.facts = reference_facts(config, section.path, weights_digest(source, model))
         own = config.model_copy(update={"model": section})
         # It chooses experts itself, whatever the engine did with the policy.
-        divided = experts if take_routers(model) is not None else None
+        self._experts = divided = experts if take_routers(model) is not None else None
         # Resharded after every layer: a whole copy would stand beside the policy's.
         layout = Layout("weights", shard_ranks)
         policy = Policy(model)
@@ -86,8 +87,16 @@ class Reference:
             self._model.move(rooms_of(device).to_device)
             self._away = False
         with torch.no_grad():
-            found_K: Tensor = self._model.policy(batch, torch.zeros((), device=device), self._temperature)[0]
-        return found_K
+            anchor = torch.zeros((), device=device)
+            policy: Any = self._model.policy
+            found = computed(
+                self._experts,
+                policy.model,
+                policy.routing,
+                batch,
+                lambda: policy(batch, anchor, self._temperature),
+            )
+        return found[0]
 
     def park(self) -> None:
         """Takes the weights to host memory until they are used again; nothing to do where they are there."""

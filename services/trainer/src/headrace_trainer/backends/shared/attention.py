@@ -11,7 +11,8 @@ Shapes as in `segments`; H query heads, G key heads, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from collections.abc import Sequence as Many
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
@@ -39,6 +40,10 @@ BLOCK = 128
 """Queries and keys of one block of flex_attention."""
 
 
+Kept = Callable[[Callable[[], Many[Tensor]]], Many[Tensor]]
+"""Gives what is computed, or what the same forward has given before."""
+
+
 def attend_segments(
     query_NHD: Tensor,
     key_MGD: Tensor,
@@ -46,6 +51,7 @@ def attend_segments(
     segments: Segments,
     scale: float | None = None,
     window: int | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """(N, H, D) softmax attention of each query over the keys that its segment lets it see. Differentiable.
 
@@ -55,6 +61,8 @@ def attend_segments(
     query, key, value = of_one_width(query_NHD, key_MGD, value_MGD)
     window = window if window is not None and window < segments.longest_path else None
     kernel = choose_kernel(query, key, value, segments, window)
+    if kept is not None and kernel is by_flash:
+        kernel = partial(by_flash, kept=kept)
     found_NHD = kernel(query, key, value, segments, scale or query_NHD.shape[-1] ** -0.5, window)
     return found_NHD.narrow(-1, 0, value_MGD.shape[-1])
 
@@ -129,12 +137,14 @@ def by_flash(
     segments: Segments,
     scale: float,
     window: int | None = None,
+    *,
+    kept: Kept | None = None,
 ) -> Tensor:
     """One call of the flash kernel for sequences of many lengths, whose keys are gathered where paths share them."""
     width = query_NHD.shape[-1]
     padded = [F.pad(each, (0, -width % 8)) for each in (query_NHD, key_MGD, value_MGD)]
     function: Any = _ByFlash
-    found: Tensor = function.apply(*padded, segments, scale, window)
+    found: Tensor = function.apply(*padded, segments, scale, window, kept)
     return found.narrow(-1, 0, width)
 
 
@@ -226,17 +236,23 @@ class _ByFlash(torch.autograd.Function):
         segments: Segments,
         scale: float,
         window: int | None,
+        kept: Kept | None,
     ) -> Tensor:
-        out_NHD, lse_HN, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            query_NHD,
-            *_gathered(key_MGD, value_MGD, segments),
-            *_lengths(segments),
-            0.0,
-            True,
-            False,
-            scale=scale,
-            window_size_left=_left(window),
-        )
+        def compute() -> Many[Tensor]:
+            found: Many[Tensor] = torch.ops.aten._flash_attention_forward(
+                query_NHD,
+                *_gathered(key_MGD, value_MGD, segments),
+                *_lengths(segments),
+                0.0,
+                True,
+                False,
+                scale=scale,
+                window_size_left=_left(window),
+            )[:4]
+            return found
+
+        learns = kept is not None and any(ctx.needs_input_grad)
+        out_NHD, lse_HN, state, unused = kept(compute) if kept is not None and learns else compute()
         ctx.save_for_backward(query_NHD, key_MGD, value_MGD, out_NHD, lse_HN, state, unused)
         ctx.segments, ctx.scale, ctx.window = segments, scale, window
         found: Tensor = out_NHD
@@ -265,9 +281,7 @@ class _ByFlash(torch.autograd.Function):
             of_query,
             _scattered(of_key, key_MGD, segments),
             _scattered(of_value, value_MGD, segments),
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
 
 

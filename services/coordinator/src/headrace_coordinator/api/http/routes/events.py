@@ -48,11 +48,13 @@ def event_routes(coordinator: Coordinator, heartbeat_s: float) -> APIRouter:
         request: Request,
         run_id: str,
         after: Annotated[EventId, Query(description="only events with a higher id")] = 0,
+        follow: Annotated[bool, Query(description="false: end with the events that there are")] = True,
         last_event_id: Annotated[EventId | None, Header(description="as `after`; takes precedence")] = None,
     ) -> Response:
         """Events of a run as they happen, until it has ended."""
         run = coordinator.reads.run(run_id)
-        events = coordinator.past.events(run.id, after if last_event_id is None else last_event_id)
+        behind = after if last_event_id is None else last_event_id
+        events = coordinator.past.events(run.id, behind, follow=follow)
         return StreamingResponse(streams.start(events, _client(request)), 200, HEADERS, MEDIA_TYPE)
 
     return routes

@@ -86,6 +86,7 @@ class DeviceRelease(BaseModel):
     device: str = Field(
         max_length=256, description="full name of a device in quarantine, or the end of it, such as gpu:0"
     )
+    reason: str = Field("", max_length=500, description="how that is known; kept in the event log")
 
 
 def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
@@ -158,10 +159,11 @@ def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
     async def release_device(request: Request, key: Key) -> Response:
         """Ends a device's quarantine by a person's word that its last holder is gone.
 
-        Nothing checks it: a holder that lives on would share the device with the next one.
+        Refused (409) while that holder is connected or a connected supervisor runs it; nothing else checks the word:
+        a holder that lives on elsewhere would share the device with the next one.
         """
         asked = await read_model(request, DeviceRelease, "the request to release a device")
-        device = await coordinator.instance_changes.release_device(asked.device, key)
+        device = await coordinator.instance_changes.release_device(asked.device, key, asked.reason)
         return keyed_response(DeviceReleaseView(device=device), key)
 
     @routes.get("/services", response_model=ServiceListView)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -20,13 +21,16 @@ from prometheus_client.registry import Collector
 
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.requests import JSON, body_of, known_parameters, read_model, view_response
+from headrace_coordinator.api.http.routes.fleet import INSTANCE_STATES, KINDS, LEASE_STATES
 from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.domain import run_states
 
 if TYPE_CHECKING:
     from headrace_coordinator.api.reading.reads import Reads
     from headrace_coordinator.app import Coordinator
 
 PEM = "application/x-pem-file"
+DEVICE_STATES = ("FREE", "LEASED", "QUARANTINED")
 RUNS_SHOWN = 20  # Each run is a label value; a long life must not make the page grow without end.
 
 
@@ -101,11 +105,15 @@ class _FleetCollector(Collector):
         own = [(item.name, item.kind, item.resident_memory_bytes, item.busy_cores) for item in instances]
         # Instances that take turns on a GPU both tell of it.
         gpus = {gpu.device: gpu for item in instances for gpu in item.gpus}.values()
-        yield _family("headrace_runs", "Runs by state", "state", sorted(reads.run_states().items()))
-        kinds = _counted((item.kind, item.state) for item in instances)
+        yield _family(
+            "headrace_runs", "Runs by state", "state", _by_state(reads.run_states(), run_states.STATES)
+        )
+        there = product(KINDS, (state for state in INSTANCE_STATES if state != "LOST"))
+        kinds = _counted(((item.kind, item.state) for item in instances), there)
         yield _family("headrace_instances", "Processes by kind and state", "kind state", kinds)
-        yield _family("headrace_leases", "Leases by state", "state", _counted((one.state,) for one in leases))
-        states = _counted((one.state,) for one in devices)
+        held = _by_state(Counter(one.state for one in leases), LEASE_STATES)
+        yield _family("headrace_leases", "Leases by state", "state", held)
+        states = _by_state(Counter(one.state for one in devices), DEVICE_STATES)
         yield _family("headrace_devices", "Devices by state", "state", states)
         memory = [(name, kind, used) for name, kind, used, _ in own]
         name = "headrace_instance_resident_memory_bytes"
@@ -116,8 +124,12 @@ class _FleetCollector(Collector):
         yield _family("headrace_gpu_busy_ratio", "Share of time in which it computed", "device", busy)
         used = [(gpu.device, gpu.used_memory_bytes) for gpu in gpus]
         yield _family("headrace_gpu_used_memory_bytes", "Memory in use", "device", used)
-        wanted = reads.instances_wanted().items()
+        wanted = (dict.fromkeys(KINDS, 0) | reads.instances_wanted()).items()
         yield _family("headrace_instances_wanted", "Instances that the runs of now could use", "kind", wanted)
+        waited = [(reads.queue_wait(),)]
+        yield _family("headrace_queue_wait_seconds", "Longest wait of a run that is QUEUED", "", waited)
+        name = "headrace_run_checkpoint_age_seconds"
+        yield _family(name, "Since the newest checkpoint", "run", reads.checkpoint_ages().items())
         sessions = CounterMetricFamily(
             "headrace_run_sessions", "Sessions that ended, by what became of them", labels=["run", "outcome"]
         )
@@ -137,8 +149,14 @@ def _family(name: str, text: str, labels: str, rows: Iterable[tuple[Any, ...]]) 
     return family
 
 
-def _counted(values: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
-    return [(*value, count) for value, count in sorted(Counter(values).items())]
+def _by_state(counts: Mapping[str, int], states: Iterable[str]) -> list[tuple[Any, ...]]:
+    """Each state with its count: one that nothing is in has 0, for a series that is absent is no figure."""
+    return [(state, counts.get(state, 0)) for state in sorted({*states, *counts})]
+
+
+def _counted(values: Iterable[tuple[str, ...]], there: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
+    counts = Counter(values)
+    return [(*value, counts[value]) for value in sorted({*there, *counts})]
 
 
 FIGURES: dict[str, tuple[str, Callable[[RunView], float | None]]] = {

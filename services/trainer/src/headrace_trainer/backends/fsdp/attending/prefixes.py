@@ -8,7 +8,8 @@ Shapes: R rows, H heads, L nodes of a row, D head dimension, S paths, P nodes of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,8 @@ from headrace_trainer.backends.shared.attention import WIDENED_TOKENS, attend_se
 from headrace_trainer.learning.packing import Paths
 from headrace_trainer.learning.segments import Segments
 
+KEPT = "_kept_attention"
+"""Of a layer's attention: a `Kept`."""
 NAME = "headrace_trees_"
 """What the name of a model's own attention gets before it."""
 
@@ -89,9 +92,11 @@ def _attend(
     if segments is not None:
         layer: Any = module
         told = segments, options.get("scaling"), window_of(layer.config, layer.layer_idx)
+        kept: Kept | None = getattr(module, KEPT, None)
         if context is None:
-            return _of_segments(given, *told), None
-        return context.to_nodes(_of_segments([context.to_heads(tensor) for tensor in given], *told)), None
+            return _of_segments(given, *told, kept), None
+        found = _of_segments([context.to_heads(tensor) for tensor in given], *told, kept)
+        return context.to_nodes(found), None
     if paths is not None:  # in fp32, so that the gradients of a node on several paths add up in it
         given = [_along(paths.nodes_SP, tensor.float()) for tensor in given]
     short = query.device.type == "cpu" and given[0].shape[2] <= WIDENED_TOKENS
@@ -104,11 +109,34 @@ def _attend(
     return found.to(query.dtype), None
 
 
-def _of_segments(own: list[Tensor], segments: Segments, scale: float | None, window: int | None) -> Tensor:
+class Kept:
+    """What the flash kernel gave one layer in a forward, for when the backward pass computes the layer again."""
+
+    def __init__(self) -> None:
+        self._found: Many[Tensor] | None = None
+
+    def __call__(self, compute: Callable[[], Many[Tensor]]) -> Many[Tensor]:
+        again = torch._C._current_graph_task_id() != -1
+        found, self._found = self._found if again else None, None
+        if found is not None:
+            return found
+        found = compute()
+        if not again:
+            self._found = [each.detach() for each in found]
+        return found
+
+    def drop(self) -> None:
+        """Where no backward pass follows."""
+        self._found = None
+
+
+def _of_segments(
+    own: list[Tensor], segments: Segments, scale: float | None, window: int | None, kept: Kept | None
+) -> Tensor:
     """(1, L, H, D). On a CPU in fp32: its flash kernel takes three to seven times as long in bf16."""
     dtype = torch.float32 if own[0].device.type == "cpu" else own[0].dtype
     query, key, value = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in own)
-    return attend_segments(query, key, value, segments, scale, window).unsqueeze(0).to(own[0].dtype)
+    return attend_segments(query, key, value, segments, scale, window, kept).unsqueeze(0).to(own[0].dtype)
 
 
 def _along(nodes_SP: Tensor, tensor_RHLD: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ class Layout:
     shard_ranks: int
     checkpointing: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
+    keeps_attention: bool = False
+    """Of layers that are computed again what attention gave, where there is room; costs nothing else."""
 
     def __str__(self) -> str:
         """For people: the keys that fix it."""

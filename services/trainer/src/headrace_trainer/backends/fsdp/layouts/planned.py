@@ -34,6 +34,10 @@ MARGIN = 1.1
 communicators and what the allocator cannot use come to it."""
 
 
+ATTENTION = "attention"
+"""A part of the plan: what attention gave a micro-batch in all layers, kept for the backward pass."""
+
+
 def choose_layout(
     config: TrainerConfig,
     algorithm: Algorithm,
@@ -104,6 +108,7 @@ class _Run:
             if fits:
                 break
         _, layout, plan = plans[-1] if tried[-1].fits else min(plans, key=lambda each: each[0])
+        layout, plan = with_attention(layout, plan, sizes, self.rooms)
         return layout, replace(plan, layout=str(layout), tried=tuple(tried))
 
 
@@ -116,6 +121,17 @@ def with_room_to_save(config: TrainerConfig, plan: MemoryPlan, rooms: Rooms, ran
     if config.trainer.lora is not None or host_bytes(plan, ranks_here) <= rooms.host.free:
         return plan
     return replace(plan, host=without, saves_in_place=COPY in plan.host)
+
+
+def with_attention(layout: Layout, plan: MemoryPlan, sizes: Sizes, rooms: Rooms) -> tuple[Layout, MemoryPlan]:
+    """With what attention gives kept where there is room for it in all layers: the rest of them is computed again."""
+    size = sum(unit.attended for unit in sizes.units)
+    if rooms.device is None or not layout.checkpointing or not size:
+        return layout, plan
+    layout = replace(layout, keeps_attention=False)
+    if MARGIN * (sum(plan.device.values()) + size) > rooms.device.free:
+        return layout, plan
+    return replace(layout, keeps_attention=True), replace(plan, device={**plan.device, ATTENTION: size})
 
 
 def _fits(plan: MemoryPlan, rooms: Rooms, ranks_here: int) -> bool:

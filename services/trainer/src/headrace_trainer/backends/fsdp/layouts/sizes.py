@@ -42,6 +42,8 @@ from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends.fsdp.loading import layers_of
 from headrace_trainer.backends.shared.attention import of_one_width
 
+FP32 = 4
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -56,6 +58,8 @@ class Unit:
     kept: int = 0
     """Bytes of what autograd keeps of one micro-batch here, without recomputation."""
     inputs: int = 0
+    attended: int = 0
+    """Bytes of what the flash kernel gives a micro-batch."""
     """Bytes of what recomputation keeps of that."""
     calls: int = 1
     """How often a micro-batch goes through."""
@@ -124,8 +128,13 @@ class Sizes:
         base, layer = _activations(config)
         tokens = _tokens(config)
         text = policy.config.get_text_config()
-        hidden = tokens * text.hidden_size * DTYPES[config.model.dtype].itemsize
-        units = [replace(unit_of(each), kept=layer, inputs=hidden) for each in layers]
+        width = DTYPES[config.model.dtype].itemsize
+        own = {"kept": layer, "inputs": tokens * text.hidden_size * width}
+        if width < FP32 and not config.deterministic:  # others take no flash kernel
+            heads = text.num_attention_heads
+            size = getattr(text, "head_dim", None) or text.hidden_size // heads
+            own["attended"] = tokens * heads * (size * width + FP32)
+        units = [replace(unit_of(each), **own) for each in layers]
         root = root_of(bodies, units, kept=base)
         return cls(
             (*units, root),

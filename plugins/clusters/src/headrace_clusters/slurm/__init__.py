@@ -1,0 +1,1 @@
+"""Fleets on the nodes of a Slurm job, each with one run."""
