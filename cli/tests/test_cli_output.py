@@ -315,3 +315,14 @@ def test_a_figure_that_nobody_measured_is_a_dash(name):
     assert drawn(steps_table([step], [], 120), 120)[-2].count("–") == 1
     assert figures([step], 60)
     assert measured(None) == measured(float("nan")) == "–" and measured(0.0, ".2f") == "0.00"
+
+
+def test_a_step_of_given_answers_speaks_of_its_loss_and_of_nothing_that_was_sampled():
+    step = Step(
+        step=1, version=2, wall_s=1.5, tokens=70, stage_s={"learn": 1.0}, devices={}, trained=8, dropped=0,
+        figures={"loss": 0.5}, reward_mean=None, tokens_per_s=47.0, max_staleness=None,
+    )  # fmt: skip
+    said = [step_line(step, 3, {1: 0.6}), drawn(steps_table([step], [], 200), 200), figures([step], 60)]
+    assert "0.5000" in step_line(step, 3, {}) and "loss 0.5000" in figures([step], 60)[0].plain
+    words = " ".join(str(line) for part in said for line in ([part] if isinstance(part, str) else part))
+    assert "loss" in words and not any(word in words for word in ("reward", "generate", "score", "staleness"))

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 BASE: dict[str, Any] = {
     "model": {"path": "org/model"},
     "data": {"source": EPISODES},
-    "reward": {"scorers": [{"name": "exact"}]},
+    "reward": {"scorers": []},
 }
 OTHER_MODEL = {"path": "org/other"}
 TASKS, LORA = {"environment.tasks": ["a.py:A"]}, {"trainer.lora": {}}
@@ -45,16 +45,26 @@ trainer:
    warmup: {steps: 2, demonstrations: d}, backend_options: {compile: true, expert_parallel: 2, context_parallel: 2,
    virtual_stages: 2}}
 rollout:
-  {engine: vllm, helpers: 1, chunk_tokens: 4, install: drain,
+  {engine: vllm, helpers: 1, chunk_tokens: 4, install: drain, instances: 2, max_concurrency: 3, enable_lora: true,
    engine_options: {hosts: 2, speculative: {method: ngram}, engine_args: {enable_expert_parallel: true}}}
-reward: {give: [tokens], truncated_reward: 0.5}
-placement: {flow: pipelined, joint: {rollout: 0.5, simulator: 0.5}, simulator: "1", reward: "1", measure_steps: 3}
+reward:
+  {give: [tokens], truncated_reward: 0.5, scorers: [{name: exact}], evaluation: [{name: exact}],
+   stages: {s: [{name: exact}]}}
+placement: {flow: pipelined, joint: {rollout: 0.5, simulator: 0.5}, simulator: "1", reward: "1", measure_steps: 3,
+   rollout: "0"}
 evaluation:
   {every: 2, samples: 2, data: {x: {source: y}}, temperature: 0.5, max_new_tokens: 9, baseline_prefill: p}
 """)
 """A value of each key that asks for it."""
 ASKS: dict[str, dict[str, Any]] = {
     "`placement.mode: auto`": {"placement.mode": "auto"},
+    "`placement.mode` other than collocated": {"placement.mode": "hybrid"},
+    "`algorithm.name` other than sft": {"algorithm.name": "grpo"},
+    "`algorithm.name` other than dpo or ipo or simpo or orpo or kto": {"algorithm.name": "grpo"},
+    "`algorithm.group_size` other than 1": {"algorithm.group_size": 4},
+    "`algorithm.group_size` other than 2": {"algorithm.group_size": 4},
+    "`workflow` other than supervised": {"workflow": "reasoning"},
+    "`workflow` other than preference": {"workflow": "reasoning"},
     f"`algorithm.options`: {', '.join(RATIO_OPTIONS)}": {"algorithm.options.clip_low": 0.1},
     "`environment`": TASKS,
     "`rollout.install: in_flight or abort_and_resume`": {"rollout.install": "in_flight", **STALE},
@@ -94,6 +104,13 @@ ASKS: dict[str, dict[str, Any]] = {
 }
 """What asks for a feature that no single key of `VALUES` does."""
 UNDO: dict[str, dict[str, Any]] = {
+    "`workflow` other than supervised": {"workflow": "supervised"},
+    "`placement.mode` other than collocated": {"placement.mode": "collocated"},
+    "`workflow` other than preference": {"workflow": "preference"},
+    "`algorithm.name` other than sft": {"algorithm.name": "sft"},
+    "`algorithm.name` other than dpo or ipo or simpo or orpo or kto": {"algorithm.name": "dpo"},
+    "`algorithm.group_size` other than 1": {"algorithm.group_size": 1},
+    "`algorithm.group_size` other than 2": {"algorithm.group_size": 2},
     "`workflow` other than embodied": {"workflow": "embodied"},
     "`workflow` other than embodied or agentic": {"workflow": "agentic"},
     "`workflow` other than agentic": {"workflow": "agentic"},

@@ -9,7 +9,7 @@ from headrace_coordinator.api.submission import submissions
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.scheduling import PATIENCE_QUANTA
-from headrace_coordinator.run.step.receiving import Receiver
+from headrace_coordinator.run.step import receiving
 from headrace_simulation.fleet.trainer import Trainer
 from headrace_simulation.judging.judge import Violation
 from headrace_simulation.virtual_time import run_virtual
@@ -232,8 +232,8 @@ def test_of_a_large_step_only_what_is_shown_is_kept(monkeypatch):
     """Texts and log-probs of 10⁵ answers would be hundreds of megabytes until their step is committed."""
     shown, made, lines = [], [], []
 
-    def spied(receiver, slot):
-        found = of_answer(receiver, slot)
+    def spied(context, slot):
+        found = of_answer(context, slot)
         made.append(slot)
         shown.extend([slot] if found else [])
         return found
@@ -241,8 +241,8 @@ def test_of_a_large_step_only_what_is_shown_is_kept(monkeypatch):
     async def play(scene):
         await asyncio.sleep(0.0)
 
-    of_answer = Receiver._is_shown
-    monkeypatch.setattr(Receiver, "_is_shown", spied)
+    of_answer = receiving.is_shown
+    monkeypatch.setattr(receiving, "is_shown", spied)
     monkeypatch.setattr(Quiet, "trajectories", lambda self, views, images=None: lines.append(len(views)))
     scene = Scene(play, steps=2, algorithm={"group_size": 8, "prompts_per_step": 20})
     assert set(ends(scene).values()) == {"SUCCEEDED"}

@@ -18,7 +18,15 @@ from rich.text import Text
 
 from headrace_cli.output import STATE_STYLES, console, error_console, state_text
 from headrace_cli.show.fleet import short_name
-from headrace_cli.show.runs import confidence, evaluations, heldout, measured, step_line, steps_table
+from headrace_cli.show.runs import (
+    confidence,
+    evaluations,
+    has_given_answers,
+    heldout,
+    measured,
+    step_line,
+    steps_table,
+)
 from headrace_cli.watching import Reporter, Snapshot
 
 if TYPE_CHECKING:
@@ -35,6 +43,8 @@ FIGURES = {
     "grad_norm": "gradient norm",
     "answer_length_mean": "answer length",
     "clip_fraction": "clip fraction",
+    "reward_accuracy": "accuracy",
+    "reward_margin": "margin",
     "log_prob_mismatch_kl": "engine's KL",
 }
 """Figures of the trainer that the live view shows, with their labels."""
@@ -141,7 +151,11 @@ def _words(kind: str, data: dict[str, Any]) -> str:
             return "; ".join(f"warning: {text}" for text in warnings.values()) or "no warning holds any more"
         case "step_committed", {"view": {"step": step, "reward_mean": reward, **view}}:
             dropped = f", {view['dropped']} dropped" if view.get("dropped") else ""
-            return f"step {step}: reward {_score(reward)}, {view.get('trained', 0)} trained{dropped}"
+            figure, value = "reward", reward
+            told = data["view"]
+            if reward is None and "generate" not in told.get("stage_s", {}):  # of answers that the data gives
+                figure, value = "loss", told.get("figures", {}).get("loss")
+            return f"step {step}: {figure} {_score(value)}, {view.get('trained', 0)} trained{dropped}"
         case "evaluated", {"view": {"kind": name, "step": step, "score": score, "answers": answers}}:
             missing = f", {data['view']['unanswered']} not answered" if data["view"].get("unanswered") else ""
             return f"{name} at step {step}: {_score(score)} over {answers} answers{missing}"
@@ -202,7 +216,7 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
 
 
 def figures(steps: Sequence[Step], width: int) -> list[Text]:
-    """The rewards of all steps as a sparkline, and the newest step's learning figures."""
+    """The rewards of all steps, or the losses of given answers, as a sparkline; the newest step's learning figures."""
     newest = steps[-1]
     room = max(8, min(SPARK_WIDTH, width - 24))
     spread = newest.figures.get("reward_std")
@@ -210,8 +224,16 @@ def figures(steps: Sequence[Step], width: int) -> list[Text]:
         f" ± {spread:.3f}" if spread is not None else ""
     )
     found = [(label, newest.figures.get(name)) for name, label in FIGURES.items()]
-    learning = ", ".join(f"{label} {value:.4g}" for label, value in found if value is not None)
+    given = has_given_answers(newest)  # the loss stands in the place of the reward
+    learning = ", ".join(
+        f"{label} {value:.4g}"
+        for label, value in found
+        if value is not None and not (given and label == "loss")
+    )
     rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
+    if given:
+        reward = f"loss {measured(newest.figures.get('loss'), '.4f')}"
+        rewards = [step.figures["loss"] for step in steps if "loss" in step.figures]
     line = Text(f"{reward} {sparkline(rewards, room) if rewards else ''}".rstrip(), style="green")
     return [line, Text(learning)] if learning else [line]
 

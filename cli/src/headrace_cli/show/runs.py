@@ -22,6 +22,8 @@ FILTERED = "FILTERED"
 STEP_COLUMNS = ("step", "reward", "held-out", "tokens/s", "staleness", "wall s", *STAGES)
 LEFT_OUT_FIRST = ("switch", "protocol", "staleness", "sync", "score", "tokens/s", "held-out")
 """Columns that a narrow terminal does without, in this order."""
+OF_SAMPLED = ("generate", "score", "staleness")
+"""Columns that a run whose data gives the answers has not."""
 WIDE_COLUMNS = 112
 WIDE = 100
 """Columns from which on the reason has room beside the figures."""
@@ -98,13 +100,22 @@ def sentence(run: Run) -> str:
     return run.reason
 
 
+def has_given_answers(step: Step) -> bool:
+    """Whether a step learned from answers of the data: none was generated, and none has a reward."""
+    return step.reward_mean is None and "generate" not in step.stage_s and "loss" in step.figures
+
+
 def steps_table(steps: Sequence[Step], evaluations: Sequence[Evaluation], width: int) -> Table:
     """One line a step; held-out where that version was evaluated. Columns are left out that do not fit."""
     scores = {item.step: item.score for item in evaluations}
     narrow = width < WIDE_COLUMNS
-    cells = {column: [_step_cell(item, column, scores) for item in steps] for column in STEP_COLUMNS}
+    cells = {
+        column: [_step_cell(item, column, scores) for item in steps] for column in (*STEP_COLUMNS, "loss")
+    }
     needs = {column: max(map(len, (column, *cells[column]))) + (1 if narrow else 3) for column in cells}
     columns = [column for column in STEP_COLUMNS if column != "held-out" or scores]
+    if steps and all(map(has_given_answers, steps)):
+        columns = ["loss" if each == "reward" else each for each in columns if each not in OF_SAMPLED]
     for column in LEFT_OUT_FIRST:
         if column in columns and sum(needs[each] for each in columns) >= width:
             columns.remove(column)
@@ -124,6 +135,7 @@ def _step_cell(step: Step, column: str, scores: dict[int, float]) -> str:
     return {
         "step": str(step.step),
         "reward": measured(step.reward_mean, ".3f"),
+        "loss": measured(step.figures.get("loss"), ".4f"),
         "held-out": "" if score is None else f"{score:.3f}",
         "tokens/s": measured(step.tokens_per_s, ",.0f"),
         "staleness": measured(step.max_staleness),
@@ -158,8 +170,13 @@ def policies_table(steps: Sequence[Step]) -> Table | None:
 
 def step_line(step: Step, steps: int, heldout: dict[int, float]) -> str:
     """One step as a line of a log."""
-    score = heldout.get(step.step)
-    stages = " ".join(f"{stage}={measured(step.stage_s.get(stage), '.2f')}" for stage in STAGES)
+    score, given = heldout.get(step.step), has_given_answers(step)
+    shown = [stage for stage in STAGES if not given or stage not in OF_SAMPLED]
+    stages = " ".join(f"{stage}={measured(step.stage_s.get(stage), '.2f')}" for stage in shown)
+    if given:
+        loss = f"step {step.step}/{steps} loss={step.figures['loss']:.4f}"
+        heard = f" held-out={score:.3f}" if score is not None else ""
+        return f"{loss}{heard} tokens/s={measured(step.tokens_per_s, '.0f')} wall={step.wall_s:.2f}s {stages}"
     return (
         f"step {step.step}/{steps} reward={measured(step.reward_mean, '.3f')}"
         + (f" held-out={score:.3f}" if score is not None else "")

@@ -149,6 +149,15 @@ class TextCodec:
         marked = self._ids(MARK + text, special=False)
         return marked[len(mark) :] if marked[: len(mark)] == mark else ids
 
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a text with which `render` begins."""
+        return self._ids(text, special=False)
+
+    def through_end(self, turn: str) -> str:
+        """A rendered turn up to the last token that ends one; all of it where there is none."""
+        ends = [self.decode([id], skip_special_tokens=False) for id in self.eos_ids]
+        return turn[: max((turn.rfind(end) + len(end) for end in ends if end in turn), default=len(turn))]
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids, for scorers and people; never turned back into ids."""
         text: str = self.tokenizer.decode(

@@ -84,8 +84,8 @@ def role_model(model: ModelSection, role: RoleSection) -> ModelSection:
     return model.model_copy(update={"path": role.path, "revision": role.revision, "gguf_file": None})
 
 
-class WarmupExample(Section):
-    """One reference answer: a prompt as the rollout renders it, and what should follow."""
+class GivenAnswer(Section):
+    """An answer that the data gives: a prompt as the rollout renders it, and what should follow."""
 
     chat: list[dict[str, Any]] | None = None
     text: str | None = None
@@ -93,10 +93,10 @@ class WarmupExample(Section):
     arguments: dict[str, Any] = Field(default_factory=dict)
     answer: str
     images: list[str] = Field(default_factory=list)
-    """Files in base64, in the order of their marks in the chat."""
+    """Files in base64, in the order of their marks in the chat; in a trajectory their digests."""
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> WarmupExample:
+    def _one_prompt(self) -> GivenAnswer:
         if (self.chat is None) == (self.text is None):
             raise ValueError("warmup_examples: give exactly one of chat and text")
         return self
@@ -119,7 +119,7 @@ class TrainerConfig(Opening):
     seed: Seed = 0
     steps: Count = 10
     deterministic: bool = False
-    warmup_examples: list[WarmupExample] = Field(default_factory=list)
+    warmup_examples: list[GivenAnswer] = Field(default_factory=list)
     instruction: str = "{question}"
     """How the task of a demonstration is rendered for a policy that reads language."""
 

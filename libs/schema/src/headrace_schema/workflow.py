@@ -102,6 +102,9 @@ TOOLS = "tools"
 """The built-in task in which the model may call tools."""
 REASONING = "reasoning"
 """The built-in workflow of a language model that speaks with environments."""
+SUPERVISED, PREFERENCE = "supervised", "preference"
+"""Workflows whose answers the data gives: to be imitated, and to be compared with each other."""
+LEARN_ALONE = GraphSection(stages={"learn": GraphStage(service="trainer")}, edges=[])
 BUILT_IN = {
     REASONING: GraphSection(
         stages={
@@ -140,6 +143,8 @@ BUILT_IN = {
             GraphEdge(source="score", target="learn"),
         ],
     ),
+    SUPERVISED: LEARN_ALONE,
+    PREFERENCE: LEARN_ALONE,
 }
 """Workflows that a spec can name."""
 COMPARING = {name: graph.with_whole_groups() for name, graph in BUILT_IN.items()}
@@ -151,12 +156,17 @@ def acts_in_environments(workflow: object) -> bool:
     return workflow == EMBODIED
 
 
+def has_given_answers(workflow: object) -> bool:
+    """Whether the data of a spec of this workflow, as JSON or not, gives the answers: none is generated or scored."""
+    return workflow in (SUPERVISED, PREFERENCE)
+
+
 def _form(given: Any) -> str:
     return "<graph>" if isinstance(given, (dict, GraphSection)) else "<name>"
 
 
 WorkflowChoice = Annotated[
-    Annotated[Literal["reasoning", "embodied", "agentic"], Tag("<name>")]
+    Annotated[Literal["reasoning", "embodied", "agentic", "supervised", "preference"], Tag("<name>")]
     | Annotated[GraphSection, Tag("<graph>")],
     Discriminator(_form),
 ]

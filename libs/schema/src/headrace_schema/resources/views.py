@@ -232,6 +232,7 @@ class CertificateView(Resource):
         description="prompt ordinals of the groups whose gradient a helper contributed, by its name; the trainer "
         "group made all others",
     )
+    given: int = Field(default=0, description="trained answers that the data gave: no version sampled them")
     scored_by_stage: dict[str, int] = Field(
         default={}, description="trained answers that each of several reward stages scored; else empty"
     )

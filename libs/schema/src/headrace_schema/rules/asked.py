@@ -25,7 +25,7 @@ from headrace_schema.sections.learning import AlgorithmSection
 from headrace_schema.sections.policies import adapters_of
 from headrace_schema.sections.run import RunSections
 from headrace_schema.sections.running import SIDES
-from headrace_schema.workflow import CONVERSATIONS, EMBODIED, REASONING
+from headrace_schema.workflow import CONVERSATIONS, EMBODIED, PREFERENCE, REASONING, SUPERVISED
 
 EPISODES = "episodes"
 """The data source of start states, and what is short for it: `data: {heldout: 48}`."""
@@ -38,6 +38,9 @@ GROUP_RELATIVE = frozenset(
 """Built-in algorithms for which a group of one has nothing to compare; a trainer checks the others as a run opens."""
 OTHERS = frozenset({"distill", "ppo", "reinforce", "reinforce_pp"})
 """Built-in algorithms that take a group of one."""
+IMITATING = ("sft",)
+COMPARING_TWO = ("dpo", "ipo", "simpo", "orpo", "kto")
+"""Built-in algorithms of the workflows whose answers the data gives: supervised, and preference."""
 KL_OPTIONS = ("kl_loss_coef", "kl_reward_coef")
 """Options of built-in algorithms that need a reference model."""
 RATIO_OPTIONS = (
@@ -107,6 +110,11 @@ NOT_AGENTIC = unlike("workflow", CONVERSATIONS, undo=f"set workflow: {CONVERSATI
 PROMPTS_ALONE = unlike("workflow", EMBODIED, CONVERSATIONS, undo=f"set workflow: {EMBODIED}")
 IMAGES_REFUSED = "leave the images out, or let the environment show them"
 NOT_REASONING = unlike("workflow", REASONING, undo=f"set workflow: {REASONING}, {IMAGES_REFUSED}")
+GIVEN = value("workflow", SUPERVISED, PREFERENCE, undo=f"set workflow: {REASONING}")
+IMITATES = value("workflow", SUPERVISED, undo="")
+PREFERS = value("workflow", PREFERENCE, undo="")
+NO_IMITATION = unlike("workflow", SUPERVISED, undo=f"set workflow: {SUPERVISED}")
+NO_PREFERENCE = unlike("workflow", PREFERENCE, undo=f"set workflow: {PREFERENCE}")
 ONLINE = when("`agent.online`", "agent.online", lambda spec: spec.is_online, "")
 NOT_ONLINE = when("no `agent.online`", "agent.online", lambda spec: not spec.is_online, "")
 AGENT, ENVIRONMENT = key("agent"), key("environment")
@@ -209,6 +217,14 @@ UNCORRECTED = option("correction", "none", undo="leave {it} out (truncate then),
 DROP_EQUAL = option("drop_equal")
 GROUP_OF_ONE = value("algorithm.group_size", 1, undo="set algorithm.group_size to 2 or more")
 REMAX = value(NAME, "remax", undo="set reinforce_pp")
+SFT = value(NAME, *IMITATING, undo="use another algorithm, such as grpo")
+PAIRWISE = value(NAME, *COMPARING_TWO, undo="use another algorithm, such as grpo")
+NOT_SFT = unlike(NAME, *IMITATING, undo=f"set algorithm.name: {IMITATING[0]}")
+NOT_PAIRWISE = unlike(NAME, *COMPARING_TWO, undo=f"set algorithm.name: {COMPARING_TWO[0]}")
+ONE_ANSWER = unlike("algorithm.group_size", 1, undo="leave {it} out")
+TWO_ANSWERS = unlike("algorithm.group_size", 2, undo="leave {it} out")
+GIVEN_SCORERS = when("`reward.scorers`", "reward.scorers", lambda spec: spec.reward.scorers)
+IN_TURNS = unlike(MODE, "collocated", undo="leave {it} out")
 DISTILL = value(NAME, "distill", undo="")
 REFERENCE = key("trainer.reference")
 NO_REFERENCE = missing("trainer.reference", "give the teacher's path")

@@ -1,4 +1,4 @@
-"""What a run with environments may leave out: what follows from its environment, its agent or its clients."""
+"""What a run may leave out: what follows from its environment, its agent or its clients, or from given answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from headrace_schema.rules.agentic import CONVERSATION
 from headrace_schema.rules.asked import EPISODES
 from headrace_schema.sections.agent import AGENT_SECONDS, AGENTS, ONLINE, AgentSection
-from headrace_schema.workflow import CONVERSATIONS, acts_in_environments
+from headrace_schema.workflow import CONVERSATIONS, SUPERVISED, acts_in_environments, has_given_answers
 
 ONLINE_STEP_S = 30 * 86400.0
 _RETURN = {"scorers": [{"name": "episode"}]}
@@ -25,11 +25,13 @@ _ONLINE: dict[str, dict[str, Any]] = {
 
 
 def with_defaults(given: Any) -> Any:
-    """A spec as its user wrote it, with what an embodied or agentic one may leave out filled in."""
+    """A spec as its user wrote it, with what its workflow lets it leave out filled in."""
     if not isinstance(given, Mapping):
         return given
     if acts_in_environments(given.get("workflow")):
         return _embodied(dict(given))
+    if has_given_answers(given.get("workflow")):
+        return _given_answers(dict(given))
     return _agentic(dict(given)) if given.get("workflow") == CONVERSATIONS else given
 
 
@@ -41,6 +43,20 @@ def _embodied(spec: dict[str, Any]) -> dict[str, Any]:
     spec |= {"data": data, "reward": spec.get("reward", {**_RETURN, **_OUTCOME})}
     if isinstance(model := spec.get("model"), Mapping):
         spec["model"] = {"dtype": "float32", **model}
+    return spec
+
+
+def _given_answers(spec: dict[str, Any]) -> dict[str, Any]:
+    """No scorer, devices for the trainers alone, and one answer a row, or two that are compared."""
+    supervised = spec["workflow"] == SUPERVISED
+    follows: dict[str, dict[str, Any]] = {
+        "algorithm": {"name": "sft" if supervised else "dpo", "group_size": 1 if supervised else 2},
+        "placement": {"mode": "collocated"},
+        "reward": {"scorers": []},
+    }
+    for key, section in follows.items():
+        if isinstance(own := spec.get(key, {}), Mapping):
+            spec[key] = {**section, **own}
     return spec
 
 

@@ -14,7 +14,7 @@ from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules import asked as f
 from headrace_schema.rules.features import Feature, Resolved, key
-from headrace_schema.sections.generating import SamplingSection, quantized
+from headrace_schema.sections.generating import RolloutSection, SamplingSection, quantized
 
 _WHOLE_PROMPTS = "the environment's first messages are the prompt"
 _TURNS_ELSEWHERE = "a conversation that a rollout has begun does not go on at another one"
@@ -67,6 +67,29 @@ _OF_TEXT = {
     "model.max_context": _BOUNDED,
 }
 """Keys of runs of text, and why an embodied run has none of them."""
+_NOTHING_SAMPLED, _NO_ROLLOUT = "its answers are the data's, and none is sampled", "no rollout takes part"
+_NO_SCORER, _EVALUATED = (
+    "no scorer takes part",
+    "a held-out answer is read by the trainer, and none is sampled",
+)
+_OF_SAMPLED = {
+    **{f"sampling.{name}": _NOTHING_SAMPLED for name in SamplingSection.model_fields},
+    **{f"rollout.{name}": _NO_ROLLOUT for name in RolloutSection.model_fields},
+    **{f"reward.{name}": _NO_SCORER for name in ("evaluation", "stages", "give", "truncated_reward")},
+    **{
+        f"evaluation.{name}": _EVALUATED
+        for name in ("temperature", "samples", "max_new_tokens", "baseline_prefill")
+    },
+    "evaluation.data": "evaluate its checkpoints by generation with headrace eval",
+    "algorithm.max_staleness": _NOTHING_SAMPLED,
+    "algorithm.truncated": "no limit cuts an answer",
+    "data.curriculum": "it chooses prompts by how many sampled answers pass",
+    "data.prompt.longest": "leave long rows out with data.options.longest_question",
+    "trainer.helpers": "they learn while rollouts generate",
+    "trainer.warmup.steps": "the run itself is what a warm-up is the short form of",
+    "placement.rollout": _NO_ROLLOUT,
+}
+"""Keys of runs that sample answers, and why a run whose data gives them has none."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +169,26 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         ),
         f.REPLAY: "a conversation is put together without routes",
         f.BESIDE: "a conversation is made with one version",
+    },
+    f.GIVEN: {
+        **{key(name): f"such a run has none: {why}" for name, why in _OF_SAMPLED.items()},
+        f.GIVEN_SCORERS: f"such a run has none: {_NO_SCORER}",
+        f.SHARE: "it would share its devices while rollouts generate, and none does",
+        f.IN_TURNS: ("the trainers have the devices all the time", "leave it out"),
+    },
+    f.IMITATES: {
+        f.NOT_SFT: "supervised runs imitate the answers of the data, and {spec.algorithm.name} learns from rewards",
+        f.ONE_ANSWER: "a row has one answer",
+    },
+    f.PREFERS: {
+        f.NOT_PAIRWISE: "preference runs compare two answers of the data, and {spec.algorithm.name} does not",
+        f.TWO_ANSWERS: "a row has two answers that are compared",
+    },
+    f.NO_IMITATION: {
+        f.SFT: "{spec.algorithm.name} imitates the answers of the data, and workflow is {spec.kind}"
+    },
+    f.NO_PREFERENCE: {
+        f.PAIRWISE: "{spec.algorithm.name} compares answers of the data, and workflow is {spec.kind}"
     },
     f.PROMPTS_ALONE: {key("environment", ""): _OF_EMBODIED},
     f.NOT_ROBOT: {

@@ -42,6 +42,7 @@ from headrace_schema.workflow import (
     GraphSection,
     WorkflowChoice,
     acts_in_environments,
+    has_given_answers,
 )
 
 
@@ -57,7 +58,8 @@ class RunSections(Section):
     workflow: WorkflowChoice = Field(
         default="reasoning",
         description="reasoning (generate → score → learn), embodied (a robot policy acts in simulators), agentic (a "
-        "language model speaks with environments and tools), or stages and edges of one's own",
+        "language model speaks with environments and tools), supervised (imitates the answers of the data), preference "
+        "(compares two answers of the data), or stages and edges of one's own",
     )
     steps: Count = Field(default=10, description="policy updates")
     seed: Seed = Field(default=0, description="of the order of items and of all sampling")
@@ -93,7 +95,7 @@ class RunSections(Section):
     rollout: RolloutSection = RolloutSection()
     weights: WeightsSection = WeightsSection()
     reward: RewardSection = Field(
-        description="what judges an answer; needed but for an embodied or agentic run"
+        description="what judges an answer; needed but for embodied, agentic, supervised and preference runs"
     )
     placement: PlacementSection = PlacementSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -120,6 +122,11 @@ class RunSections(Section):
     def acts_in_environments(self) -> bool:
         """Whether the policy is a robot's: it acts in environments and learns from episodes."""
         return acts_in_environments(self.workflow)
+
+    @property
+    def has_given_answers(self) -> bool:
+        """Whether the data gives the answers: no rollout and no scorer takes part."""
+        return has_given_answers(self.workflow)
 
     @property
     def speaks_with_environments(self) -> bool:

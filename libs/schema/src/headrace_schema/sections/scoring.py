@@ -22,7 +22,7 @@ class RewardSection(Section):
     """What answers are worth."""
 
     scorers: list[ScorerSection] = Field(
-        min_length=1, max_length=FEW, description="the reward is the sum of weights times scores"
+        max_length=FEW, description="the reward is the sum of weights times scores; at least one"
     )
     evaluation: list[ScorerSection] = Field(
         default_factory=list,
@@ -72,6 +72,8 @@ class RewardSection(Section):
     @property
     def measure(self) -> str:
         """The figure of an episode that an evaluation's score is, as the scorer `episode` calls it; "" for another."""
+        if not self.judges:  # of given answers
+            return ""
         first, *others = self.judges
         plain = not others and first.weight == first.options.get("scale", 1.0) == 1.0
         return figure_of(first) if plain else ""

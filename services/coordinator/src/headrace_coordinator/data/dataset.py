@@ -17,6 +17,7 @@ from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.aside import OPENING, Aside, TooSlow
 from headrace_coordinator.data.fetching import with_local_data
+from headrace_coordinator.data.given import GivenForm
 from headrace_coordinator.data.items import DataItem, squeezed
 from headrace_coordinator.data.packed import HASH_BYTES, WORDS, PackedItems, hash_of, in_order
 from headrace_coordinator.data.prompts import PromptContent, Prompter
@@ -80,22 +81,30 @@ class Dataset:
         self._parts = _parts(self._train, items.parts, weights)
         self._weights = tuple(weights) or (1,)
         self.digest = self._digest(heldout)
+        self.given: GivenForm | None = None
+        """How its rows give answers; None where they are sampled."""
         self.sets: dict[str, tuple[Dataset, list[DataItem]]] = {}
         """The data of evaluation.data and the items that are asked of it, by name."""
 
     @classmethod
-    def open(cls, section: DataSection, seed: int, most: int = MOST_ITEMS) -> Dataset:
+    def open(
+        cls, section: DataSection, seed: int, most: int = MOST_ITEMS, given: GivenForm | None = None
+    ) -> Dataset:
         """Reads the source, at most so many items, and splits it. `seed`, the run's, orders the training part.
+
+        `given`: its rows give answers, and rows with other answers are other items.
 
         Raises:
             Impossible: a source, option, template or number does not fit; its problems name the keys.
         """
         source = open_source(section.source, section.options)
-        read = _read(type(source), source.model_dump_json(), source.fingerprint(), most)
+        read = _read(type(source), source.model_dump_json(), source.fingerprint(), most, given)
         if isinstance(read, Impossible):
             raise Impossible(read.problems)
         items, left_out = read
-        return cls(section, items, seed, source.weights(), left_out)
+        opened = cls(section, items, seed, source.weights(), left_out)
+        opened.given = given
+        return opened
 
     @property
     def train_size(self) -> int:
@@ -289,7 +298,7 @@ async def open_dataset(spec: RunSpec, aside: Aside = OPENING) -> Dataset:
     spec = await with_local_data(spec)
 
     def read() -> Dataset:
-        dataset = Dataset.open(spec.data, spec.seed)
+        dataset = Dataset.open(spec.data, spec.seed, given=GivenForm.of(spec))
         dataset.prepare()
         dataset.open_sets(spec)
         if not spec.acts_in_environments and spec.trainer.warmup.steps:
@@ -346,7 +355,7 @@ def _distinct(items: PackedItems, shown: Sequence[str]) -> tuple[np.ndarray, dic
 
 @lru_cache(maxsize=2)
 def _read(
-    source_class: type[DataSource], options: str, fingerprint: str, most: int
+    source_class: type[DataSource], options: str, fingerprint: str, most: int, given: GivenForm | None
 ) -> tuple[PackedItems, dict[str, int]] | Impossible:
     """Items of a source and what it left out, or why there are none.
 
@@ -354,7 +363,8 @@ def _read(
     """
     source = source_class.model_validate_json(options)
     try:
-        return PackedItems(bounded(source.items(), most)), source.left_out()
+        items = bounded(source.items(), most)
+        return PackedItems(given.checked(items) if given else items), source.left_out()
     except Impossible as error:
         return error
 

@@ -59,6 +59,17 @@ class DataItem:
         given = [json.dumps(self.arguments, sort_keys=True)] if self.arguments else []
         return "\n".join([self.key, *turns, *fields, *given])
 
+    def told_apart_with_answers(self) -> str:
+        """An id of everything that the item says, its answers too."""
+        said = [
+            self.question,
+            self.answer,
+            self.metadata,
+            [dict(turn) for turn in self.messages],
+            self.arguments,
+        ]
+        return digest_bytes(json.dumps([*said, *map(digest_bytes, self.images)], sort_keys=True).encode())
+
     @property
     def metadata_json(self) -> str:
         """`metadata` as the scorers of each of its answers get it; empty without any."""

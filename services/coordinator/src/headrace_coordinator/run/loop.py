@@ -28,6 +28,7 @@ from headrace_coordinator.run.leaving import Outcome, finish, hand_over, leave, 
 from headrace_coordinator.run.regrouping import Regrouping
 from headrace_coordinator.run.standstill import while_it_progresses
 from headrace_coordinator.run.step.generation import Generation
+from headrace_coordinator.run.step.given import GivenAnswers, answers_for
 from headrace_coordinator.run.step.step import RunFailed, Step
 from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
@@ -175,6 +176,8 @@ class RunLoop:
     async def _generate_ready(self) -> Published:
         """The base version, once the rollouts hold their devices with it installed."""
         assert self._published is not None
+        if self.context.spec.has_given_answers:
+            return self._published
         await self.context.staffing.staff_rollouts()
         self.context.leases.assign()
         with self._timer.stage("switch" if self.context.workers.placement.turns else "sync"):
@@ -184,7 +187,7 @@ class RunLoop:
     async def _work_on(self) -> None:
         """One step. Where answers may be older, steps follow each other until a boundary, and generation goes on."""
         assert self._published is not None
-        generation = Generation(self.context, self._published, self._timer)
+        generation = answers_for(self.context, self._published, self._timer)
         try:
             await self._step(generation)
             while generation.goes_on and not self._boundary_due():
@@ -203,7 +206,7 @@ class RunLoop:
         over = over or self._disk_due or self._plan is not None or context.recording.due()
         return over or self._at_boundary() is not None
 
-    async def _step(self, generation: Generation) -> None:
+    async def _step(self, generation: Generation | GivenAnswers) -> None:
         await self.context.prepare_items()
         step = Step(generation)
         number = self.context.state.ledger.step + 1

@@ -49,6 +49,8 @@ class Staffing:
 
     async def staff(self) -> None:
         """Every worker is alive and has the run open; raises `Unstaffed` when one is missing for too long."""
+        if self.workers.spec.has_given_answers:
+            return await self.staff_trainers()
         # Instances of different kinds open the run side by side: each loads libraries or starts processes for seconds.
         await gather_all(self._modality.open_environments(), self.staff_rewards())
         demand = demand_of(self.workers.state)

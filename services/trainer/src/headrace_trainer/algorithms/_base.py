@@ -299,6 +299,11 @@ class Algorithm(Protocol):
     def loss(self, batch: TokenBatch) -> LossSums:
         """The loss of a micro-batch, differentiable in `log_probs_K`, `entropy_K` and `values_K`."""
 
+    def batch_figures(self) -> dict[str, float]:
+        """Figures of the batch whose advantages were computed last, in place of those of the same names. Read it with
+        `batch_figures_of`: an algorithm may leave it out.
+        """
+
     def observe(self, figures: Mapping[str, float], sequences: int) -> None:
         """Hears of a committed step, on the leader: its figures, and the samples that it was learned from."""
 
@@ -318,6 +323,11 @@ def turn_credit_of(algorithm: Algorithm) -> TurnCredit | None:
     """`Algorithm.turn_credit`; None of one that has no such property."""
     found: TurnCredit | None = getattr(algorithm, "turn_credit", None)
     return found
+
+
+def batch_figures_of(algorithm: Algorithm) -> dict[str, float]:
+    """`Algorithm.batch_figures`; none of one that has no such method."""
+    return algorithm.batch_figures() if hasattr(algorithm, "batch_figures") else {}
 
 
 def branch_weights_of(algorithm: Algorithm) -> str:

@@ -21,13 +21,16 @@ _BUILT_IN = (
     *("dr_grpo", "gmpo", "grpo", "gspo", "opo"),
     *("passk_grpo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo"),
 )
+_GIVEN = ("dpo", "ipo", "kto", "orpo", "sft", "simpo")
+"""Of answers that the data gives."""
 
 ALGORITHMS: Registry[Algorithm] = Registry(
     "headrace.algorithms",
     "algorithm",
     "algorithm.name",
     "algorithm.options",
-    {name: f"headrace_trainer.algorithms.plugins:{name.upper()}" for name in _BUILT_IN},
+    {name: f"headrace_trainer.algorithms.plugins:{name.upper()}" for name in _BUILT_IN}
+    | {name: f"headrace_trainer.algorithms.given:{name.upper()}" for name in _GIVEN},
 )
 
 

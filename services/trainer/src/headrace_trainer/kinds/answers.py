@@ -42,9 +42,10 @@ from headrace_trainer.backends._base import Backend
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.kinds._base import AnyLearner, PolicyKind
+from headrace_trainer.learning.given import GivenReader
 from headrace_trainer.learning.learner import BatchLearner, Learner
 from headrace_trainer.learning.passes import StepRounds
-from headrace_trainer.learning.reading import read_group, read_sequence
+from headrace_trainer.learning.reading import is_given, read_given_group, read_group, read_sequence
 from headrace_trainer.learning.samples import Group, Sample
 
 
@@ -99,6 +100,8 @@ class AnswersRun(PolicyKind):
 
     @override
     def read_group(self, message: trainer_pb2.SettledGroup, bodies: Bodies = NO_BODIES) -> Group:
+        if message.members and all(is_given(each.trajectory) for each in message.members):
+            return read_given_group(message, self._given)
         return read_group(
             message,
             self.config.sampling,
@@ -112,6 +115,12 @@ class AnswersRun(PolicyKind):
     def _images(self) -> ImageReader | None:
         """What reads the images of prompts. Raises ModelNotReadable."""
         return load_images(self.config.model)
+
+    @cached_property
+    def _given(self) -> GivenReader:
+        """What reads answers that the data gives. Raises ModelNotReadable."""
+        options = getattr(self.algorithm(), "options", None)
+        return GivenReader(self.config.model, all_turns=getattr(options, "turns", "last") == "all")
 
     @cached_property
     def _by_turn(self) -> bool:
@@ -129,7 +138,12 @@ class AnswersRun(PolicyKind):
 
     @override
     def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sample]:
-        return [read_sequence(message, self.config.sampling, self.vocabulary) for message in messages]
+        return [
+            self._given.read(each.branches[0].given_json, {}, "a held-out row")
+            if is_given(each)
+            else read_sequence(each, self.config.sampling, self.vocabulary)
+            for each in messages
+        ]
 
     @override
     def weight_names(self) -> list[str]:

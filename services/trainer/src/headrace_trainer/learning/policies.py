@@ -15,7 +15,7 @@ from typing import Protocol
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.policies import OWN as OWN_NAME
 
-from headrace_trainer.algorithms._base import Algorithm
+from headrace_trainer.algorithms._base import Algorithm, batch_figures_of
 from headrace_trainer.errors import Quiesced, Refusal
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.figures import step_figures
@@ -73,7 +73,7 @@ class Learning:
 
     def figures(self, finished: Finished, records: Many[GroupRecord], rate: float) -> dict[str, float]:
         """Those of a step that it has made of these groups, from which its algorithm learns too."""
-        found = step_figures(finished.steps, records, rate=rate)
+        found = step_figures(finished.steps, records, rate=rate) | batch_figures_of(self.algorithm)
         if "kl_coefficient" in (kept := self.algorithm.state()):
             found["kl_coefficient"] = kept["kl_coefficient"]
         self.algorithm.observe(found, sum(record.sequences for record in records))

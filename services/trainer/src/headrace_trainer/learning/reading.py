@@ -22,6 +22,8 @@ from headrace_trainer.learning.samples import Group, Image, Sample, Trajectory, 
 if TYPE_CHECKING:
     from headrace_modelkit.vision import ImageReader
 
+    from headrace_trainer.learning.given import GivenReader
+
 _SETTLED = frozenset(
     {
         common_pb2.FINISH_REASON_EOS,
@@ -67,6 +69,37 @@ def read_group(
     return Group(message.prompt_ordinal, members, set_digest(keys))
 
 
+def read_given_group(message: trainer_pb2.SettledGroup, reader: GivenReader) -> Group:
+    """A group of answers that the data gives. Raises Refusal INVALID or DIGEST_MISMATCH."""
+    prompt = message.prompt_ordinal
+    files = _files(message, f"prompt {prompt}")
+    members = tuple(
+        Trajectory(
+            sample_index=each.trajectory.sample.sample_index,
+            attempt=each.trajectory.attempt,
+            body_digest=each.trajectory.body_digest,
+            reward=each.reward,
+            samples=(reader.read(each.trajectory.branches[0].given_json, files, where),),
+            masked=each.masked,
+        )
+        for each in sorted(message.members, key=lambda member: member.trajectory.sample.sample_index)
+        for where in [check_settled(prompt, each.trajectory, _SETTLED, "given answers")]
+    )
+    keys = [(prompt, m.sample_index, m.attempt, m.body_digest) for m in members]
+    return Group(prompt, members, set_digest(keys))
+
+
+def is_given(trajectory: common_pb2.Trajectory) -> bool:
+    """Whether the data gives it."""
+    return len(trajectory.branches) == 1 and bool(trajectory.branches[0].given_json)
+
+
+def _files(message: trainer_pb2.SettledGroup, where: str) -> dict[str, Image]:
+    if any(image.digest != digest_bytes(image.data) for image in message.images):
+        raise invalid(f"{where}: an image has not its digest", "DIGEST_MISMATCH")
+    return {image.digest: Image(image.digest, image.data) for image in message.images}
+
+
 def _with_images(
     message: trainer_pb2.SettledGroup,
     members: tuple[Trajectory, ...],
@@ -77,9 +110,7 @@ def _with_images(
     where = f"prompt {message.prompt_ordinal}"
     if reader is None:
         raise invalid(f"{where} has images, and the run's model reads none")
-    if any(image.digest != digest_bytes(image.data) for image in message.images):
-        raise invalid(f"{where}: an image has not its digest", "DIGEST_MISMATCH")
-    files = {image.digest: Image(image.digest, image.data) for image in message.images}
+    files = _files(message, where)
     if told != files.keys():
         raise invalid(f"{where}: its samples were made with other images", "DIGEST_MISMATCH")
     sent = {each.trajectory.sample.sample_index: each.trajectory for each in message.members}

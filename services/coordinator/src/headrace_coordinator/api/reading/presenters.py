@@ -172,7 +172,9 @@ def certificate_view(certificate: ev.Certificate, live: bool) -> CertificateView
     for name in ("number", "parent", "ordinal", "digest"):
         del fields[name]
     fields["step"] += 1
-    fields["trained"] = expand(certificate.trained)
+    fields["trained"] = trained = expand(certificate.trained)
+    # No version sampled what is trained: the data gave it.
+    fields["given"] = len(trained) if certificate.tokens and not certificate.tokens_by_version else 0
     fields["dropped"] = expand_drops(certificate.dropped)
     if not certificate.tokens_by_version:
         fields["max_staleness"] = fields["mean_staleness"] = None

@@ -26,9 +26,9 @@ def instances(submission: Submission) -> Iterator[KeyProblemView]:
     """Numbers of instances that are not ready."""
     spec, fleet = submission.spec, submission.fleet
     wanted = [
-        ("rollout.instances", "rollout", spec.rollout.instances),
+        ("rollout.instances", "rollout", 0 if spec.has_given_answers else spec.rollout.instances),
         ("trainer.ranks", "trainer", spec.trainer.ranks),
-        ("reward.scorers", "reward", 1),
+        ("reward.scorers", "reward", 0 if spec.has_given_answers else 1),
         *([("environment", "simulator", 1)] if spec.environment else []),
     ]
     for key, kind, count in wanted:

@@ -121,7 +121,8 @@ def choose_engine(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:
     A run that has GPUs and names no engine leaves it to the fleet, too.
     """
     engine, named = spec.rollout.engine, {"engine", "engine_options"} & spec.rollout.model_fields_set
-    if engine != AUTO and (named or spec.acts_in_environments or not has_gpus(spec, fleet)):
+    plain = spec.acts_in_environments or not has_gpus(spec, fleet)
+    if spec.has_given_answers or (engine != AUTO and (named or plain)):
         return engine, ""
     name, why = _preferred(spec, fleet)
     return name, f"rollout.engine: {AUTO} takes {name}: {why}"
@@ -172,7 +173,8 @@ def hardware_defaults(spec: RunSpec, engine: str, fleet: FleetView) -> list[Defa
     """Defaults of a run that has GPUs, of keys that its spec does not name; none for robot policies."""
     if spec.acts_in_environments or not has_gpus(spec, fleet):
         return []
-    return gpu_defaults(spec, engine, text_config(spec.model), gpus_of(spec, fleet))
+    found = gpu_defaults(spec, engine, text_config(spec.model), gpus_of(spec, fleet))
+    return [each for each in found if not spec.has_given_answers or each.key.startswith("trainer.")]
 
 
 def gpus_of(spec: RunSpec, fleet: FleetView) -> Gpus:
@@ -196,6 +198,8 @@ def correction(spec: RunSpec, fleet: FleetView) -> list[Default]:
     """Truncated importance sampling for rollouts that are quantised, or merge adapters into a base of few bits, in each
     policy's algorithm that names no correction of its own: the engine's distribution is not the trainer's then.
     """
+    if spec.has_given_answers:
+        return []
     what = quantized(spec.rollout.engine_options)
     why = f"the engine computes with {what}, and the trainer without"
     trainers = [spec.trainer, *(each.trainer for each in spec.policies.values())]

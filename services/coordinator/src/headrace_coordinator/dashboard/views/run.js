@@ -111,17 +111,19 @@ function runHeader(element, path, signal) {
 
   function tick() {
     const run = now;
+    const given = ["supervised", "preference"].includes(run.spec.workflow); // no rollout and no scorer takes part
     const best = run.evaluations.filter((view) => view.kind === "heldout");
     const until = run.finished_at ?? Date.now() / 1000;
     figures.replaceChildren(facts([
-      ["Reward", number(run.last_step?.reward_mean)],
+      ...(given ? [["Loss", number(run.last_step?.figures.loss)]] : [["Reward", number(run.last_step?.reward_mean)]]),
+      ...(run.last_step && "reward_accuracy" in run.last_step.figures ? [["Accuracy of pairs", number(run.last_step.figures.reward_accuracy)]] : []),
       [best.at(-1)?.measure ? `Held-out ${best.at(-1).measure.replaceAll("_", " ")}` : "Score", best.length > 1 ? `${number(best[0].score)} → ${number(best.at(-1).score)}` : number(best[0]?.score)],
       ...episodeFacts(best.at(-1)),
       ...(best.at(-1)?.unanswered ? [["Not answered", `${best.at(-1).unanswered}: ${best.at(-1).failure}`]] : []),
       ["Version", run.policy ? `${run.policy.number}` : "–"],
       ["Trained", run.counts.trained.toLocaleString("en")],
       ["Dropped", run.counts.dropped.toLocaleString("en") + (run.counts.filtered ? `, of equal rewards ${run.counts.filtered.toLocaleString("en")}` : "")],
-      ["Worst staleness", number(run.counts.max_staleness)],
+      ...(given ? [] : [["Worst staleness", number(run.counts.max_staleness)]]),
       ["Recoveries", `${run.recoveries}`],
       ...(run.engine_restarts ? [["Engine restarts", `${run.engine_restarts}`]] : []),
       ["Started", clock(run.started_at)],

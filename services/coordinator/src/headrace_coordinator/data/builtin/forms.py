@@ -170,11 +170,44 @@ def _openai(row: Row, keys: Keys) -> DataItem:
 
 def _dpo(row: Row, keys: Keys) -> DataItem:
     """Preference pairs: `prompt`, `chosen` (the answer), `rejected`; without `prompt` both are whole conversations."""
+    chosen, rejected = keys.answer or "chosen", row.get("rejected")
+    if (
+        not ("prompt" in row or keys.question)
+        and isinstance(row.get(chosen), str)
+        and isinstance(rejected, str)
+    ):
+        row = _with_prompt(row, chosen, rejected)
+        rejected = row["rejected"]
     if "prompt" in row or keys.question:
-        item = _item(row, keys.question or "prompt", keys.answer or "chosen", _same, prompt_alone=True)
+        item = _item(row, keys.question or "prompt", chosen, _same, prompt_alone=True)
     else:
-        item = _item(row, keys.answer or "chosen", "", _same)
+        item = _item(row, chosen, "", _same)
+    if is_conversation(rejected):
+        item = replace(item, metadata={**item.metadata, "rejected": _rejected(item, rejected)})
     return replace(item, arguments=arguments(row))
+
+
+def _with_prompt(row: Row, chosen: str, rejected: str) -> Row:
+    """A row of two texts with what they have in common, up to a space, as the prompt: TRL's implicit prompt."""
+    pairs = enumerate(zip(row[chosen], rejected, strict=False))
+    common = next((place for place, (one, other) in pairs if one != other), 0)
+    end = row[chosen].rfind(" ", 0, common)
+    if end < 1:
+        raise BadRow(
+            f"has no prompt, and {chosen!r} and 'rejected' do not begin alike", "give it a key 'prompt'"
+        )
+    prompt = row[chosen][:end]
+    return {**row, "prompt": prompt, chosen: row[chosen][end:], "rejected": rejected[end:]}
+
+
+def _rejected(item: DataItem, turns: Any) -> str:
+    """The text of a rejected answer that is a conversation: of one message, or with the chosen answer's prompt."""
+    if len(turns) == 1 and turns[0].get("role") == "assistant":
+        return as_text(turns[0].get("content"), "rejected")
+    messages, answer = conversation(turns, "rejected", prompt_alone=False)
+    if [*messages] != [*item.messages]:
+        raise BadRow("is a pair whose rejected answer has another prompt", "give both answers one prompt")
+    return answer
 
 
 def _gsm8k(row: Row, keys: Keys) -> DataItem:

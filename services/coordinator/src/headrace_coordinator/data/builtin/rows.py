@@ -57,6 +57,10 @@ class RowSource(DataSource):
     id: str = Field(
         default="", description="key that tells items apart; default: what the prompt shows of a row"
     )
+    weight: str = Field(
+        default="",
+        description="key of the number by which a row counts in a supervised run; default: each counts 1",
+    )
     images: str = Field(
         default="",
         description="key of a row's image or list of images: paths, bytes, base64, or what `datasets` has; default: "

@@ -8,7 +8,7 @@ import msgspec
 from headrace_schema.sections.generating import engine_hosts, engines_apart, instance_gpus
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
-from headrace_schema.workflow import acts_in_environments
+from headrace_schema.workflow import acts_in_environments, has_given_answers
 
 from headrace_coordinator.domain.devices.leases import all_gpus
 from headrace_coordinator.domain.devices.placement import placement_of
@@ -54,6 +54,8 @@ class Demand(msgspec.Struct, frozen=True):
     """GPUs that each rollout instance holds where it runs on GPUs."""
     engine_hosts: int = 1
     """Rollout instances of different hosts that make one engine."""
+    scores: bool = True
+    """Whether reward instances take part."""
     fair: bool = False
     """Whether it keeps at most its fair part of the devices that it has."""
 
@@ -64,9 +66,12 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 def demand_of(run: RunState) -> Demand:
-    """A run's demand from its spec. A run that has begun, or trains nothing, goes on with at least one rollout."""
+    """A run's demand from its spec. A run that has begun, or trains nothing, goes on with at least one rollout, but one
+    whose data gives the answers: it has none.
+    """
     spec, section = run.spec, PlacementSection.model_validate(run.spec["placement"])
-    rollouts = spec["rollout"]["instances"]
+    given = has_given_answers(spec["workflow"])
+    rollouts = 0 if given else spec["rollout"]["instances"]
     engines, options = 1 + engines_apart(spec), spec["rollout"].get("engine_options", {})
     hosts = engine_hosts(options)
     begun = bool(run.lineage.head or run.evaluation)
@@ -75,7 +80,7 @@ def demand_of(run: RunState) -> Demand:
     placement = placement_of(section, ahead=ahead)
     return Demand(
         rollouts=rollouts,
-        fewest_rollouts=hosts if begun else rollouts,
+        fewest_rollouts=hosts if begun and not given else rollouts,
         trainers=0 if run.evaluation else run.ranks,
         helpers=helpers,
         decoders=0 if run.evaluation else spec["rollout"].get("helpers", 0),
@@ -95,6 +100,7 @@ def demand_of(run: RunState) -> Demand:
         engines=engines,
         engine_gpus=engines * instance_gpus(options),
         engine_hosts=hosts,
+        scores=not given,
     )
 
 
@@ -125,7 +131,8 @@ def instances_wanted(state: State) -> dict[str, int]:
         "rollout": sum(demand.rollouts + demand.decoders for _, demand in demands),
         "trainer": sum(demand.trainers + demand.helpers for _, demand in demands),
     }
-    users = {"reward": demands, "simulator": [each for each in demands if each[1].simulator]}
+    scored = [each for each in demands if each[1].scores]
+    users = {"reward": scored, "simulator": [each for each in demands if each[1].simulator]}
     for kind, stage in SHARED.items():
         views = [run.totals.last_step for run, _ in users[kind] if run.totals.last_step]
         shares = [view["stage_s"].get(stage, 0.0) / max(view["wall_s"], 1e-9) for view in views]

@@ -39,7 +39,9 @@ class Fitting:
         """A grant beside `grants`, or what is missing."""
         demand, kept = demand or demand_of(run), kept or Grant()
         taken = {who for grant in grants.values() for who in grant.instances}
-        if not any(i.kind == "reward" and not i.draining for i in self._state.instances.values()):
+        if demand.scores and not any(
+            i.kind == "reward" and not i.draining for i in self._state.instances.values()
+        ):
             return "a reward instance to register"
         if demand.simulator and not simulators(self._state.instances.values(), demand.simulator):
             return f"a simulator instance with the backend {demand.simulator} to register"
@@ -235,6 +237,8 @@ class Fitting:
 
     def _parts(self, demand: Demand) -> int:
         """How many parts a machine's devices are divided into: runs of this demand that the instances suffice for."""
+        if not demand.scores:
+            return max(1, self._count("trainer") // demand.trainers)
         rollouts = self._count("rollout") // max(demand.fewest_rollouts, 1)
         if not demand.trainers:
             return max(1, rollouts)

@@ -35,6 +35,7 @@ from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused,
 from headrace_coordinator.projections.thumbnails import with_thumbnails
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.evaluation.reading import read_heldout
 from headrace_coordinator.run.modality import Asked, Sampling
 from headrace_coordinator.run.step.dispatch import by_size
 from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
@@ -214,11 +215,15 @@ async def evaluate_if_due(context: RunContext, published: Published, timer: Step
     for kind, prefill in kinds:
         if not context.unevaluated(kind):
             continue
-        devices = {device for worker in context.workers.rollouts for device in worker.devices}
+        given, workers = context.spec.has_given_answers, context.workers
+        devices = {d for each in (workers.trainers if given else workers.rollouts) for d in each.devices}
         try:
             named = trace(f"evaluate {kind} at step {ordinal}", run=context.run_id, step=ordinal)
             with named, timer.stage("evaluate", sorted(devices)):
-                view = await evaluate(context, published, kind, prefill)
+                asked = (
+                    read_heldout(context, published) if given else evaluate(context, published, kind, prefill)
+                )
+                view = await asked
         except TooFewAnswers as missing:
             if not ordinal:  # Nothing was trained yet.
                 raise RunFailed(str(missing)) from missing

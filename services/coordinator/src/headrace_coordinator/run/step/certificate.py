@@ -41,7 +41,8 @@ def certify(
     """
     run = context.state
     trained = [slot for slot in slots if slot.state == ACCUMULATED]
-    passed = _pass_rates(slots)
+    given = context.spec.has_given_answers
+    passed, judged = _pass_rates(slots), [] if given else slots
     by_stage = list(stage_figures(context.spec.graph, _stage_rewards(trained, trajectories)))
     return ev.Certificate(
         number=opened.number,
@@ -61,8 +62,8 @@ def certify(
         log_prob_mismatch_kl=response.figures.get("log_prob_mismatch_kl"),
         log_prob_mismatch_bits=_whole(response.figures.get("log_prob_mismatch_bits")),
         log_prob_compared_tokens=round(response.figures.get("log_prob_compared_tokens", 0.0)),
-        drop_rate_by_length=_drop_rates(slots, lambda slot: _length_bucket(slot.tokens)),
-        drop_rate_by_pass_rate=_drop_rates(slots, lambda slot: passed.get(slot.prompt, "unscored")),
+        drop_rate_by_length=_drop_rates(judged, lambda slot: _length_bucket(slot.tokens)),
+        drop_rate_by_pass_rate=_drop_rates(judged, lambda slot: passed.get(slot.prompt, "unscored")),
         refilled=run.ledger.refilled,
         helped={name: sorted(prompts) for name, prompts in run.ledger.helped.items()},
         scored_by_stage={stage: count for stage, count, _ in by_stage},
@@ -134,7 +135,10 @@ def step_view(
     sampled = [slot.reward for slot in trained if not is_baseline(slot.sample)]
     filtered = sum(slot.reason == FILTERED for slot in slots)
     # Where nobody judged an answer, every reward is the spec's own failed_reward.
-    unjudged = REWARD_FIGURES if 0 < len(trained) + filtered <= timer.figures.get(UNJUDGED, 0.0) else ()
+    given = context.spec.has_given_answers
+    unjudged = (
+        REWARD_FIGURES if given or 0 < len(trained) + filtered <= timer.figures.get(UNJUDGED, 0.0) else ()
+    )
     wall, stages, generate_open = timer.wall, timer.stages(), timer.open("generate")
     if (
         context.spec.algorithm.max_staleness and "generate" in stages

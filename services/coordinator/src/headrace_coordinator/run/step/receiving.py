@@ -19,11 +19,10 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.dispatch import accepts
 from headrace_coordinator.domain.ledger.slot_index import ASSIGNED, FINISHED, Slot
 from headrace_coordinator.fleet.instance_client import CallRefused
-from headrace_coordinator.projections.trajectories import is_kept
 from headrace_coordinator.run.step.dispatch import Dispatch
 from headrace_coordinator.run.step.scoring.rewards import Rewards
 from headrace_coordinator.run.step.state import AttemptState
-from headrace_coordinator.run.step.trajectories import Shown, Trajectory, failure_of, sampled
+from headrace_coordinator.run.step.trajectories import Shown, Trajectory, failure_of, is_shown, sampled
 from headrace_coordinator.run.workers.clients import SlotKey, slot_key
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
@@ -193,16 +192,9 @@ class Receiver:
             trajectory.turn_rewards = [turn.reward for turn in message.conversation.turns]
             trajectory.turn_roles = turn_roles(message.conversation)
             trajectory.figures = dict(message.conversation.figures)
-        trajectory.shown = Shown.of(message) if self._is_shown(trajectory.slot) else None
+        shown = is_shown(self._context, trajectory.slot)
+        trajectory.shown = Shown.of(message) if shown else None
         if trajectory.shown is None:
             trajectory.versions = ()
         self._attempt.trajectories.put(trajectory)
         self._rewards.ask(trajectory, message, item)
-
-    def _is_shown(self, slot: Slot) -> bool:
-        """Whether the text of a slot is kept: a large step shows only some trajectories."""
-        ledger = self._ledger
-        first = ledger.prompts_of(ledger.step_of(slot.prompt)).start
-        place = ledger.ordinal(slot.prompt, slot.sample) - ledger.ordinal(first, 0)
-        room = self._context.spec.tracking.trajectories_per_step
-        return is_kept(place, ledger.prompts_per_step, ledger.group_size, room)

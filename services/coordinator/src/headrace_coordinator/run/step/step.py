@@ -19,6 +19,7 @@ from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.step.certificate import certify, settled_lines, step_view
 from headrace_coordinator.run.step.generation import Generation
+from headrace_coordinator.run.step.given import GivenAnswers
 from headrace_coordinator.run.step.learning import (
     AttemptLost,
     Learning,
@@ -48,7 +49,7 @@ class RunFailed(Exception):
 class Attempt:
     """Generates and learns, at once or one after the other, as the placement says."""
 
-    def __init__(self, generation: Generation, *, may_help: bool) -> None:
+    def __init__(self, generation: Generation | GivenAnswers, *, may_help: bool) -> None:
         """`may_help`: helpers may learn a part of it."""
         self._context = context = generation.context
         self._ledger = context.state.ledger
@@ -125,7 +126,7 @@ class Attempt:
 class Step:
     """One step of the run, over all its attempts."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation | GivenAnswers) -> None:
         self._generation = generation
         self._context = context = generation.context
         self._event_log = context.event_log

@@ -9,7 +9,7 @@ import asyncio
 import json
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +20,8 @@ from headrace_servicekit.rpc.trajectories import segments_of
 from headrace_servicekit.tool_calls import PARSERS, TAGGED
 
 from headrace_coordinator.domain.ledger.slot_index import Slot
-from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, Call, Message
+from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, Call, Message, is_kept
+from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.workers.clients import SlotKey, slot_key
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
@@ -108,8 +109,10 @@ class Trajectory:
 class Trajectories(dict[SlotKey, Trajectory]):
     """The trajectories of open steps by slot; keeps at most `limit_bytes` of messages."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, made: Callable[[Slot], common.Trajectory] | None = None) -> None:
+        """`made`: makes the message of a slot again, where no producer keeps it."""
         super().__init__()
+        self._made = made
         self._limit = limit_bytes
         self._kept_bytes = 0
         self._released = asyncio.Event()
@@ -162,6 +165,8 @@ class Trajectories(dict[SlotKey, Trajectory]):
         found = {}
         for key in wanted:
             message = kept.message if (kept := self.get(key)) else None
+            if message is None and self._made is not None:
+                message = self._made(wanted[key])
             if message is not None and all(body.incarnation in living for body in bodies_of(message)):
                 found[key] = message
         for producer in producers:
@@ -171,6 +176,15 @@ class Trajectories(dict[SlotKey, Trajectory]):
                 if (slot.attempt, slot.digest) == (message.attempt, digest_and_size(message)[0]):
                     found[slot.key] = message
         return found
+
+
+def is_shown(context: RunContext, slot: Slot) -> bool:
+    """Whether the text of a slot is kept: a large step shows only some trajectories."""
+    ledger = context.state.ledger
+    first = ledger.prompts_of(ledger.step_of(slot.prompt)).start
+    place = ledger.ordinal(slot.prompt, slot.sample) - ledger.ordinal(first, 0)
+    room = context.spec.tracking.trajectories_per_step
+    return is_kept(place, ledger.prompts_per_step, ledger.group_size, room)
 
 
 def _in_order(message: common.Trajectory) -> Iterator[tuple[common.TokenSegment, int, int]]:

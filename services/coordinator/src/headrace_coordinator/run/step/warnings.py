@@ -91,7 +91,8 @@ class Warnings:
 
     def _all_cut(self, steps: Sequence[StepView]) -> str:
         longest, lengths = self._spec.sampling.max_new_tokens, _all(steps, "answer_length_mean")
-        short = longest < 16  # answers of a few tokens may well be all of one length
+        # Answers of a few tokens may well be all of one length; no limit cuts the data's.
+        short = longest < 16 or self._spec.has_given_answers
         if short or self._spec.environment is not None or not lengths or min(lengths) < CUT_SHARE * longest:
             return ""
         return (
@@ -102,6 +103,8 @@ class Warnings:
     def _entropy_gone(self, steps: Sequence[StepView]) -> str:
         entropies = _all(steps, "entropy")
         began = self._entropy or 0.0  # below 0: of continuous actions, whose entropy has no end to fall to
+        if self._spec.has_given_answers:
+            return ""  # It is to become sure of what the data says.
         if not entropies or began <= 0 or max(entropies) > COLLAPSED * began:
             return ""
         reward = _reward(steps)

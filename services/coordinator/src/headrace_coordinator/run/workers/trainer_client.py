@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
+from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 
 from headrace_coordinator.fleet.instance_client import LOAD_S, QUICK_S, SLOW_S, WorkerClient
@@ -132,6 +133,12 @@ class TrainerClient(WorkerClient):
         )
         response: trainer.CommitStepResponse = await self.call("CommitStep", request, max(LOAD_S, timeout))
         return response
+
+    async def infer(self, answers: Iterable[common.Trajectory], kind: int) -> list[list[float]]:
+        """Figures of the tokens of answers under the weights that it holds: log-probs, or those of the reference."""
+        request = trainer.InferRequest(kind=kind, trajectories=answers)  # type: ignore[arg-type]
+        response: trainer.InferResponse = await self.call("Infer", request, LOAD_S)
+        return [list(each.values) for each in response.sequences]
 
     async def help(self, published: Published) -> None:
         """Loads a published version as the base of what it accumulates for itself."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import base64
-import math
 import random
 
-from headrace_modelkit.loading import load_architecture
-from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
-from headrace_schema.openings import TrainerConfig, WarmupExample
+from headrace_modelkit.tokenizer import load_tokenizer
+from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.digests import digest_bytes
 
 from headrace_trainer.errors import invalid
-from headrace_trainer.learning.pictures import place_images
+from headrace_trainer.learning.given import positions_of, read_given
 from headrace_trainer.learning.planning import plan_batches, plan_rows
 from headrace_trainer.learning.samples import Image, Rows, Sample
 
@@ -27,16 +25,17 @@ class SupervisedBatches:
         if config.trainer.warmup.steps:
             codec = load_tokenizer(config.model)
             try:
-                self._sequences = [_sequence(codec, example) for example in config.warmup_examples]
+                self._sequences = [
+                    read_given(codec, example, [*map(_image, example.images)])
+                    for example in config.warmup_examples
+                ]
             except ValueError as error:  # of the model's chat template, which no second try mends
                 raise invalid(str(error), key="model.path") from error
             self._check_lengths()
 
     def _check_lengths(self) -> None:
         """Raises Refusal INVALID for an example that is longer than what the model was made to read."""
-        positions = getattr(
-            load_architecture(self._config.model).get_text_config(), "max_position_embeddings", None
-        )
+        positions = positions_of(self._config.model)
         for number, sequence in enumerate(self._sequences, 1):
             if positions is not None and len(sequence.tokens) > positions:
                 raise invalid(
@@ -70,12 +69,6 @@ class SupervisedBatches:
         return order[index]
 
 
-def _sequence(codec: TextCodec, example: WarmupExample) -> Sample:
-    files = [base64.b64decode(image) for image in example.images]
-    prompt = codec.encode_prompt(example.chat, example.text, example.prefill, example.arguments, images=files)
-    answer = codec.encode_answer(example.answer)
-    trained = list(range(len(prompt), len(prompt) + len(answer)))
-    images = tuple(Image(digest_bytes(data), data) for data in files)
-    if images and codec.images is not None:
-        prompt = place_images(prompt, images, codec.images)
-    return Sample([*prompt, *answer], trained, [math.nan] * len(answer), weight=1.0, images=images)
+def _image(file: str) -> Image:
+    data = base64.b64decode(file)
+    return Image(digest_bytes(data), data)

@@ -1,0 +1,99 @@
+"""Algorithms of answers that the data gives, with their options. Knows no torch, as `plugins`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from headrace_servicekit.registry import Options, Plugin
+from pydantic import Field, PositiveFloat
+
+from headrace_trainer.algorithms.options import Aggregation, NotNegative
+
+_HERE = "headrace_trainer.algorithms"
+
+
+class GivenOptions(Options):
+    """What every algorithm of given answers takes."""
+
+    turns: Literal["all", "last"] = Field(
+        default="last",
+        description="which of the assistant's turns are learned from: all but those that have `weight: 0`, or the last",
+    )
+
+
+class SftOptions(GivenOptions):
+    """`algorithm.options` of sft."""
+
+    turns: Literal["all", "last"] = Field(
+        default="all",
+        description="which of the assistant's turns are learned from: all but those that have "
+        "`weight: 0`, or the last",
+    )
+    loss_aggregation: Aggregation = Field(
+        default="token-mean", description="what tokens and answers weigh in the loss"
+    )
+
+
+class PairOptions(GivenOptions):
+    """Those of every comparison."""
+
+    beta: PositiveFloat = Field(
+        default=0.1,
+        description="how many nats a reward is worth: the reward of an answer is beta times its log-ratio",
+    )
+
+
+class DpoOptions(PairOptions):
+    """`algorithm.options` of dpo."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.0, description="share of pairs that are taken to be labelled the wrong way round (cDPO)"
+    )
+
+
+class SimpoOptions(PairOptions):
+    """`algorithm.options` of simpo."""
+
+    beta: PositiveFloat = Field(
+        default=2.0, description="the reward of an answer is beta times its mean log-prob"
+    )
+    gamma: NotNegative = Field(default=1.0, description="margin of the rewards that is asked for")
+
+
+class OrpoOptions(PairOptions):
+    """`algorithm.options` of orpo."""
+
+    beta: PositiveFloat = Field(
+        default=0.1, description="weight of the odds ratio beside the likelihood of the chosen answer"
+    )
+
+
+class KtoOptions(PairOptions):
+    """`algorithm.options` of kto."""
+
+    desirable_weight: PositiveFloat = Field(default=1.0, description="weight of good answers")
+    undesirable_weight: PositiveFloat = Field(default=1.0, description="weight of bad answers")
+
+
+SFT = Plugin(f"{_HERE}.supervised:Sft", SftOptions, "the likelihood of given answers (workflow: supervised)")
+DPO = Plugin(
+    f"{_HERE}.preference:Dpo", DpoOptions, "direct preference optimisation of pairs (workflow: preference)"
+)
+IPO = Plugin(
+    f"{_HERE}.preference:Ipo", PairOptions, "DPO's margin drawn to a fixed distance (workflow: preference)"
+)
+SIMPO = Plugin(
+    f"{_HERE}.preference:Simpo",
+    SimpoOptions,
+    "pairs by mean log-probs, without a reference (workflow: preference)",
+)
+ORPO = Plugin(
+    f"{_HERE}.preference:Orpo",
+    OrpoOptions,
+    "likelihood with an odds ratio, without a reference (workflow: preference)",
+)
+KTO = Plugin(
+    f"{_HERE}.preference:Kto",
+    KtoOptions,
+    "single answers that are labelled good or bad (workflow: preference)",
+)
