@@ -127,4 +127,5 @@ def test_preferences_raise_the_accuracy_of_margins(fleet, given_spec):
     steps = fleet.client.metrics(run.id)
     assert steps[0].figures["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert steps[-1].figures["reward_accuracy"] > 0.9 and steps[-1].figures["loss"] < 0.6
-    assert run.evaluations[-1].score > 0.9
+    last = run.evaluations[-1]
+    assert last.score > 0.9 and last.parts.keys() == {"chosen_loss", "reward_margin"}

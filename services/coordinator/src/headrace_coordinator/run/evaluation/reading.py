@@ -39,30 +39,32 @@ async def read_heldout(context: RunContext, published: Published) -> EvaluationV
     answers = iter(policy)
     own = [[next(answers) for _ in each] for each in rows]
     losses = [[-fmean(values) for values in each] for each in own]
-    view = {"loss": _by_token(each[0] for each in own)}
-    scores = [each[0] for each in losses]
-    if form.kind not in (IMITATED, LABELS):
+    loss, scores = _by_token(each[0] for each in own), [each[0] for each in losses]
+    if form.kind in (IMITATED, LABELS):
+        score, measure, view = loss, LOSS, {"loss": loss}
+    else:
         reference = iter(
             await _read(context, messages, trainer.INFER_KIND_REFERENCE_LOG_PROBS)
             if context.spec.algorithm.name in REFERENCED
             else [[0.0] * len(values) for values in policy]
         )
-        mean = context.spec.algorithm.name not in ("dpo",)
+        mean = context.spec.algorithm.name != "dpo"
         rewards = [[_reward(values, next(reference), mean=mean) for values in each] for each in own]
         margins = [chosen - rejected for chosen, rejected in rewards]
-        view |= {"reward_margin": fmean(margins)}
         scores = [float(margin > 0) for margin in margins]
+        score, measure = fmean(scores), ACCURACY
+        view = {"chosen_loss": loss, "reward_margin": fmean(margins)}
     low, high = interval([[score] for score in scores]) or (None, None)
     return EvaluationView(
         kind="heldout",
         step=published.version.ordinal,
         version=published.version.number,
-        score=view["loss"] if form.kind in (IMITATED, LABELS) else fmean(scores),
+        score=score,
         parts=view,
         answers=len(messages),
         score_low=low,
         score_high=high,
-        measure=LOSS if form.kind in (IMITATED, LABELS) else ACCURACY,
+        measure=measure,
         examples=[
             {"prompt": item.question, "completion": given[0][0], "reference": given[0][0], "reward": -loss[0]}
             for item, given, loss in zip(items[:EXAMPLES], rows, losses, strict=False)
