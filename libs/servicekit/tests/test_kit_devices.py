@@ -1,6 +1,7 @@
 """Devices: names, and a lease on a core that really binds every thread."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -129,7 +130,7 @@ async def test_several_mig_devices_are_divided_between_the_processes_of_one_flee
         logs = [tmp_path / f"{name}.log" for name in ("rollout-0", "rollout-1", "trainer-0")]
         said = await until(
             lambda: (
-                all(log.exists() and "MIG-" in log.read_text() for log in logs)
+                all(log.exists() and re.search(r"MIG-.*\n", log.read_text()) for log in logs)
                 and [next(line for line in log.read_text().splitlines() if "MIG-" in line) for log in logs]
             ),
             "their devices",

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
-from headrace_cli.commands.publishing import check, is_elsewhere, publish, write_card
 from headrace_cli.connection import Answer, asking, connect, find_target, saying, show
 from headrace_cli.errors import EXIT_USER_ERROR, CommandError, user_error
 from headrace_cli.launcher.data_dir import DataDir
@@ -51,6 +50,8 @@ def export(
         raise user_error(
             "headrace run export", "headrace_trainer is not installed", "pip install 'headrace[local]'"
         )
+    from headrace_cli.commands.publishing import is_elsewhere
+
     directory = _files_of(run, url, data_dir)
     if to and is_elsewhere(to):
         _publish(run, directory, to, at, as_json)
@@ -61,6 +62,8 @@ def export(
 
 
 def _publish(run: str, directory: Path, to: str, at: int | None, as_json: bool) -> None:
+    from headrace_cli.commands.publishing import check, publish, write_card
+
     check(to)
     with tempfile.TemporaryDirectory(prefix="headrace-export-") as folder:
         told = _exported(directory, str(Path(folder) / "model"), at)
