@@ -64,6 +64,12 @@ def test_a_run_spec_is_planned_with_a_profile_and_refused_without(headrace):
     assert plan["items"] == 32 and plan["workflow"] == "reasoning"
 
 
+def test_a_run_whose_answers_the_data_gives_has_nothing_to_place():
+    spec = EXAMPLES / "algorithms" / "supervised.yaml"
+    with pytest.raises(CommandError, match="workflow: supervised runs have one stage.*--dry-run"):
+        explain_file(spec, [], 8, None, PLANS / "profile_reasoning_7b_h100.yaml")
+
+
 def test_a_workflow_of_ones_own_is_planned_stage_by_stage(headrace, tmp_path):
     spec, profile = EXAMPLES / "two_rewards.yaml", tmp_path / "profile.yaml"
     stages = {"generate": {"item_s": 0.1}, "score": {"item_s": 0.001}, "learn": {"item_s": 0.05}}

@@ -184,6 +184,12 @@ def _of_run_spec(spec: dict[str, Any]) -> dict[str, Any]:
 
     check_schema(spec)
     run = RunSpec.model_validate(spec)
+    if run.has_given_answers:
+        raise user_error(
+            "workflow",
+            f"{run.workflow} runs have one stage, which has all devices: there is nothing to place",
+            "see how the trainers would hold the model: headrace run submit SPEC --dry-run",
+        )
     rooms = {"environments": run.environment.count} if run.environment else {}
     bound = {"max_staleness": run.algorithm.max_staleness} if run.algorithm.max_staleness else {}
     return {"workflow": _graph_of(run), "items": run.slots_per_step, **rooms, **bound}

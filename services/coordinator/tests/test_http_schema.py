@@ -26,6 +26,8 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 DOCUMENT = json.loads(description())
 OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
+TOKEN = "of-this-test"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
 EXAMPLES = 6
 SLOW = {"/v1/runs": 2, "/v1/evaluations": 3}
 """Fewer examples of bodies that take long to make: the run spec has some two hundred keys."""
@@ -53,9 +55,11 @@ def schema():
 @pytest.fixture(scope="module")
 def known(tmp_path_factory):
     """Names of things that there are behind the API; the run has ended, so that its events end too."""
-    with serving(Served(tmp_path_factory.mktemp("served"))) as address:
-        run = httpx.post(f"{address}/v1/runs", json=SPEC).json()["id"]
-        httpx.post(f"{address}/v1/runs/{run}:cancel").raise_for_status()
+    served = Served(tmp_path_factory.mktemp("served"))
+    served.app = served.app_with(TOKEN)
+    with serving(served) as address, httpx.Client(base_url=address, headers=BEARER) as client:
+        run = client.post("/v1/runs", json=SPEC).json()["id"]
+        client.post(f"/v1/runs/{run}:cancel").raise_for_status()
         yield {"address": address, "run_id": run, "name": "rollout-0", "kind": "rollout"}
 
 
@@ -93,7 +97,7 @@ def exercise(path, method, mode, known):
     def answers(case, real):
         if real and mode is GenerationMode.POSITIVE:
             case.path_parameters.update({name: known[name] for name in case.path_parameters if name in known})
-        response = case.call(base_url=known["address"], headers={"Host": "localhost"})
+        response = case.call(base_url=known["address"], headers={"Host": "localhost", **BEARER})
         case.validate_response(response, excluded_checks=on_purpose(path, response))
 
     answers()

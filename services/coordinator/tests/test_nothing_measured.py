@@ -53,6 +53,7 @@ def test_prometheus_gets_what_was_measured():
         last_step=step(),
         counts=counts,
         engine_restarts=None,
+        uploads=None,
     )
     found = {family.name: [sample.value for sample in family.samples] for family in run_families([run])}
     unmeasured = ("reward_mean", "max_staleness", "tokens_per_second")
