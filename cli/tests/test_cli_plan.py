@@ -66,7 +66,7 @@ def test_a_run_spec_is_planned_with_a_profile_and_refused_without(headrace):
 
 def test_a_run_whose_answers_the_data_gives_has_nothing_to_place():
     spec = EXAMPLES / "algorithms" / "supervised.yaml"
-    with pytest.raises(CommandError, match="workflow: supervised runs have one stage.*--dry-run"):
+    with pytest.raises(CommandError, match=r"workflow: supervised runs have one stage.*--dry-run"):
         explain_file(spec, [], 8, None, PLANS / "profile_reasoning_7b_h100.yaml")
 
 
