@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.rules.asked import COMPARING_TWO, IMITATING
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from headrace_trainer.algorithms._base import Barrier
 from headrace_trainer.learning.figures import step_figures
@@ -19,7 +20,8 @@ from table_policy import TableRounds
 
 STATE = StepState(version=Version(1, 0, 0, ""), lineage={1: 0}, begun=Begin(0, 1, 1, 2))
 OPTIONS: Mapping[str, dict[str, object]] = {"ppo": {"bootstrap_truncated": True}}
-NAMES = [name for name in ALGORITHMS.names() if not name.startswith("test")]
+GIVEN = {*IMITATING, *COMPARING_TWO}
+NAMES = [name for name in ALGORITHMS.names() if not name.startswith("test") and name not in GIVEN]
 
 
 def member(

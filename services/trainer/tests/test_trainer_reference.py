@@ -126,6 +126,7 @@ def test_between_uses_a_reference_on_a_gpu_lies_in_host_memory(make_moved, accum
     monkeypatch.setattr(reference, "_ranks", SimpleNamespace(device=torch.device("cuda")))
     monkeypatch.setattr(reference._model, "move", lambda move: moves.append(reference._away))
     policy = lambda batch, temperature, anchor: (batch.advantages_K, None)  # noqa: E731
+    policy.model = policy.routing = None
     monkeypatch.setattr(reference._model, "policy", policy)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     packed = backend._pack([groups[0]])
