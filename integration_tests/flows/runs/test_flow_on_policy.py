@@ -70,9 +70,12 @@ def test_no_bit_differs_over_a_run_of_a_real_model(fleet, lora):
 
 
 def test_the_first_bit_that_differs_ends_the_run_by_its_name(own_fleet, spec_of):
-    """The rollout keeps the version before at its third install: its answers are another policy's by some bits."""
-    with own_fleet(HEADRACE_FAILPOINTS="rollout.install.load=skip@3") as fleet:
+    """The rollout keeps the version before from its third install on: its answers are another policy's by some bits.
+
+    Under load an install may be repeated, so that the third is of an earlier version.
+    """
+    with own_fleet(HEADRACE_FAILPOINTS="rollout.install.load=skip@3+") as fleet:
         ended = fleet.state(fleet.submit(spec_of(steps=6, **WAYS)), "FAILED", timeout_s=200)
         certificates = fleet.client.certificates(ended.id)
-        assert [item.log_prob_mismatch_bits for item in certificates] == [0, 0], "the step is not recorded"
-        assert "engine and trainer differ in step 3, slot (prompt " in ended.reason
+        assert not any(item.log_prob_mismatch_bits for item in certificates), "the step is not recorded"
+        assert f"engine and trainer differ in step {len(certificates) + 1}, slot (prompt " in ended.reason
