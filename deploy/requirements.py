@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMON = ("proto", "libs/schema", "libs/servicekit[tracing]")
 COORDINATOR = (
     "proto",
-    "libs/servicekit[tracing,docker,kubernetes]",
+    "libs/servicekit[tracing,docker,kubernetes,s3]",
     "libs/schema",
     "libs/planner",
 )  # the scaler runs in it too
@@ -34,7 +34,14 @@ IMAGES = {
     "simulator-metaworld": (*COMMON, "services/simulator", "plugins/robots[metaworld]"),
     "simulator-maniskill": (*COMMON, "services/simulator", "plugins/robots[maniskill]"),
     "simulator-libero": (*COMMON, "services/simulator", "plugins/robots[libero]"),
-    "torch": (*COMMON, "libs/modelkit[vision]", ROBOTS, "services/rollout", "services/trainer"),
+    "torch": (
+        *COMMON,
+        "libs/servicekit[s3]",
+        "libs/modelkit[vision]",
+        ROBOTS,
+        "services/rollout",
+        "services/trainer",
+    ),
     "rollout-vllm": (*COMMON, "libs/modelkit[vision]", ROBOTS, "services/rollout[vllm]"),
     "rollout-sglang": (*COMMON, "libs/modelkit", ROBOTS, "services/rollout", "plugins/sglang[engine]"),
 }

@@ -30,7 +30,8 @@ for process in psutil.process_iter(["cmdline", "uids", "pid"]):
         sets = {line.split(":")[0]: int(line.split()[1], 16) for line in lines if line.startswith("Cap")}
         print(json.dumps([process.info["cmdline"][2], list(process.info["uids"]), sets]))
 """
-MEGABYTES = {"coordinator": 400, "reward": 700}
+MEGABYTES = {"coordinator": 550, "reward": 700}
+"""The coordinator's image has the clients of Kubernetes (85 MB), which the scaler needs, and of S3."""
 
 FIND_TORCH = "import importlib.util; print(importlib.util.find_spec('torch'))"
 CALL_WITHOUT_TOKEN = """

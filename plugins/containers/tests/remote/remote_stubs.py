@@ -156,4 +156,8 @@ def check_recorded(package: str) -> None:
         elif what.startswith("value "):
             assert found is not None, name
         elif what != "data":
-            assert parameters(found) == what, name
+            own = parameters(found)
+            # An older release of the same package names its keywords nowhere.
+            assert (
+                what.startswith(own.removesuffix("**kwargs)")) if own.endswith("**kwargs)") else own == what
+            ), name
