@@ -98,6 +98,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return reward_pb2.OpenRunResponse(scorer_digest=run.digest)
 
     async def _open(self, name: str, section: RewardSection, *, leased: bool) -> Run:
+        if not section.scorers:  # a spec of given answers has such a section, and asks nobody
+            raise invalid("reward.scorers: no scorer judges an answer; name one, such as exact")
         try:
             section = await asyncio.to_thread(localized, section, "reward")
         except StoreProblem as problem:
