@@ -24,8 +24,8 @@ from headrace_cli.show.runs import (
     runs_list,
     step_line,
     steps_table,
-    trajectories_list,
 )
+from headrace_cli.show.trajectories import trajectories_list
 from rich.console import Console
 
 RUN_ID = "a-run-with-a-name-of-forty-characters-x-1a2b3c"

@@ -99,7 +99,8 @@ def test_the_export_is_a_hugging_face_directory(fleet, submitted):
 def test_a_checkpoint_is_exported_by_the_command(fleet, submitted, tmp_path):
     written = fleet.json("run", "export", submitted.id, "--at", "2", "--to", str(tmp_path / "out"))
     place = {"run": submitted.id, "step": 2, "directory": str(tmp_path / "out")}
-    assert written.items() >= place.items() and written["checkpoint"] == "lineage-1/step-2"
+    digest = submitted.policy.digest
+    assert written == {**place, "version": 3, "digest": digest, "checkpoint": "lineage-1/step-2"}
     own = Path(fleet.json("run", "get", submitted.id)["export_path"])
     for file in own.iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name

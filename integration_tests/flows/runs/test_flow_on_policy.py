@@ -77,5 +77,6 @@ def test_the_first_bit_that_differs_ends_the_run_by_its_name(own_fleet, spec_of)
     with own_fleet(HEADRACE_FAILPOINTS="rollout.install.load=skip@3+") as fleet:
         ended = fleet.state(fleet.submit(spec_of(steps=6, **WAYS)), "FAILED", timeout_s=200)
         certificates = fleet.client.certificates(ended.id)
-        assert not any(item.log_prob_mismatch_bits for item in certificates), "the step is not recorded"
-        assert f"engine and trainer differ in step {len(certificates) + 1}, slot (prompt " in ended.reason
+        found = [item.log_prob_mismatch_bits for item in certificates]
+        assert found in ([0], [0, 0]), "the step is not recorded"
+        assert f"engine and trainer differ in step {len(found) + 1}, slot (prompt " in ended.reason

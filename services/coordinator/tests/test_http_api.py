@@ -1,7 +1,6 @@
 """The HTTP API: what each route answers, and how it refuses."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -249,28 +248,6 @@ async def test_the_spec_schema_describes_every_section(api, spec_json):
     assert "limits" in schema["properties"]
 
 
-async def test_prometheus_shows_the_fleet_the_runs_and_requests(api, served, run_id):
-    await train(served.event_log, 1, run=run_id)
-    served.fleet.online[run_id].ended["lost"] = 1
-    answer = await api.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
-    for line in (
-        'headrace_runs{state="QUEUED"} 1.0',
-        'headrace_runs{state="RECOVERING"} 0.0',
-        'headrace_instances{kind="simulator",state="SILENT"} 0.0',
-        'headrace_leases{state="REVOKING"} 0.0',
-        'headrace_instances_wanted{kind="trainer"} 1.0',
-        'headrace_instances{kind="rollout",state="READY"} 3.0',
-        'headrace_instance_busy_cores{instance="rollout-1",kind="rollout"} 0.5',
-        'headrace_gpu_busy_ratio{device="GPU-aa/gpu:0"} 0.5',
-        'headrace_devices{state="LEASED"} 1.0',
-        f'headrace_run_reward_mean{{run="{run_id}"}} 0.5',
-        f'headrace_run_sessions_total{{outcome="lost",run="{run_id}"}} 1.0',
-        'headrace_http_requests_total{method="POST",route="/v1/runs",status="201"}',
-    ):
-        assert line in answer.text
-
-
 async def test_there_is_no_such_route(api):
     missing = await api.get("/v1/run")
     assert (missing.status_code, missing.json()["reason"]) == (404, "NOT_FOUND")
@@ -370,27 +347,6 @@ def test_the_api_starts_at_once_and_without_heavy_packages():
     assert output.stdout.strip() == "[]"
 
 
-async def test_what_fills_waits_and_ages_has_figures(api, served, run_id):
-    assert "headrace_queue_wait_seconds 0.0" not in (await api.get("/metrics")).text, "a run waits"
-    run = served.event_log.state.runs[run_id]
-    run.queued_at = served.event_log.now() - 90
-    waits = re.search(r"(?m)^headrace_queue_wait_seconds (\S+)", (await api.get("/metrics")).text)
-    assert 90 <= float(waits[1]) < 100
-    run.spec["checkpoint"]["enabled"] = True
-    run.state, run.admitted_at = "RUNNING", served.event_log.now() - 500
-    text = (await api.get("/metrics")).text
-    assert "headrace_queue_wait_seconds 0.0" in text, "nobody waits: 0, and not absent"
-    age = re.compile(rf'headrace_run_checkpoint_age_seconds{{run="{run_id}"}} (\S+)')
-    assert 500 <= float(age.search(text)[1]) < 510, "there is none: since its admission"
-    saved = ev.CheckpointSaved(
-        at=served.event_log.now() - 30, run=run_id, name="lineage-1/step-1-2", number=2
-    )
-    run.apply(saved)
-    assert 30 <= float(age.search((await api.get("/metrics")).text)[1]) < 40
-    run.spec["checkpoint"]["enabled"] = False
-    assert not age.search((await api.get("/metrics")).text)
-
-
 async def test_healthz_answers_503_with_the_reason(api, served):
     answer = await api.get("/healthz")
     assert (answer.status_code, answer.json()["status"]) == (200, "ok")
@@ -411,15 +367,6 @@ async def test_head_answers_as_get_without_a_body(api, run_id):
             same = [{*each.headers.items()} for each in (head, got)]
             assert head.status_code == got.status_code
             assert {name for name, _ in same[0] ^ same[1]} <= changing
-
-
-async def test_a_link_is_not_used_up_by_its_preview(served, tmp_path):
-    transport = httpx.ASGITransport(served.app_with("s3cret"))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-        made = await client.post("/v1/links", headers={"Authorization": "Bearer s3cret"})
-        path = made.json()["path"]
-        assert (await client.head(path)).status_code == 405
-        assert (await client.get(path)).status_code == 303
 
 
 @pytest.mark.parametrize(

@@ -103,3 +103,12 @@ async def test_who_shows_no_key_of_a_run_is_told_of_no_lost_session_and_counts_n
         )
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_lost")
     assert online.ended == {"lost": 1}
+
+
+async def test_a_link_is_not_used_up_by_its_preview(served, tmp_path):
+    transport = httpx.ASGITransport(served.app_with("s3cret"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        made = await client.post("/v1/links", headers={"Authorization": "Bearer s3cret"})
+        path = made.json()["path"]
+        assert (await client.head(path)).status_code == 405
+        assert (await client.get(path)).status_code == 303

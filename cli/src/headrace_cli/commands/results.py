@@ -17,7 +17,8 @@ from headrace_cli.connection import Answer, asking, connect, find_target, saying
 from headrace_cli.errors import EXIT_USER_ERROR, CommandError, user_error
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.output import console, print_json
-from headrace_cli.show.runs import certificates_table, trajectories_list
+from headrace_cli.show.runs import certificates_table
+from headrace_cli.show.trajectories import trajectories_list
 
 if TYPE_CHECKING:
     from headrace.client import Client
