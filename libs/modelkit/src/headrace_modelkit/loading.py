@@ -28,6 +28,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.families.mamba import bound_steps
 from headrace_modelkit.weights import mark_wrapped
 
 # transformers' functions and auto classes are not annotated.
@@ -77,6 +78,8 @@ def load_model(
     for module in model.modules():
         if isinstance(module, _DropoutNd):  # in the code of some models, whatever the configuration says
             module.p = 0.0
+    with reading(config):
+        bound_steps(model)
     ready: PreTrainedModel = (model if device == "cpu" else model.to(device)).eval()
     return ready
 

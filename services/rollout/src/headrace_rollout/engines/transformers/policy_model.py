@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from headrace_modelkit.attending import looks_elsewhere
+from headrace_modelkit.attending import reach_of, without_cache
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import expert_shape, take_routers
 from headrace_modelkit.invariant import make_invariant
@@ -67,7 +67,7 @@ class PolicyModel(HeldModel):
         self.architecture = architecture = load_architecture(config)
         self.path = config.path
         self.context_limit = context_limit(config, architecture)
-        check_supported(config, architecture, self.context_limit)
+        check_supported(config, architecture)
         self.device = HOST
         self._images = images
         self.policy: Policy | None = None
@@ -81,6 +81,8 @@ class PolicyModel(HeldModel):
         )
         """Bytes of a token's routes; 0 where none are recorded."""
         self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._prefilled: list[bytes] = []
+        """Routes of a prefill that was made in several passes."""
         self.deterministic = deterministic
         if deterministic:
             try:
@@ -88,7 +90,16 @@ class PolicyModel(HeldModel):
             except ValueError as error:
                 reason = f"the model at {config.path!r} has bits that hang on its batch: {error}"
                 raise ModelNotReadable(f"deterministic: {reason}; set deterministic: false") from error
-        self.cache = SlotCache(split=attend_by_parts(self._model))
+        layers = range(int(architecture.get_text_config().num_hidden_layers))
+        reaches = [reach_of(architecture, layer, self.context_limit) for layer in layers]
+        self.cache = SlotCache(split=attend_by_parts(self._model), reaches=reaches)
+        if any(reaches) and not self.cache.split:
+            raise ModelNotReadable(
+                f"model.path: {config.path!r}: layers see the last tokens alone, by an attention of their own that "
+                "rollout.engine: transformers cannot follow; choose another engine"
+            )
+        self.continues = True
+        """Whether a context can be computed behind what is kept of it (`check_model` finds out)."""
         self._layers = PackedLayers(body_of(self._model), fixed=deterministic)
         self._packed_head = PackedWeight(fixed=deterministic)
         self._adapters = AdapterLayers(self._model) if adapters else None
@@ -126,6 +137,12 @@ class PolicyModel(HeldModel):
         if not self.cache.token_bytes:
             self.cache.learn()
             self.hidden(padded([[0]], self.device), past_key_values=self.cache)
+            if not self.cache.token_bytes:
+                raise Refused(
+                    "INVALID",
+                    f"model.path: {self.path!r} has no layer with keys and values, without which rollout.engine: "
+                    "transformers cannot run; choose another engine",
+                )
 
     def prefill(
         self,
@@ -138,12 +155,28 @@ class PolicyModel(HeldModel):
         `adapters`: the adapter of each context.
         """
         lengths = [len(context) for context in contexts]
+        if self.cache.stateful and len(set(lengths)) > 1:  # a state would go on through padding
+            return self._by_length(contexts, adapters)
         # Causal attention never looks right, so padding behind a context needs no mask.
         tokens_PT = padded(contexts, self.device)
         pictures = self._pictures(contexts, images) if any(images) else None
         hidden_PTD = self.hidden(tokens_PT, pictures, adapters, past_key_values=self.cache)
         last = [row * max(lengths) + length - 1 for row, length in enumerate(lengths)]
         return hidden_PTD.flatten(0, 1).index_select(0, torch.tensor(last, device=self.device))
+
+    def _by_length(self, contexts: Sequence[Sequence[int]], adapters: Sequence[str]) -> Tensor:
+        found: dict[int, Tensor] = {}
+        recorded: list[bytes] = [b""] * len(contexts)
+        for length in sorted({len(context) for context in contexts}):
+            places = [at for at, context in enumerate(contexts) if len(context) == length]
+            own = [contexts[at] for at in places]
+            self.cache.narrow(places, self.device)
+            hidden_PD = self.prefill(own, adapters=[adapters[at] for at in places] if adapters else ())
+            found |= dict(zip(places, hidden_PD, strict=True))
+            for at, routes in zip(places, self.prefilled_routes(own), strict=False):
+                recorded[at] = routes
+        self._prefilled = recorded
+        return torch.stack([found[at] for at in range(len(contexts))])
 
     def shift(self, context: Sequence[int], images: Images) -> int:
         """What is added to the index of a token behind a context with images to get its position."""
@@ -190,9 +223,18 @@ class PolicyModel(HeldModel):
         adapters: Sequence[str] = (),
     ) -> tuple[Tensor, list[PromptKeys]]:
         """As `prefill`, of the tokens behind what is known of each context; and the whole contexts' keys and values."""
+        new_lengths = {
+            len(context) - keys.length for context, keys in zip(contexts, known, strict=True)
+        }
+        if self.cache.stateful and len(new_lengths) > 1:  # as in a prefill
+            each = [
+                self.extend([context], [keys], adapters=adapters[at : at + 1])
+                for at, (context, keys) in enumerate(zip(contexts, known, strict=True))
+            ]
+            return torch.cat([hidden for hidden, _ in each]), [keys for _, [keys] in each]
         before = [keys.length for keys in known]
         new = [context[length:] for context, length in zip(contexts, before, strict=True)]
-        lengths, extension = list(map(len, new)), Extension(known, self.device)
+        lengths, extension = list(map(len, new)), Extension(known, self.device, self.cache.reaches)
         position_NT, mask = extension.inputs(lengths, self._model.dtype)
         given: dict[str, Any] = {"attention_mask": mask, "past_key_values": extension}
         pictures = self._pictures(contexts, images, before) if any(images) else None
@@ -254,6 +296,9 @@ class PolicyModel(HeldModel):
         found: Tensor = body(
             **inputs, use_cache="past_key_values" in arguments, **arguments
         ).last_hidden_state
+        cache = arguments.get("past_key_values")
+        if isinstance(cache, SlotCache):
+            cache.end_pass()
         return found
 
     def plain(self, ids: Sequence[int]) -> Tensor:
@@ -272,6 +317,9 @@ class PolicyModel(HeldModel):
 
     def prefilled_routes(self, contexts: Sequence[Sequence[int]]) -> list[bytes]:
         """Of each context's tokens in the last prefill; empty where none are recorded."""
+        if self._prefilled:
+            found, self._prefilled = self._prefilled, []
+            return found if all(found) else []
         if not (recorded := self._recorded()):
             return []
         longest = max(map(len, contexts))
@@ -382,9 +430,9 @@ def padded(contexts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return torch.from_numpy(tokens_NT).to(device)
 
 
-def check_supported(config: ModelSection, architecture: PreTrainedConfig, limit: int) -> None:
-    """Raises ModelNotReadable for layers whose state is not plain keys and values of the whole context."""
-    if reason := looks_elsewhere(architecture, limit):
+def check_supported(config: ModelSection, architecture: PreTrainedConfig) -> None:
+    """Raises ModelNotReadable for layers that keep something else than keys, values and states."""
+    if reason := without_cache(architecture):
         raise ModelNotReadable(
             f"model.path: {config.path!r}: {reason}, which rollout.engine: transformers cannot run; choose another "
             "engine"
