@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from headrace_modelkit.attending import reach_of, without_cache
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.experts import expert_shape, take_routers
+from headrace_modelkit.experts import take_routers
+from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import make_invariant
 from headrace_modelkit.loading import body_of, context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
@@ -74,7 +75,7 @@ class PolicyModel(HeldModel):
         self._model = load_model(config, weights=False, device="cpu")
         # Experts are computed as the trainer computes them, whether their routes are wanted or not.
         self._routing, shape = take_routers(self._model), expert_shape(architecture)
-        self._records = routed_experts and shape is not None
+        self._records = routed_experts and shape is not None and shape.routed
         self._route_type = np.dtype(np.uint8 if shape is None or shape.experts <= 256 else "<u2")
         self.route_width = (
             shape.layers * shape.chosen * self._route_type.itemsize if self._records and shape else 0

@@ -15,7 +15,8 @@ from functools import partial
 
 import torch
 from headrace_modelkit.critic import Critic, hidden_size
-from headrace_modelkit.experts import expert_shape, take_routers
+from headrace_modelkit.experts import take_routers
+from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import is_invariant, make_invariant
 from headrace_modelkit.loading import body_prefix
 from headrace_modelkit.lora import standing_in

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from headrace_modelkit.attending import longest_window
-from headrace_modelkit.experts import expert_shape
+from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import plain_attention
 from headrace_modelkit.loading import DTYPES, context_limit
 from headrace_modelkit.probing import (
