@@ -3,6 +3,7 @@
 import pytest
 import torch
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.families.known import KNOWN
 from headrace_modelkit.presets.families import FAMILIES, write_family
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_rollout.engines import ENGINES
@@ -13,18 +14,7 @@ from model_weights import weights_of_model
 
 QUICK = ("hyperclovax", "deepseek_v3", "gemma3_text", "llama4_text", "qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1")
 CONTEXT = 60
-REFUSED = {
-    "deepseek_v32": "an indexer chooses",
-    "glm_moe_dsa": "an indexer chooses",
-    "deepseek_v4": "an indexer chooses",
-    "minimax": "outside of transformers' cache",
-    "recurrent_gemma": "outside of transformers' cache",
-}
-"""By their configuration: what their layers keep of a context is no key, no value and no state of transformers' cache."""
-
-
-BEGINS_AGAIN = {"jamba"}
-"""Its class does not go on from a state with several tokens: a next turn is computed from its first token."""
+REFUSED = [family for family, known in KNOWN.items() if known.generates]
 
 
 def engine_of(path):
@@ -84,7 +74,7 @@ async def test_its_log_probs_are_those_of_transformers(family, tmp_path, collect
     again = await following.wait_ended(8)
     assert max(off(model, output) for output in again.values()) < 1e-4
     new = sum(
-        len(group.prompt_ids) if family in BEGINS_AGAIN else 2 + group.samples[0].sample_index for group in turn
+        len(group.prompt_ids) if not KNOWN[family].continues else 2 + group.samples[0].sample_index for group in turn
     )
     assert engine.figures.prefill_tokens - before == new
     await engine.close()
@@ -117,7 +107,7 @@ async def test_an_answer_that_moves_takes_its_states_along(family, in_step, tmp_
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_the_cache_cannot_hold_is_refused_by_name(family, tmp_path):
     write_family(tmp_path / family, family)
-    with pytest.raises(ModelNotReadable, match=f"model.path: .*{REFUSED[family]}.*choose another"):
+    with pytest.raises(ModelNotReadable, match=r"model.path: .*(an indexer chooses|outside of transformers' cache).*choose another"):
         engine_of(tmp_path / family)
 
 

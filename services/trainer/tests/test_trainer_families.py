@@ -6,6 +6,7 @@ import pytest
 import torch
 from backend_cases import config, part, walk_cases
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.families.known import KNOWN
 from headrace_modelkit.presets.families import FAMILIES, write_family
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.errors import Refusal
@@ -14,46 +15,8 @@ from headrace_trainer.learning.samples import Sample
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-SHARING = {
-    *(
-        "llama",
-        "mistral",
-        "ministral3",
-        "phi3",
-        "smollm3",
-        "olmo2",
-        "granite",
-        "glm4",
-        "seed_oss",
-        "qwen2",
-        "qwen3",
-    ),
-    *(
-        "cohere",
-        "gpt2",
-        "opt",
-        "stablelm",
-        "hyperclovax",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "minimax_m2",
-        "granitemoe",
-    ),
-    *("qwen2_moe", "qwen3_moe", "mixtral", "ernie4_5_moe", "afmoe", "deepseek_v3"),
-    *("gemma3_text", "gemma3n_text", "gemma4_text", "olmo3", "ministral", "exaone4"),  # with windows
-}
-"""Those whose layers attend to the whole context or to its last tokens, and pass on what they are told of it."""
-QUICK = (
-    "llama",
-    "deepseek_v3",
-    "falcon_h1",
-    "hyperclovax",
-    "nemotron",
-    "lfm2",
-    "granitemoehybrid",
-    "minimax",
-)
-QUICK += ("qwen3_5_text", "gemma3_text", "llama4_text", "glm_moe_dsa", "doge", "afmoe")
+QUICK = ("deepseek_v3", "falcon_h1", "nemotron", "granitemoehybrid", "qwen3_5_text", "gemma3_text", "llama4_text")
+QUICK += ("afmoe", "gpt_oss")
 
 
 def families() -> list[object]:
@@ -97,8 +60,8 @@ def test_log_probs_and_gradient_are_those_of_transformers(
     sequences = answers()
     expected = by_transformers(model, sequences)
     torch.testing.assert_close(log_probs(backend, sequences), expected.detach(), rtol=0, atol=1e-4)
-    assert backend.shares_prefixes is (family in SHARING)
-    assert bool(backend.notes) is (family not in SHARING)
+    assert backend.shares_prefixes is KNOWN[family].shares
+    assert bool(backend.notes) is not KNOWN[family].shares
 
     rows = [sequences] if backend.shares_prefixes else [[each] for each in sequences]
     assert backend._backward(rows, lambda forward, _: -forward[0].sum())

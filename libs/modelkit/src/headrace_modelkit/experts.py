@@ -251,9 +251,10 @@ def _product(experts: Any, name: str, rows_SI: Tensor, ends_E: Tensor) -> Tensor
     if experts.has_bias:
         bias_EO: Tensor = getattr(experts, f"{name}_bias")
         places_S = torch.arange(len(rows_SI), device=ends_E.device, dtype=ends_E.dtype)
-        # Rows behind the last expert's are nobody's.
         expert_S = torch.searchsorted(ends_E, places_S, right=True).clamp(max=len(bias_EO) - 1)
-        return grouped_product(rows_SI, weight_EOI, ends_E, fixed=is_invariant(experts)) + bias_EO[expert_S]
+        # Rows behind the last expert's are nobody's, and whatever gradient they have is none of a bias.
+        bias_SO = bias_EO[expert_S].masked_fill((places_S >= ends_E[-1])[:, None], 0.0)
+        return grouped_product(rows_SI, weight_EOI, ends_E, fixed=is_invariant(experts)) + bias_SO
     adapter = getattr(experts, f"{name}{ADAPTER}", None)
     if adapter is None:
         return grouped_product(rows_SI, weight_EOI, ends_E, fixed=is_invariant(experts))

@@ -359,12 +359,16 @@ def _linear_layers(model: nn.Module, *, vision: bool) -> list[str]:
     tower's.
     """
     left_out = {getattr(model, "get_output_embeddings", lambda: None)()}
+    # A subclass with a forward of its own, such as Llama 4's router, is no linear layer.
     if not vision and (tower := vision_tower(model)) is not None:
         left_out |= {*tower.modules()}
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module not in left_out and module.weight.requires_grad
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and module not in left_out
+        and module.weight.requires_grad
     ]
 
 

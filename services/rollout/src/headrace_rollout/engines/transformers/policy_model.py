@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from headrace_modelkit.attending import reach_of, without_cache
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.experts import take_routers
+from headrace_modelkit.experts import plain_experts, take_routers
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import make_invariant
 from headrace_modelkit.loading import body_of, context_limit, load_architecture, load_model
@@ -307,7 +307,7 @@ class PolicyModel(HeldModel):
         if self._adapters is not None:
             self._adapters.of([""], self.device)
         untyped: Any = self._model
-        with own_attention(self._model):
+        with own_attention(self._model), plain_experts([self._model]):
             logits_TV: Tensor = untyped(input_ids=padded([ids], self.device), use_cache=False).logits[0]
         return logits_TV.float().log_softmax(-1)
 
