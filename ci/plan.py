@@ -176,6 +176,7 @@ LINT = [
     _tests("proto", "proto/tests", shares=True),
     script("run-spec-page", "-m", "ci.spec_docs", "--check", "docs/run-spec.md"),
     script("reference-pages", "-m", "ci.reference_docs", "--check", "docs"),
+    script("models-page", "-m", "ci.model_docs", "--check", "docs/models.md"),
     script("private-paths", "-m", "ci.private_paths"),
     script("words", "-m", "ci.words"),
     script("ceilings", "-m", "ci.ceilings"),

@@ -12,7 +12,16 @@ from headrace_rollout.engines.samples import Distribution, Group, Sample
 from headrace_schema.sections.generating import ModelSection
 from model_weights import weights_of_model
 
-QUICK = ("hyperclovax", "deepseek_v3", "gemma3_text", "llama4_text", "qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1")
+QUICK = (
+    "hyperclovax",
+    "deepseek_v3",
+    "gemma3_text",
+    "llama4_text",
+    "qwen3_5_text",
+    "nemotron_h",
+    "lfm2",
+    "falcon_h1",
+)
 CONTEXT = 60
 REFUSED = [family for family, known in KNOWN.items() if known.generates]
 
@@ -74,7 +83,8 @@ async def test_its_log_probs_are_those_of_transformers(family, tmp_path, collect
     again = await following.wait_ended(8)
     assert max(off(model, output) for output in again.values()) < 1e-4
     new = sum(
-        len(group.prompt_ids) if not KNOWN[family].continues else 2 + group.samples[0].sample_index for group in turn
+        len(group.prompt_ids) if not KNOWN[family].continues else 2 + group.samples[0].sample_index
+        for group in turn
     )
     assert engine.figures.prefill_tokens - before == new
     await engine.close()
@@ -107,7 +117,10 @@ async def test_an_answer_that_moves_takes_its_states_along(family, in_step, tmp_
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_the_cache_cannot_hold_is_refused_by_name(family, tmp_path):
     write_family(tmp_path / family, family)
-    with pytest.raises(ModelNotReadable, match=r"model.path: .*(an indexer chooses|outside of transformers' cache).*choose another"):
+    with pytest.raises(
+        ModelNotReadable,
+        match=r"model.path: .*(an indexer chooses|outside of transformers' cache).*choose another",
+    ):
         engine_of(tmp_path / family)
 
 

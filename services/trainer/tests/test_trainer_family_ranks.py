@@ -13,6 +13,10 @@ from backend_cases import config, part, walk_cases
 from headrace_modelkit.families.known import KNOWN
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.presets.families import FAMILIES, tiny_of, write_family
+from headrace_schema.openings import TrainerConfig
+from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.backends.fsdp.checks import check_run
+from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
 
 pytestmark = pytest.mark.timeout(600)
@@ -59,10 +63,10 @@ def options(family: str, form: str) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def walked(request, tmp_path_factory) -> tuple[dict[str, SimpleNamespace], dict[str, SimpleNamespace]]:
     """The chosen cases on one rank and on two, each number of ranks in one group of processes."""
-    named = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    chosen = {
-        (own["family"], own["form"]) for item in named if "form" in (own := item.callspec.params)
-    }
+    named = [
+        item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
+    chosen = {(own["family"], own["form"]) for item in named if "form" in (own := item.callspec.params)}
     folder: Path = tmp_path_factory.mktemp("families")
     one: dict[str, Any] = {}
     two: dict[str, Any] = {}
@@ -95,23 +99,38 @@ def test_two_ranks_train_as_one_does(family, form, walked, relative_l2):
         assert one.sums[0]["routes_changed"] > 0 and one.sums[0]["balance_loss"] > 0.9
 
 
-@pytest.mark.parametrize(
-    "family", [name for name in ("qwen3_5_text", "deepseek_v3", "gpt_oss", "llama4_text") if not divides_rows(name)]
-)
-def test_rows_that_ranks_cannot_divide_are_refused_by_name(family, make_backend, tmp_path):
+def refused(make_config, tmp_path, family, given) -> str:
+    """What a run of two ranks is told as it opens."""
     write_family(tmp_path / family, family)
-    with pytest.raises(Refusal, match=r"context_parallel: .*(layers|experts|eager|attends).* leave it\s*out") as caught:
-        make_backend(
-            model={"path": str(tmp_path / family), "dtype": "float32"},
-            trainer={"ranks": 2, "backend": "fsdp", "backend_options": CONTEXT},
-        )
+    section = {"path": str(tmp_path / family), "dtype": "float32"}
+    made = TrainerConfig.model_validate(make_config(model=section, trainer={"ranks": 2}))
+    with pytest.raises(Refusal) as caught:
+        check_run(FsdpOptions(**given), made, build_algorithm(made.algorithm))
     assert caught.value.reason == "INVALID"
+    return caught.value.message
 
 
-def test_experts_of_a_class_of_their_own_are_refused_by_name(make_backend, tmp_path):
-    write_family(tmp_path / "llama4", "llama4_text")
-    section = {"path": str(tmp_path / "llama4"), "dtype": "float32"}
-    with pytest.raises(Refusal, match="whose experts only its own class can compute"):
-        make_backend(
-            model=section, trainer={"ranks": 2, "backend": "fsdp", "backend_options": {"expert_parallel": 2}}
-        )
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("qwen3_5_text", "linear_attention layers"),
+        ("deepseek_v3", "has experts"),
+        ("gpt_oss", "has experts"),
+        ("lfm2", "conv layers"),
+        ("gemma2", "eager"),
+        ("glm_moe_dsa", "has experts"),
+    ],
+)
+def test_rows_that_ranks_cannot_divide_are_refused_by_name(family, reason, make_config, tmp_path):
+    assert not divides_rows(family)
+    message = refused(make_config, tmp_path, family, CONTEXT)
+    assert "context_parallel" in message and reason in message and "leave it out" in message
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("llama4_text", "whose experts only its own class can compute"), ("llama", "which has no experts")],
+)
+def test_experts_that_cannot_be_divided_are_refused_by_name(family, reason, make_config, tmp_path):
+    message = refused(make_config, tmp_path, family, {"expert_parallel": 2})
+    assert family in message and reason in message

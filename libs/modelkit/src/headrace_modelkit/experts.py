@@ -33,7 +33,6 @@ ADAPTER = "_adapter"
 """Behind the name of such a tensor: the module beside it that computes with an adapter (`lora.LoraExperts`)."""
 
 
-
 def route(
     logits_NE: Tensor, chosen: int, routing: Routing, layer: int, *, normed: bool
 ) -> tuple[Tensor, Tensor]:
@@ -106,7 +105,7 @@ def take_routers(model: PreTrainedModel) -> Routing | None:
 
 
 def _follow(router: Any, rule: Rule, routing: Routing, layer: int) -> None:
-    """Lets a family's own router ask a Routing: it chooses and weighs as its class does, unless it is told otherwise."""
+    """Lets a family's own router ask a Routing: it chooses and weighs as its class does unless told otherwise."""
     own = router.forward
 
     def forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:

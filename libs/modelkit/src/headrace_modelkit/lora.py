@@ -274,9 +274,8 @@ def targets_problem(model: nn.Module, lora: LoraSection, *, vision: bool = False
             continue
         if any(_is_of_experts(name, target) for name in _expert_tensors(model, known=False)):
             return (
-                f"{target!r} is of experts, which get an adapter where each has gate_up_proj and down_proj of outputs by "
-                "inputs, and no bias: this model's have not; name layers of the attention, such as q_proj, or write "
-                "all-linear"
+                f"{target!r} is of experts, which get an adapter where they have gate_up_proj and down_proj without "
+                "bias: this model's have not; name layers of the attention, such as q_proj, or write all-linear"
             )
         there = {name.rpartition(".")[2] for name in [*names, *tensors]} | ({EXPERTS} if tensors else set())
         beside = ", nor do routers of experts; their gate and up are one tensor" if tensors else ""

@@ -41,7 +41,10 @@ KNOWN: dict[str, Known] = {
     "qwen2": Known("Qwen2, 2.5", parser="hermes"),
     "qwen2_moe": Known("Qwen1.5-MoE, Qwen2-MoE", parser="hermes"),
     "gpt_oss": Known(
-        "gpt-oss", False, _SINKS, note="MXFP4 checkpoints are dequantised as they are read; harmony is not parsed"
+        "gpt-oss",
+        False,
+        _SINKS,
+        note="MXFP4 checkpoints are dequantised as they are read; harmony is not parsed",
     ),
     "gemma2": Known("Gemma 2", False, "eager attention with capped scores"),
     "gemma3_text": Known("Gemma 3"),
@@ -51,11 +54,14 @@ KNOWN: dict[str, Known] = {
         "Gemma 4 26B-A4B", note="its routers scale each expert, so that routes are not replayed"
     ),
     "deepseek_v3": Known(
-        "DeepSeek V3, R1; Kimi K2", note="fp8 checkpoints are dequantised; `kimi_k2` needs `model.trust_remote_code`"
+        "DeepSeek V3, R1; Kimi K2",
+        note="fp8 checkpoints are dequantised; `kimi_k2` needs `model.trust_remote_code`",
     ),
     "deepseek_v32": Known("DeepSeek V3.2", False, _INDEXER, _INDEXER),
     "glm_moe_dsa": Known("GLM-5", False, _INDEXER, _INDEXER, parser="glm"),
-    "deepseek_v4": Known("DeepSeek V4", False, "compressed attention", _INDEXER, note="hash routers are not replayed"),
+    "deepseek_v4": Known(
+        "DeepSeek V4", False, "compressed attention", _INDEXER, note="hash routers are not replayed"
+    ),
     "glm4": Known("GLM-4", parser="glm"),
     "glm4_moe": Known("GLM-4.5 to 4.7", parser="glm"),
     "glm4_moe_lite": Known("GLM-4.7-Flash", parser="glm"),

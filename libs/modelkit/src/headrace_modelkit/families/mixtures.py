@@ -145,9 +145,9 @@ def _tried(router: Any, config: PreTrainedConfig) -> Rule | None:
         if tensor.is_floating_point():
             tensor.normal_()
     text: Any = config.get_text_config()
-    hidden = torch.randn(1, 16, text.hidden_size) * text.hidden_size**-0.5
+    hidden = torch.randn(1, 16, text.hidden_size, device="cpu") * text.hidden_size**-0.5
     beside = len(signature(router.forward).parameters) - 1
-    biases = [torch.randn(int(router.num_experts))] * beside
+    biases = [torch.randn(int(router.num_experts), device="cpu")] * beside
     try:
         logits_NE, weights_NK, index_NK = router(hidden[0], *biases)
     except (ValueError, IndexError):  # wants rows of sequences

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from headrace_modelkit.loading import save_model
 from headrace_modelkit.presets.tiny import CHARACTERS, character_tokenizer
@@ -158,9 +158,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """By `model_type`, and `+` what a variant has: fields of its configuration."""
 
 
+def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    """The configuration; `overrides` are fields of it."""
+    made: PreTrainedConfig = _Configs[family.partition("+")[0]](**{**SHAPE, **FAMILIES[family], **overrides})
+    return made
+
+
 def tiny_of(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """The untrained model in fp32; `overrides` are fields of its configuration."""
-    config = _Configs[family.partition("+")[0]](**{**SHAPE, **FAMILIES[family], **overrides})
+    config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = _Models.from_config(config).eval()

@@ -13,8 +13,8 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.families.mixtures import expert_shape, no_shape
 from headrace_modelkit.exporting import export_model, save_adapter
+from headrace_modelkit.families.mixtures import expert_shape, no_shape
 from headrace_modelkit.loading import load_architecture, load_model, reads_images
 from headrace_modelkit.lora import is_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
@@ -210,7 +210,9 @@ class AnswersRun(PolicyKind):
         architecture = load_architecture(self.config.model)
         shape = expert_shape(architecture)
         if shape is None:
-            raise invalid(f"{key}: {self.config.model.path!r} {no_shape(architecture)}; leave it out", key=key)
+            raise invalid(
+                f"{key}: {self.config.model.path!r} {no_shape(architecture)}; leave it out", key=key
+            )
         if not shape.routed:
             raise invalid(
                 f"{key}: {self.config.model.path!r} is a {architecture.model_type} model, whose routers weigh experts "

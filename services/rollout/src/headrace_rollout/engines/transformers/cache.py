@@ -41,7 +41,7 @@ JOINED = 4
 
 @dataclass
 class PromptKeys:
-    """A prompt's keys and values, per layer [H, T, D], kept while members of its group wait for a row; and its states."""
+    """A prompt's keys and values, per layer [H, T, D], and states: kept while members of its group wait for a row."""
 
     length: int
     layers: list[Layer] = field(default_factory=list)

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from headrace_rollout.engines.samples import SlotKey
-from headrace_rollout.engines.transformers.buckets import Layer
 from headrace_rollout.engines.transformers.attention import Parts
+from headrace_rollout.engines.transformers.buckets import Layer
 from headrace_rollout.engines.transformers.cache import PromptKeys, mask_of
 from headrace_rollout.engines.transformers.states import PassStates, row_of, stacked
 
@@ -81,7 +81,9 @@ class Extension(PassStates, Cache):  # type: ignore[misc]  # transformers is not
         PassStates.__init__(self)
         Cache.__init__(self, layers=[])
         if known[0].states:
-            self.passing = {key: own.to(device) for key, own in stacked([each.states for each in known]).items()}
+            self.passing = {
+                key: own.to(device) for key, own in stacked([each.states for each in known]).items()
+            }
         self._lengths, self._longest = [each.length for each in known], max(each.length for each in known)
         self._device, self._reaches = device, reaches
         self._masks: dict[Reach | None, Tensor] = {}

@@ -6,13 +6,12 @@ Shapes: P prompts, S scored sequences, T tokens, N rows, D hidden, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from headrace_modelkit.attending import reach_of, without_cache
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import plain_experts, take_routers
 from headrace_modelkit.families.mixtures import expert_shape
@@ -33,21 +32,19 @@ from headrace_modelkit.vision import (
 from headrace_schema.sections.generating import ModelSection
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from headrace_rollout.engines.base import Adapter, Policy, Refused, WeightView, adapters_differ
 from headrace_rollout.engines.holding import HeldModel
 from headrace_rollout.engines.samples import Distribution, ImageAt
 from headrace_rollout.engines.trajectory import Scored
 from headrace_rollout.engines.transformers.adapters import AdapterLayers
-from headrace_rollout.engines.transformers.attention import attend_by_parts, own_attention
+from headrace_rollout.engines.transformers.attention import own_attention
 from headrace_rollout.engines.transformers.cache import DecodePlan, PromptKeys, SlotCache
 from headrace_rollout.engines.transformers.kept import Extension
+from headrace_rollout.engines.transformers.passes import new_cache, padded, split
 from headrace_rollout.engines.transformers.sampling import RowDistributions, chosen_log_probs, process
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
-# Padded tokens of one scoring pass.
-PASS_TOKENS = 4096
 Images = tuple[ImageAt, ...]
 """Those of a context."""
 
@@ -68,7 +65,6 @@ class PolicyModel(HeldModel):
         self.architecture = architecture = load_architecture(config)
         self.path = config.path
         self.context_limit = context_limit(config, architecture)
-        check_supported(config, architecture)
         self.device = HOST
         self._images = images
         self.policy: Policy | None = None
@@ -91,14 +87,7 @@ class PolicyModel(HeldModel):
             except ValueError as error:
                 reason = f"the model at {config.path!r} has bits that hang on its batch: {error}"
                 raise ModelNotReadable(f"deterministic: {reason}; set deterministic: false") from error
-        layers = range(int(architecture.get_text_config().num_hidden_layers))
-        reaches = [reach_of(architecture, layer, self.context_limit) for layer in layers]
-        self.cache = SlotCache(split=attend_by_parts(self._model), reaches=reaches)
-        if any(reaches) and not self.cache.split:
-            raise ModelNotReadable(
-                f"model.path: {config.path!r}: layers see the last tokens alone, by an attention of their own that "
-                "rollout.engine: transformers cannot follow; choose another engine"
-            )
+        self.cache = new_cache(self._model, config, architecture, self.context_limit)
         self.continues = True
         """Whether a context can be computed behind what is kept of it (`check_model` finds out)."""
         self._layers = PackedLayers(body_of(self._model), fixed=deterministic)
@@ -224,9 +213,7 @@ class PolicyModel(HeldModel):
         adapters: Sequence[str] = (),
     ) -> tuple[Tensor, list[PromptKeys]]:
         """As `prefill`, of the tokens behind what is known of each context; and the whole contexts' keys and values."""
-        new_lengths = {
-            len(context) - keys.length for context, keys in zip(contexts, known, strict=True)
-        }
+        new_lengths = {len(context) - keys.length for context, keys in zip(contexts, known, strict=True)}
         if self.cache.stateful and len(new_lengths) > 1:  # as in a prefill
             each = [
                 self.extend([context], [keys], adapters=adapters[at : at + 1])
@@ -360,7 +347,7 @@ class PolicyModel(HeldModel):
             rows = RowDistributions.of([distribution] * len(part_N), self.device)
             scores_NV = process(self.head.logits(hidden_ND[begin : begin + size]), rows)
             found += chosen_log_probs(scores_NV, part_N).tolist()
-        return _split(found, counts)
+        return split(found, counts)
 
     def install(
         self,
@@ -409,37 +396,3 @@ class PolicyModel(HeldModel):
         self._layers.free()
         self._packed_head.free()
         self.cache.free()
-
-
-def passes(sequences: Sequence[Scored]) -> Iterator[list[int]]:
-    """Indices of the sequences of each pass: similar lengths together, bounded in padded tokens."""
-    chosen: list[int] = []
-    for index in sorted(range(len(sequences)), key=lambda index: len(sequences[index][0])):
-        if chosen and len(sequences[index][0]) * (len(chosen) + 1) > PASS_TOKENS:
-            yield chosen
-            chosen = []
-        chosen.append(index)
-    if chosen:
-        yield chosen
-
-
-def padded(contexts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """(N, T) token ids, filled up with 0 behind each context."""
-    tokens_NT = np.zeros((len(contexts), max(map(len, contexts))), dtype=np.int64)
-    for row, context in enumerate(contexts):
-        tokens_NT[row, : len(context)] = context
-    return torch.from_numpy(tokens_NT).to(device)
-
-
-def check_supported(config: ModelSection, architecture: PreTrainedConfig) -> None:
-    """Raises ModelNotReadable for layers that keep something else than keys, values and states."""
-    if reason := without_cache(architecture):
-        raise ModelNotReadable(
-            f"model.path: {config.path!r}: {reason}, which rollout.engine: transformers cannot run; choose another "
-            "engine"
-        )
-
-
-def _split(values: list[float], counts: Sequence[int]) -> list[list[float]]:
-    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
-    return [values[end - count : end] for end, count in zip(ends, counts, strict=True)]
