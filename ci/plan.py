@@ -288,6 +288,7 @@ NIGHTLY = [
     _nightly("others", "integration_tests", *_IGNORED, "cli/tests", "benchmarks/tests", timeout_s=14400),
     _nightly("trainer", "services/trainer/tests", timeout_s=3600),
     _nightly("rollout", "services/rollout/tests", timeout_s=1800),
+    _nightly("modelkit", "libs/modelkit/tests", timeout_s=900),
     _nightly("robots", "plugins/robots/tests", timeout_s=1800),
     _nightly("reward", "services/reward/tests", timeout_s=600),
     _nightly("simulator", "services/simulator/tests", timeout_s=600),

@@ -19,6 +19,7 @@ from headrace_modelkit.weights import load_weights, state_tensors, weight_layout
 from headrace_schema.sections.generating import ModelSection
 from pydantic import ValidationError
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 COMMIT = "0123456789" * 4
@@ -174,10 +175,14 @@ def test_an_export_is_what_it_came_from(family, tmp_path):
     section = ModelSection(path=str(tmp_path / "model"), dtype="float32")
     tensors = [(name, value.clone()) for name, value in state_tensors(load_model(section))]
     export_model(section, tensors, character_tokenizer(), tmp_path / "out")
-    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as given:
-        with safe_open(tmp_path / "out" / "model.safetensors", "pt") as made:
-            assert set(made.keys()) == set(given.keys())
-            for name in given.keys():  # noqa: SIM118  # no mapping
-                assert torch.equal(made.get_tensor(name), given.get_tensor(name)), name
+    given, made = (load_file(tmp_path / each / "model.safetensors") for each in ("model", "out"))
+    if family == "kimi_linear":  # whose dense layer transformers writes by a name that checkpoints have not
+        given = {
+            name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): own for name, own in given.items()
+        }
+    assert made.keys() == given.keys()
+    assert all(made[name].dtype is own.dtype and torch.equal(made[name], own) for name, own in given.items())
     kept = [json.loads((tmp_path / each / "config.json").read_text()) for each in ("model", "out")]
-    assert {**kept[0], "dtype": ""} == {**kept[1], "dtype": ""}
+    # Dropout is off, as it was trained.
+    before, after = ({key: value for key, value in own.items() if "drop" not in key} for own in kept)
+    assert {**before, "dtype": ""} == {**after, "dtype": ""}

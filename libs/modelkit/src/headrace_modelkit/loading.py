@@ -73,8 +73,10 @@ def load_model(
             model = _with_weights(config, architecture, wanted)
         else:
             with no_init_weights():
-                options = {key: value for key, value in trusted(config).items() if "code" in key}
-                model = _models(architecture).from_config(architecture, dtype=wanted, **options)
+                kind, options = _models(architecture), trusted(config)
+                known = type(architecture) in kind._model_mapping  # also of own code that was read before
+                code = {key: options[key] for key in options if "code" in key and not known}
+                model = kind.from_config(architecture, dtype=wanted, **({"trust_remote_code": False} | code))
             model.tie_weights()
     if type(model.config) is not type(architecture):
         mark_wrapped(model)
