@@ -38,9 +38,9 @@ def reach_of(config: PreTrainedConfig, layer: int, limit: int) -> Reach | None:
     window, kinds = window_of(text, layer), getattr(text, "layer_types", None)
     if window is not None:
         return Reach(window) if window < limit else None
-    chunk = getattr(text, BOUNDED[CHUNKED], None)
-    chunked = bool(chunk) and (kinds is None or kinds[layer] == CHUNKED)
-    return Reach(int(chunk), chunk=True) if chunked and chunk < limit else None
+    chunk = int(getattr(text, BOUNDED[CHUNKED], None) or 0)
+    chunked = 0 < chunk < limit and (kinds is None or kinds[layer] == CHUNKED)
+    return Reach(chunk, chunk=True) if chunked else None
 
 
 def without_cache(architecture: PreTrainedConfig) -> str:

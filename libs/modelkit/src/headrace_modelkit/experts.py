@@ -109,10 +109,10 @@ def _follow(router: Any, rule: Rule, routing: Routing, layer: int) -> None:
     own = router.forward
 
     def forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        logits_NE, weights_NK, index_NK = own(*given)
-        if not routing.acts:
-            return logits_NE, weights_NK, index_NK
-        return told(logits_NE, weights_NK, index_NK)
+        found: tuple[Tensor, Tensor, Tensor] = own(*given)
+        if routing.acts:
+            found = told(*found)
+        return found
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a layer's number would make a graph of its own
     def told(logits_NE: Tensor, weights_NK: Tensor, own_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:

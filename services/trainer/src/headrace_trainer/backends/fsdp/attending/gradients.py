@@ -6,6 +6,7 @@ must get one, or its layer is computed past it. Knows no forms of rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -83,8 +84,8 @@ def _sketch(model: ShardedModel, ranks: TrainerGroup, batch: MicroBatch) -> Sket
 
 
 def _apart(one: Sketch, other: Sketch) -> float:
-    size = sum(norm for norm, _ in other.values()) ** 0.5
-    norms = sum((one[name][0] ** 0.5 - other[name][0] ** 0.5) ** 2 for name in other) ** 0.5
-    signed = sum((one[name][1] - other[name][1]) ** 2 for name in other) ** 0.5
+    size = math.sqrt(sum(norm for norm, _ in other.values()))
+    norms = math.sqrt(sum((math.sqrt(one[name][0]) - math.sqrt(other[name][0])) ** 2 for name in other))
+    signed = math.sqrt(sum((one[name][1] - other[name][1]) ** 2 for name in other))
     # Signed sums of elements that differ by chance are as large as their norm.
     return max(norms, signed) / max(size, 1e-12)
