@@ -15,6 +15,8 @@ from headrace_cli.commands.options import (
     Place,
     RunId,
     Url,
+    Visibility,
+    VisibilityName,
     grouped,
 )
 from headrace_cli.commands.results import PATIENCE_S, certificates, endpoint, export, logs, trajectories
@@ -50,6 +52,7 @@ class Submitting(Place):
     watch: Annotated[bool, typer.Option("--watch", help="Show the run until it ends.")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the spec and submit nothing.")] = False
     idempotency_key: Annotated[str, typer.Option(help="Same key and spec: the same run.")] = ""
+    visibility: Visibility = VisibilityName.PRIVATE
 
     @property
     def overrides(self) -> list[str]:
@@ -85,7 +88,8 @@ def submit(
         return
     with connect(target, patience_s=options.patience_s) as client:
         with saying(CHECKING):
-            run = client.submit(spec, idempotency_key=options.idempotency_key or None)
+            key, visibility = options.idempotency_key or None, options.visibility.value
+            run = client.submit(spec, idempotency_key=key, visibility=visibility)
             if tags:
                 run = client.label(run.id, tags)
         _show_submitted(client, run, options, "submitted")
@@ -114,7 +118,8 @@ def fork(
             _show_check(check_with(client, spec), options.as_json)
             return
         with saying(CHECKING):
-            made = client.submit(spec, idempotency_key=options.idempotency_key or None)
+            key, visibility = options.idempotency_key or None, options.visibility.value
+            made = client.submit(spec, idempotency_key=key, visibility=visibility)
         _show_submitted(client, made, options, f"forked from {made.forked_from}")
 
 
@@ -244,6 +249,17 @@ def set_keys(
     wanted = changed.wanted_ranks
     sentence = f"from its next step on it has {wanted} ranks" if wanted else f"it has {changed.ranks} ranks"
     return _steered(changed, f"{sentence}; see: headrace run get {run}")
+
+
+@app.command()
+@asking
+def share(
+    client: Client,
+    run: RunId,
+    visibility: Annotated[VisibilityName, typer.Argument(help="Who sees it from now on.")],
+) -> Answer:
+    """Change who sees a run of yours: you, your team too, or everybody; works on ended runs too."""
+    return _steered(client.share(run, visibility.value), f"its visibility is {visibility.value}")
 
 
 @app.command()

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from headrace_coordinator.access.tokens import Tokens
 from headrace_coordinator.api.archive import Archive
 from headrace_coordinator.api.changes import InstanceChanges, RunChanges
 from headrace_coordinator.api.idempotency import Keys
@@ -64,6 +65,7 @@ class Coordinator:
         self.submissions = Submissions(
             fleet, self.reconciler.trials, self.reads, self.past, keys, data_dir, check_dataset, new_id
         )
+        self.tokens = Tokens(event_log)
         self.run_changes = RunChanges(event_log, self.reads, keys, labels)
         self.instance_changes = InstanceChanges(fleet, keys)
         self.autoscaler = Autoscaler(event_log, self._scale, dict(bounds), cooldown_s)

@@ -168,6 +168,10 @@ class RunState(msgspec.Struct):
     regrouped_at: float = 0.0
     gave_at: float = 0.0
     """When its trainer group changed last, and when it last did for another run."""
+    owner: str = "admin"
+    team: str = ""
+    visibility: str = "private"
+    """Who sees it: private, team or fleet."""
 
     @property
     def progress(self) -> int:

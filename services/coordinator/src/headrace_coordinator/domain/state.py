@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.access import Token
 from headrace_coordinator.domain.devices.leases import LeaseTable
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage
@@ -59,6 +60,9 @@ class EndedRun(msgspec.Struct, array_like=True):
     state: str
     created_at: float
     evaluation: bool = False
+    owner: str = "admin"
+    team: str = ""
+    visibility: str = "private"
 
 
 KEY_LIFETIME_S = 24 * 3600.0
@@ -76,6 +80,8 @@ class State(msgspec.Struct):
     runs: dict[str, RunState] = {}
     keys: dict[str, KeyRecord] = {}
     ended: dict[str, EndedRun] = {}
+    tokens: dict[str, Token] = {}
+    """By the SHA-256 of their secrets."""
     scheduling_changes: int = 0
     """Rises with every event that may change who is admitted."""
 
@@ -122,10 +128,26 @@ class State(msgspec.Struct):
                 self._use_key(event)
             case ev.RunArchived():
                 self.runs.pop(event.run, None)
-                self.ended[event.run] = EndedRun(event.state, event.created_at, event.evaluation)
+                self.ended[event.run] = EndedRun(
+                    event.state,
+                    event.created_at,
+                    event.evaluation,
+                    event.owner,
+                    event.team,
+                    event.visibility,
+                )
                 _shorten(self.ended, ENDED_KEPT)
             case ev.RunDeleted():
                 self.ended.pop(event.run, None)
+            case ev.RunShared(run=name, visibility=visibility):
+                if shared := self.runs.get(name) or self.ended.get(name):
+                    shared.visibility = visibility
+            case ev.TokenCreated():
+                self.tokens[event.digest] = Token(
+                    event.name, event.owner, event.team, event.scopes, event.at, event.expires_at
+                )
+            case ev.TokenRevoked(name=name):
+                self.tokens = {key: each for key, each in self.tokens.items() if each.name != name}
             case ev.RunSubmitted():
                 self._submit(event)
             case ev.RunEvent(run=name):
@@ -158,6 +180,9 @@ class State(msgspec.Struct):
             queued_at=event.at,
             steps_total=event.spec["steps"],
             evaluation=msgspec.convert(event.evaluation, SuiteEvaluation) if event.evaluation else None,
+            owner=event.owner,
+            team=event.team,
+            visibility=event.visibility,
         )
         self._level(self.runs[event.run], event.at)
 

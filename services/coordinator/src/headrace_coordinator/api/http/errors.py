@@ -33,10 +33,11 @@ CONFLICT = 409  # Any other reason is about the state of the thing, such as paus
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 # What routes may answer beside their own view; the API's description lists them.
 ANSWERS: dict[int | str, dict[str, Any]] = {
-    401: {"model": ErrorView, "description": "The bearer token is missing or wrong."},
+    401: {"model": ErrorView, "description": "The bearer token is missing, wrong, revoked or expired."},
     403: {
         "model": ErrorView,
-        "description": "Without an API token: the request does not come to this machine, or from its own pages.",
+        "description": "The caller lacks the route's scope, or the run is another's. Without an API token: the request "
+        "does not come to this machine, or from its own pages.",
     },
     404: {"model": ErrorView, "description": "There is no such thing; the message names the nearest one."},
     405: {"model": ErrorView, "description": "The path has other methods; the header Allow names them."},

@@ -1,0 +1,47 @@
+"""What the HTTP API shows of those who use it: callers and tokens."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headrace_schema.resources.resource import Resource
+
+
+class MeView(Resource):
+    """Who makes this request."""
+
+    name: str = Field(description="whose runs it makes and sees")
+    teams: list[str] = Field(description="its teams; its runs belong to the first")
+    scopes: list[str] = Field(description="read, submit, operate, admin")
+    token: str = Field(description="name of its token; empty: the API's own one, or none is asked for")
+    expires_at: float | None = Field(description="seconds since the epoch; null: it does not expire")
+
+
+class TokenView(Resource):
+    """A token, without its secret."""
+
+    name: str
+    owner: str = Field(description="whose runs it makes and sees")
+    team: str = Field(description="empty: none")
+    scopes: list[str]
+    created_at: float = Field(description="seconds since the epoch")
+    expires_at: float | None = Field(description="seconds since the epoch; null: it does not expire")
+    expired: bool
+
+
+class NewTokenView(TokenView):
+    """A token that was just made."""
+
+    token: str = Field(description="its secret, which is shown this once")
+
+
+class TokenListView(Resource):
+    """All tokens that are not revoked."""
+
+    tokens: list[TokenView]
+
+
+class RevokedView(Resource):
+    """A token that was revoked."""
+
+    name: str
