@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from headrace_schema.resources.access import MeView, NewTokenView, TokenView
@@ -36,7 +36,7 @@ class Access:
         expires_in_s: float | None = None,
     ) -> NewTokenView:
         """Makes a token; its secret (`token`) is in this answer and nowhere else."""
-        body = {"name": name, "owner": owner, "team": team, "scopes": [*scopes]}
+        body: dict[str, Any] = {"name": name, "owner": owner, "team": team, "scopes": [*scopes]}
         body |= {"expires_in_s": expires_in_s} if expires_in_s else {}
         return NewTokenView.from_json(self._transport.post("/v1/tokens", body))
 

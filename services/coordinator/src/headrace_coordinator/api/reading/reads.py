@@ -224,7 +224,8 @@ class Reads:
         """How many runs there are by state."""
         state = self._event_log.state
         knows = CALLER.get().knows
-        return Counter(run.state for run in (*state.runs.values(), *state.ended.values()) if knows(run))
+        states = [run.state for run in state.runs.values() if knows(run)]
+        return Counter(states + [run.state for run in state.ended.values() if knows(run)])
 
     def queue_wait(self) -> float:
         """Seconds for which the run that has waited longest for its admission has waited; 0 where none waits."""
