@@ -52,3 +52,30 @@ def test_a_run_is_submitted_with_its_visibility_and_shared(headrace, coordinator
     assert "fleet" in headrace("run", "share", "r-1", "fleet").stdout
     (asked,) = coordinator.requests("POST /v1/runs/r-1:share")
     assert asked.query == {"visibility": ["fleet"]}
+
+
+USED = {"subject": "user:ann", "runs": 2, "queued": 1, "devices": 4, "device_hours": 12.5, "disk_gb": 0.25}
+USED |= {"streams": 0, "limits": {"runs": 4.0}}
+
+
+def test_usage_is_shown_and_written_as_csv(headrace, coordinator):
+    coordinator.routes["GET /v1/usage"] = 200, {"usage": [USED, USED | {"subject": "team:nlp", "limits": {}}]}
+    shown = headrace("usage").stdout
+    assert "2 of 4" in shown and "12.50" in shown and "team:nlp" in shown
+    assert headrace("usage", "--csv").stdout.splitlines() == [
+        "subject,runs,queued,devices,device_hours,disk_gb,streams,quota_runs",
+        "user:ann,2,1,4,12.5,0.25,0,4.0",
+        "team:nlp,2,1,4,12.5,0.25,0,",
+    ]
+
+
+def test_quotas_are_set_listed_and_taken_away(headrace, coordinator):
+    coordinator.routes["POST /v1/quotas"] = 200, {"subject": "team:nlp", "limits": {}}
+    assert headrace("quota", "set", "team:nlp", "runs=4", "device_hours=1.5").returncode == 0
+    headrace("quota", "set", "team:nlp")
+    bodies = [asked.body for asked in coordinator.requests("POST /v1/quotas")]
+    assert bodies == [{"subject": "team:nlp", "runs": 4, "device_hours": 1.5}, {"subject": "team:nlp"}]
+    wrong = headrace("quota", "set", "team:nlp", "runs=many")
+    assert wrong.returncode == 2 and "NAME=NUMBER" in wrong.stderr
+    coordinator.routes["GET /v1/quotas"] = 200, {"quotas": [{"subject": "user:*", "limits": {"runs": 2.0}}]}
+    assert "runs 2" in headrace("quota", "list").stdout

@@ -1,50 +1,21 @@
 """Who may do what over HTTP: the table of access, tokens, owners and visibility."""
 
 import asyncio
-import contextlib
 import time
 
-import httpx
 import pytest
+from access_parts import OWN, PEOPLE, people_of, submitted
 from headrace_coordinator.access.table import TABLE, Rule
 from headrace_coordinator.access.tokens import digest_of
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import restore, snapshot
 
-OWN = "s3cret"
-PEOPLE = {
-    "ann": ("nlp", ["read", "submit"]),
-    "ben": ("nlp", ["read", "submit"]),
-    "cho": ("vla", ["read", "submit"]),
-    "ops": ("", ["read", "operate"]),
-    "eye": ("", ["read"]),
-}
-
 
 @pytest.fixture
 async def people(served):
-    """A client for the admin, each of PEOPLE, and nobody, of an API that asks for tokens."""
-    transport = httpx.ASGITransport(served.app_with(OWN))
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def client(token: str) -> httpx.AsyncClient:
-            headers = {"Authorization": f"Bearer {token}"} if token else {}
-            made = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers)
-            return await stack.enter_async_context(made)
-
-        found = {"admin": await client(OWN), "nobody": await client("")}
-        for name, (team, scopes) in PEOPLE.items():
-            asked = {"name": name, "team": team, "scopes": scopes}
-            made = await found["admin"].post("/v1/tokens", json=asked)
-            assert made.status_code == 201, made.text
-            found[name] = await client(made.json()["token"])
+    """See `people_of`."""
+    async with people_of(served) as found:
         yield found
-
-
-async def submitted(client, spec, **query) -> str:
-    answer = await client.post("/v1/runs", json=spec, params=query)
-    assert answer.status_code == 201, answer.text
-    return answer.json()["id"]
 
 
 def operations(app):

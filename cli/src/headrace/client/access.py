@@ -1,12 +1,12 @@
-"""The part of the client that is about who uses the fleet: callers and tokens. See `Client.access`."""
+"""The part of the client that is about who uses the fleet: callers, tokens, usage, quotas. See `Client.access`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from headrace_schema.resources.access import MeView, NewTokenView, TokenView
+from headrace_schema.resources.access import MeView, NewTokenView, QuotaView, TokenView, UsageView
 
 if TYPE_CHECKING:
     from headrace.client.transport import Transport
@@ -43,3 +43,15 @@ class Access:
     def revoke_token(self, name: str) -> None:
         """Ends a token, and what is open under it."""
         self._transport.post(f"/v1/tokens/{quote(name, safe='')}:revoke")
+
+    def usage(self) -> Sequence[UsageView]:
+        """What I and my teams use and may use; of everybody for those who operate the fleet."""
+        return [UsageView.from_json(each) for each in self._transport.get("/v1/usage")["usage"]]
+
+    def quotas(self) -> Sequence[QuotaView]:
+        """All quotas that are set."""
+        return [QuotaView.from_json(each) for each in self._transport.get("/v1/quotas")["quotas"]]
+
+    def set_quota(self, subject: str, limits: Mapping[str, float]) -> QuotaView:
+        """Sets what `user:NAME` or `team:NAME` may use, in place of what was set before; nothing: no quota."""
+        return QuotaView.from_json(self._transport.post("/v1/quotas", {"subject": subject, **limits}))

@@ -45,3 +45,37 @@ class RevokedView(Resource):
     """A token that was revoked."""
 
     name: str
+
+
+class QuotaView(Resource):
+    """What a user or team may use."""
+
+    subject: str = Field(description="user:NAME, team:NAME, user:* or team:*")
+    limits: dict[str, float] = Field(
+        description="runs, devices, device_hours, disk_gb, streams, requests_per_minute, priority; {}: no limit"
+    )
+
+
+class QuotaListView(Resource):
+    """All quotas that are set."""
+
+    quotas: list[QuotaView]
+
+
+class UsageView(Resource):
+    """What a user or team uses now, beside what it may use."""
+
+    subject: str = Field(description="user:NAME or team:NAME")
+    runs: int = Field(description="runs and evaluations that have not ended")
+    queued: int = Field(description="of them: runs that wait for devices or for a quota")
+    devices: int = Field(description="devices that they hold")
+    device_hours: float = Field(description="in the last 30 days")
+    disk_gb: float = Field(description="of its runs, in 10^9 bytes, at most a minute old")
+    streams: int = Field(description="streams of events that are open")
+    limits: dict[str, float] = Field(description="its quotas, or those of everybody; {}: no limit")
+
+
+class UsageListView(Resource):
+    """What users and teams use."""
+
+    usage: list[UsageView]

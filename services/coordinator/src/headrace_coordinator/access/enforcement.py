@@ -15,8 +15,8 @@ from headrace_coordinator.domain.access import Owned, Principal
 if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator
 
-ROW = "headrace.row"
-"""Key of a request's scope under which its row is kept, for what is written down of it."""
+ROW, RUN = "headrace.row", "headrace.run"
+"""Keys of a request's scope: its row, and the run that is there or was made, for what is written down of it."""
 ALLOWED: dict[Rule, Callable[[Principal, Owned], bool]] = {
     Rule.KNOWN: Principal.knows,
     Rule.SEEN: Principal.sees,
@@ -44,7 +44,10 @@ class Enforcement:
         if row is None:
             raise Refused("FORBIDDEN", f"nobody may call {name}: it has no row in the table of access")
         scope[ROW] = row
-        self.check(row, CALLER.get(), scope["path_params"].get(row.of, ""))
+        run = scope["path_params"].get(row.of, "")
+        if run and self._coordinator.reads.owned(run) is not None:
+            scope[RUN] = run
+        self.check(row, CALLER.get(), run)
 
     def check(self, row: Row, caller: Principal, run: str) -> None:
         """Refuses a caller by a row; see the call."""

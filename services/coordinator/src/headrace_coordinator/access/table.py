@@ -118,7 +118,10 @@ TABLE: Mapping[str, Row] = {
     "release_device": Row(OPERATE),
     "scale_service": Row(OPERATE),
     # Tokens, quotas and what was done.
-    "list_tokens": Row(ADMIN),
+    "list_usage": FLEET,
+    "list_quotas": Row(ADMIN, audited=False),
+    "set_quota": Row(ADMIN),
+    "list_tokens": Row(ADMIN, audited=False),
     "create_token": Row(ADMIN),
     "revoke_token": Row(ADMIN),
 }

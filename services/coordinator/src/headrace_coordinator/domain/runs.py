@@ -178,6 +178,12 @@ class RunState(msgspec.Struct):
         """Rises with each step that is made for the first time, and with each answer of an evaluation."""
         return self.high_step + (self.evaluation.answers if self.evaluation else 0)
 
+    def held_s(self, now: float) -> float:
+        """Device-seconds since what it holds has changed last."""
+        if self.grant is None:
+            return 0.0
+        return max(0.0, now - self.share_at) * max(len(self.grant.devices), 1)
+
     def share(self, now: float) -> float:
         """Device-seconds used, over the run's weight; a run that is new to the queue starts at the others' least."""
         held = max(0.0, now - self.share_at) if self.grant is not None else 0.0

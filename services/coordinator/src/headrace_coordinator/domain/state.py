@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import quotas
 from headrace_coordinator.domain.access import Token
 from headrace_coordinator.domain.devices.leases import LeaseTable
 from headrace_coordinator.domain.ledger.slots import SlotLedger
@@ -28,6 +29,7 @@ SCHEDULING_EVENTS = (
     ev.RanksWanted,
     ev.RunReleased,
     ev.VersionRestored,
+    ev.QuotaSet,
 )
 """Events that may change who is admitted."""
 
@@ -82,6 +84,11 @@ class State(msgspec.Struct):
     ended: dict[str, EndedRun] = {}
     tokens: dict[str, Token] = {}
     """By the SHA-256 of their secrets."""
+    quotas: dict[str, dict[str, float]] = {}
+    usage: dict[str, dict[int, float]] = {}
+    """Device-seconds by subject of quotas and day."""
+    shares: dict[str, float] = {}
+    """Device-seconds over weight of teams and users, as fair share counts them."""
     scheduling_changes: int = 0
     """Rises with every event that may change who is admitted."""
 
@@ -150,8 +157,14 @@ class State(msgspec.Struct):
                 self.tokens = {key: each for key, each in self.tokens.items() if each.name != name}
             case ev.RunSubmitted():
                 self._submit(event)
+            case ev.QuotaSet(subject=subject, limits=limits):
+                self.quotas.pop(subject, None)
+                if limits:
+                    self.quotas[subject] = dict(limits)
             case ev.RunEvent(run=name):
                 if named := self.runs.get(name):
+                    if isinstance(event, ev.RunAdmitted | ev.RunReleased):
+                        self._charge(named, event.at)
                     named.apply(event)
                     if isinstance(event, ev.RunStateChanged) and event.state == QUEUED:
                         self._level(named, event.at)
@@ -160,6 +173,17 @@ class State(msgspec.Struct):
         """Raises the share of a run that comes to the queue to the least of the others: time away gives it no claim."""
         others = [run.share(now) for run in self.active_runs() if run is not newcomer and run.state != PAUSED]
         newcomer.share_s = max(newcomer.share_s, min(others, default=0.0))
+        self.shares |= dict(quotas.levelled(self, newcomer, now))
+
+    def _charge(self, run: RunState, now: float) -> None:
+        """Counts what a run has held until now for its owner and team."""
+        if run.grant is None:
+            return
+        for circle in quotas.circles(run.owner, run.team):
+            self.shares[circle] = self.shares.get(circle, 0.0) + run.held_s(now) / run.weight
+        _shorten(self.shares, KEYS_KEPT)
+        for subject in quotas.subjects(run.owner, run.team):
+            quotas.charge(self.usage, subject, run.share_at, now, max(len(run.grant.devices), 1))
 
     def _use_key(self, event: ev.KeyUsed) -> None:
         self.keys.pop(event.key, None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Depends, FastAPI
 from fastapi.openapi.utils import get_openapi
 from headrace_planner.documents import PlanRequest
-from headrace_schema.access import TokenRequest
+from headrace_schema.access import QuotaRequest, TokenRequest
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
@@ -116,6 +116,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
                     DeviceRelease,
                     PlanRequest,
                     TokenRequest,
+                    QuotaRequest,
                 )
             ],
             ref_template=REFERENCE,

@@ -27,6 +27,7 @@ STATUS = {
     "TOO_SLOW": 408,
     "TOO_LARGE": 413,
     "UNSUPPORTED_MEDIA_TYPE": 415,
+    "QUOTA": 429,
 }
 NO_HEAD = frozenset({"/open"})  # a preview of a link must not use it up
 CONFLICT = 409  # Any other reason is about the state of the thing, such as pausing a run that has ended.
@@ -49,6 +50,10 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     413: {"model": ErrorView, "description": "The body is too large."},
     415: {"model": ErrorView, "description": "The body is neither application/json nor application/yaml."},
     422: {"model": ErrorView, "description": "The request is wrong; problems name the keys and the fixes."},
+    429: {
+        "model": ErrorView,
+        "description": "A quota is used up; the message says which, and when it frees.",
+    },
     503: {"model": ErrorView, "description": "Not possible at the moment; try again."},
 }
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ipaddress
 import time
+from math import ceil
 from typing import TYPE_CHECKING
 
 from headrace_servicekit.http_server import admit, guarded
@@ -21,6 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_coordinator.access.callers import CALLER
+from headrace_coordinator.access.enforcement import ROW, RUN
 from headrace_coordinator.access.tokens import Doors
 from headrace_coordinator.api.http.errors import NO_HEAD, error_response
 from headrace_coordinator.api.http.links import DOWNLOAD, Links
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator
 
 OPEN_PATHS = frozenset({"/healthz", "/ca.pem", "/open"})  # /open takes a one-time code
+REFUSALS = frozenset({401, 403, 429})
+"""Statuses that are written down whatever was asked."""
 CHANGES = frozenset({"POST", "PATCH", "PUT", "DELETE"})
 """Requests with these methods begin a trace; others have a span in the trace of a caller that has one."""
 REQUESTS = Counter(
@@ -55,7 +59,8 @@ class Guard:
         relay: Relay,
     ) -> None:
         self._app, self._links, self._relay = app, links, relay
-        self._doors = Doors(coordinator.event_log, token, issuer)
+        self._audit = coordinator.audit
+        self._doors, self._quotas = Doors(coordinator.event_log, token, issuer), coordinator.quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses or passes on, and counts either way."""
@@ -64,16 +69,21 @@ class Guard:
             return
         began = time.perf_counter()
         admitted = await self._admitted(scope)
+        if isinstance(admitted, Principal) and admitted is not NOBODY:
+            why, left = self._quotas.refused_s(admitted)
+            if why:
+                admitted = error_response("QUOTA", why)
+                admitted.headers["Retry-After"] = str(ceil(left))
         refusal = admitted if isinstance(admitted, Response) else None
         caller = admitted if isinstance(admitted, Principal) else NOBODY
         CALLER.set(caller)
         sent = guarded(send, closing=refusal is not None)
-        started = False
+        status = 0
 
         async def counted(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 route = getattr(scope.get("route"), "path", "none")
                 method = scope["method"] if route != "none" else "any"
                 REQUESTS.labels(method, route, message["status"]).inc()
@@ -91,7 +101,24 @@ class Guard:
         except asyncio.CancelledError:
             if not self._doors.was_cut():
                 raise
-            await _end(scope, receive, counted, started=started)
+            await _end(scope, receive, counted, started=status > 0)
+        finally:
+            self._write_down(scope, caller, status or 500, time.perf_counter() - began)
+
+    def _write_down(self, scope: Scope, caller: Principal, status: int, seconds: float) -> None:
+        """What the table wants to be known of a request that was answered, and every refusal."""
+        row = scope.get(ROW)
+        if status not in REFUSALS and (row is None or not row.audited):
+            return
+        self._audit.record(
+            caller,
+            scope["client"][0] if scope.get("client") else "",
+            scope["method"] if row is not None else "any",
+            getattr(scope.get("route"), "path", "none"),
+            scope.get(RUN, ""),
+            status,
+            seconds,
+        )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, refusal: Response | None) -> None:
         if scope["method"] == "HEAD" and scope["path"] not in NO_HEAD:

@@ -16,6 +16,7 @@ from headrace_schema.spec import RunSpec
 from headrace_schema.stores import is_remote
 
 from headrace_coordinator.access.callers import CALLER
+from headrace_coordinator.access.quotas import Quotas
 from headrace_coordinator.api.idempotency import Keys, digest
 from headrace_coordinator.api.reading.past import Past
 from headrace_coordinator.api.reading.reads import Reads
@@ -63,6 +64,7 @@ class Submissions:
         data_dir: Path,
         open_dataset: Callable[[RunSpec], Awaitable[Dataset]],
         new_id: Callable[[], str],
+        quotas: Quotas,
     ) -> None:
         """`trials` are names under which instances are asked before there is a run."""
         self._event_log = fleet.event_log
@@ -74,6 +76,7 @@ class Submissions:
         self._data_dir = data_dir
         self._open_dataset = open_dataset
         self._new_id = new_id
+        self._quotas = quotas
 
     async def submit(
         self, asked: RunSpec | EvaluationSpec, idempotency_key: str, visibility: str = PRIVATE
@@ -90,6 +93,7 @@ class Submissions:
         async with self._keys.held(idempotency_key):
             if made := self._keys.made(idempotency_key, body):
                 return made
+            await self._quotas.admit(CALLER.get(), asked.scheduling.priority)
             try:
                 submission = await self.check(asked)
             except Impossible as error:
@@ -179,6 +183,9 @@ class Submissions:
             team=caller.team,
             visibility=visibility,
         )
+        await self._quotas.admit(
+            caller, spec.scheduling.priority
+        )  # others may have come while it was checked
         notes = [ev.Noted(at=now, run=run, text=submission.note)] if submission.note else []
         await self._event_log.commit(submitted, self._keys.used(key, body, run), *notes)
         return run

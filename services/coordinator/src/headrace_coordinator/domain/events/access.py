@@ -28,3 +28,10 @@ class RunShared(Event, frozen=True, kw_only=True):
 
     run: str
     visibility: str
+
+
+class QuotaSet(Event, frozen=True, kw_only=True):
+    """An admin set what a user or team may use, in place of what was set before; nothing at all: no quota."""
+
+    subject: str
+    limits: dict[str, float]

@@ -1,16 +1,19 @@
-"""Routes of who may call: who I am, and an admin's tokens."""
+"""Routes of who may call: who I am, what is used, and an admin's tokens and quotas."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Depends, Request, Response
-from headrace_schema.access import TokenRequest
+from headrace_schema.access import QuotaRequest, TokenRequest
 from headrace_schema.resources.access import (
     MeView,
     NewTokenView,
+    QuotaListView,
+    QuotaView,
     RevokedView,
     TokenListView,
+    UsageListView,
 )
 
 from headrace_coordinator.access.callers import CALLER
@@ -55,5 +58,21 @@ def access_routes(coordinator: Coordinator) -> APIRouter:
         """Ends a token at once: no request with it is answered any more, and its open streams end."""
         await coordinator.tokens.revoke(name)
         return view_response(RevokedView(name=name))
+
+    @routes.get("/usage", response_model=UsageListView)
+    async def list_usage() -> Response:
+        """What you and your team use and may use; of everybody for those who operate the fleet."""
+        return view_response(UsageListView(usage=await coordinator.quotas.usage(CALLER.get())))
+
+    @routes.get("/quotas", response_model=QuotaListView)
+    async def list_quotas() -> Response:
+        """All quotas that are set."""
+        return view_response(QuotaListView(quotas=coordinator.quotas.all()))
+
+    @routes.post("/quotas", response_model=QuotaView, openapi_extra=body_of("QuotaRequest"))
+    async def set_quota(request: Request) -> Response:
+        """Sets what a user or team may use, in place of what was set before. Runs that have begun are not ended."""
+        asked = await read_model(request, QuotaRequest, "the quota")
+        return view_response(await coordinator.quotas.set(asked))
 
     return routes

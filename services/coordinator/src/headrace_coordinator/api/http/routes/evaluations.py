@@ -13,6 +13,7 @@ from headrace_schema.resources.evaluations import (
     EvaluationRunView,
 )
 
+from headrace_coordinator.access.enforcement import RUN
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.requests import (
     Flag,
@@ -67,7 +68,7 @@ def evaluation_routes(coordinator: Coordinator) -> APIRouter:
             except Impossible as error:
                 raise invalid(error.problems, "the evaluation spec") from error
             return view_response(asked)
-        run_id = await coordinator.submissions.submit(asked, key, visibility)
+        run_id = request.scope[RUN] = await coordinator.submissions.submit(asked, key, visibility)
         return keyed_response(coordinator.suites.suite_evaluation(run_id), key, 201)
 
     @routes.get("", response_model=EvaluationRunListView)

@@ -25,6 +25,7 @@ from headrace_schema.resources.views import (
 from headrace_schema.spec import RunSpec
 from pydantic import BaseModel
 
+from headrace_coordinator.access.enforcement import RUN
 from headrace_coordinator.api.http.downloads import TAR_ANSWER, folder_answer
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.relay import PATH
@@ -117,7 +118,7 @@ def _writes(routes: APIRouter, coordinator: Coordinator) -> None:
             if submission.note:
                 response.headers[NOTE] = submission.note.encode("ascii", "replace").decode()
             return response
-        run_id = await coordinator.submissions.submit(spec, key, visibility)
+        run_id = request.scope[RUN] = await coordinator.submissions.submit(spec, key, visibility)
         return keyed_response(coordinator.reads.run(run_id), key, 201)
 
     @routes.post("/{run_id}:pause", response_model=RunView)
