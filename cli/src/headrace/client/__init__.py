@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headrace.client.client import Client
     from headrace.client.errors import HeadraceError, Problem
+    from headrace.client.frames import frame, live, plot
     from headrace.client.models import (
         Certificate,
         Checkpoint,
@@ -54,7 +55,10 @@ __all__ = [
     "Video",
     "Workflow",
     "fork_spec",
+    "frame",
+    "live",
     "load_spec",
+    "plot",
 ]
 
 _ELSEWHERE = {
@@ -63,7 +67,10 @@ _ELSEWHERE = {
     "Problem": "errors",
     "Workflow": "workflow",
     "fork_spec": "specs",
+    "frame": "frames",
+    "live": "frames",
     "load_spec": "specs",
+    "plot": "frames",
 }
 
 
