@@ -52,7 +52,9 @@ def test_teams_come_before_users_and_users_before_runs():
     assert order(state, 50.0)[0] == "vla-0", "its team has used least, though it came last"
     release(state, "busy", 1000.0)
     assert order(state, 1000.0)[0] == "vla-0" or parts.admit_all(state, 1000.0)
-    assert (state.shares["team:nlp"] > 900 and "team:vla" not in state.shares) or state.shares["team:vla"] == 0
+    assert (state.shares["team:nlp"] > 900 and "team:vla" not in state.shares) or state.shares[
+        "team:vla"
+    ] == 0
 
 
 def test_one_user_s_many_runs_have_no_more_than_another_s_one():

@@ -140,7 +140,9 @@ def _csv(found: Sequence[UsageView]) -> str:
 def list_quotas(client: Client) -> Answer:
     """List the quotas that are set."""
     found = client.access.quotas()
-    rows = [(each.subject, ", ".join(f"{name} {most:g}" for name, most in each.limits.items())) for each in found]
+    rows = [
+        (each.subject, ", ".join(f"{name} {most:g}" for name, most in each.limits.items())) for each in found
+    ]
     document = {"quotas": [each.raw for each in found]}
     return document, lambda: table(("whose", "at most"), rows) if found else "no quotas"
 
@@ -152,7 +154,9 @@ def set_quota(
     subject: Annotated[str, typer.Argument(help="user:NAME, team:NAME, or 'user:*' for everybody else.")],
     limits: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME=NUMBER]...", help="Such as runs=4 device_hours=500; nothing: no quota."),
+        typer.Argument(
+            metavar="[NAME=NUMBER]...", help="Such as runs=4 device_hours=500; nothing: no quota."
+        ),
     ] = None,
 ) -> Answer:
     """Set what a user or team may use, in place of what was set before. Runs that have begun are not ended."""

@@ -111,6 +111,16 @@ TABLE: Mapping[str, Row] = {
     "delete_run": OWNED,
     "record_step": OWNED,
     "get_endpoint": OWNED,
+    # Sessions, which are runs: `session` is the run's id. Calls are too many to be written down.
+    "open_session": Row(SUBMIT),
+    "list_sessions": LISTED,
+    "get_session": _read(Rule.KNOWN, of="session"),
+    "get_result": _read(Rule.SEEN, of="session"),
+    "list_session_checkpoints": _read(Rule.SEEN, of="session"),
+    "call_session": Row(SUBMIT, Rule.OWNED, audited=False, of="session"),
+    "sample_session": Row(SUBMIT, Rule.OWNED, audited=False, of="session"),
+    "delete_session_checkpoint": Row(SUBMIT, Rule.OWNED, of="session"),
+    "close_session": Row(SUBMIT, Rule.OWNED, of="session"),
     # The fleet.
     "get_instance_logs": Row(OPERATE),
     "get_metrics": Row(OPERATE, audited=False),

@@ -11,6 +11,7 @@ from headrace_planner.documents import PlanRequest
 from headrace_schema.access import QuotaRequest, TokenRequest
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.sessions import Sample
 from headrace_schema.spec import RunSpec
 from pydantic.json_schema import models_json_schema
 
@@ -30,6 +31,7 @@ from headrace_coordinator.api.http.routes.overviews import overview_routes
 from headrace_coordinator.api.http.routes.recordings import recording_routes, video_routes
 from headrace_coordinator.api.http.routes.runs import run_routes
 from headrace_coordinator.api.http.routes.service import plan_routes, service_routes
+from headrace_coordinator.api.http.routes.sessions import CallRequest, session_routes
 
 if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator
@@ -81,6 +83,7 @@ def make_app(
     relay = Relay(coordinator)
     app.router.routes.append(relay.route)
     app.include_router(run_routes(coordinator, runs_directory))
+    app.include_router(session_routes(coordinator))
     app.include_router(recording_routes(coordinator))
     app.include_router(event_routes(coordinator, heartbeat_s))
     app.include_router(evaluation_routes(coordinator))
@@ -117,6 +120,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
                     PlanRequest,
                     TokenRequest,
                     QuotaRequest,
+                    CallRequest,
+                    Sample,
                 )
             ],
             ref_template=REFERENCE,
