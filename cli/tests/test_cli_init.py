@@ -54,21 +54,29 @@ def test_a_file_that_is_there_stays_and_a_wrong_kind_is_named(headrace, tmp_path
     done = headrace("init", str(file))
     assert done.returncode == 2 and "is there" in done.stderr and file.read_text(encoding="utf-8") == "mine"
     done = headrace("init", str(tmp_path / "new.yaml"), "--kind", "video")
-    assert done.returncode == 2 and "answers, examples" in done.stderr and not (tmp_path / "new.yaml").exists()
+    assert (
+        done.returncode == 2 and "answers, examples" in done.stderr and not (tmp_path / "new.yaml").exists()
+    )
 
 
 def test_texts_of_users_stay_texts(tmp_path):
     text = spec_text(tmp_path / "x.yaml", "answers", "a: b", "my #rows.jsonl", "exact", 3)
     (tmp_path / "x.yaml").write_text(text, encoding="utf-8")
     spec = load_spec(tmp_path / "x.yaml")
-    assert spec["model"]["path"].endswith("a: b") and spec["data"]["options"]["path"].endswith("my #rows.jsonl")
+    assert spec["model"]["path"].endswith("a: b") and spec["data"]["options"]["path"].endswith(
+        "my #rows.jsonl"
+    )
 
 
 def test_on_a_terminal_five_questions_are_asked(tmp_path):
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "headrace_cli", "init", str(tmp_path / "mine.yaml")]
     process = subprocess.Popen(
-        command, stdin=follower, stdout=subprocess.PIPE, stderr=follower, env={**os.environ, "HEADRACE_URL": ""}
+        command,
+        stdin=follower,
+        stdout=subprocess.PIPE,
+        stderr=follower,
+        env={**os.environ, "HEADRACE_URL": ""},
     )
     os.close(follower)
     heard, answers = b"", iter([b"2\n", b"\n", b"\n", b"lora\n", b"7\n"])
