@@ -179,7 +179,8 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def compute_experts(experts: Any, hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
-    """(N, D): what the tokens' experts give, weighted and added up. An experts module's forward in transformers.
+    """(N, D): what the tokens' experts give, weighted and added up. An experts module's forward in transformers, whose
+    flags say what it has besides a gate and two products.
 
     Every expert's weights get a gradient, 0 where no token came, so that ranks reduce the same tensors. A row's weight
     is multiplied in between its two products, where it is narrow.
@@ -196,11 +197,11 @@ def compute_experts(experts: Any, hidden_ND: Tensor, index_NK: Tensor, weights_N
     def compute(rows_SD: Tensor, weights_S: Tensor, counts_E: Tensor) -> Tensor:
         ends_E = counts_E.cumsum(0).to(torch.int32)
         weights_S1 = weights_S[:, None].to(rows_SD.dtype)
-        if experts.has_gate:
-            inner_SI = experts._apply_gate(_product(experts, "gate_up_proj", rows_SD, ends_E))
+        if getattr(experts, "has_gate", True):
+            inner_SI = _gated(experts, _product(experts, "gate_up_proj", rows_SD, ends_E))
         else:
             inner_SI = experts.act_fn(_product(experts, "up_proj", rows_SD, ends_E))
-        if experts.has_bias:  # which is weighted too
+        if getattr(experts, "has_bias", False):  # which is weighted too
             return _product(experts, "down_proj", inner_SI, ends_E) * weights_S1
         return _product(experts, "down_proj", inner_SI * weights_S1, ends_E)
 
@@ -209,6 +210,15 @@ def compute_experts(experts: Any, hidden_ND: Tensor, index_NK: Tensor, weights_N
     else:
         found_SD = exchange(rows_SD, weights_S, counts_E, compute)
     return picked(found_SD, place_NK, order_S // index_NK.shape[-1]).to(hidden_ND.dtype)
+
+
+def _gated(experts: Any, both_SI: Tensor) -> Tensor:
+    if hasattr(experts, "_apply_gate"):  # a class of transformers
+        found_SI: Tensor = experts._apply_gate(both_SI)
+        return found_SI
+    gate_SI, up_SI = both_SI.chunk(2, -1)
+    gated_SI: Tensor = experts.act_fn(gate_SI) * up_SI
+    return gated_SI
 
 
 def inverse(order_S: Tensor) -> Tensor:
@@ -245,9 +255,9 @@ def _pick(rows: Tensor, index: Tensor) -> Tensor:
 def _product(experts: Any, name: str, rows_SI: Tensor, ends_E: Tensor) -> Tensor:
     """Rows times the weights of one name: as they are, or with their adapter."""
     weight_EOI: Tensor = getattr(experts, name)
-    if experts.is_transposed:
+    if getattr(experts, "is_transposed", False):
         weight_EOI = weight_EOI.transpose(1, 2)
-    if experts.has_bias:
+    if getattr(experts, "has_bias", False):
         bias_EO: Tensor = getattr(experts, f"{name}_bias")
         places_S = torch.arange(len(rows_SI), device=ends_E.device, dtype=ends_E.dtype)
         expert_S = torch.searchsorted(ends_E, places_S, right=True).clamp(max=len(bias_EO) - 1)

@@ -144,7 +144,7 @@ def swapped(parts: Tensor, group: ProcessGroup) -> Tensor:
     return found
 
 
-_apart = torch.compiler.disable(swapped)
+_apart = torch.compiler.disable(swapped)  # type: ignore[no-untyped-call]
 
 
 class _Swap(torch.autograd.Function):
