@@ -103,7 +103,7 @@ def trainings(path: Path, model: Any) -> tuple[Callable[[int], object], Callable
     from headrace_trainer.group.forming import join_trainer_group
 
     trainer_group = join_trainer_group(1, 0, 1, "", 30.0, torch.device("cpu"))
-    own = Accumulation(path, "float32", trainer_group, SIZE)
+    own = Accumulation(path, "float32", trainer_group, SIZE, shared=None)
 
     def group(turn: int) -> Any:
         return synthetic_group(
