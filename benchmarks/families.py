@@ -38,19 +38,22 @@ def main() -> None:
     options = parser.parse_args()
     import torch  # not at the top: --help must not wait for it
     from headrace_modelkit.families.known import KNOWN
+    from headrace_trainer.group.forming import join_trainer_group
 
     torch.set_num_threads(1)
     say(machine())
     figures: dict[str, float] = {}
     rows = []
+    ranks = join_trainer_group(1, 0, 1, "", 30.0, torch.device("cpu"))
     for family in options.families:
-        trained, generated = measure(family, options.turns)
+        trained, generated = measure(family, options.turns, ranks)
         figures[f"{family}_trained"] = trained
         if generated is not None:
             figures[f"{family}_generated"] = generated
         shown = "refused" if generated is None else f"{generated:.2f}"
         rows.append((family, "shared" if KNOWN[family].shares else "apart", f"{trained:.2f}", shown))
         say(" ".join(map(str, rows[-1])))
+    ranks.leave()
     table(("family", "rows", "trained", "generated"), rows)
     say(machine())
     for kind, shares in (("shared", True), ("apart", False)):
@@ -60,7 +63,7 @@ def main() -> None:
     emit("families", figures | ({"least_generated": min(ratios)} if ratios else {}))
 
 
-def measure(family: str, turns: int) -> tuple[float, float | None]:
+def measure(family: str, turns: int, ranks: Any) -> tuple[float, float | None]:
     """Tokens/s over transformers' of training and of generating; None where the engine refuses the family."""
     from headrace_modelkit.errors import ModelNotReadable
     from headrace_modelkit.presets.families import FAMILIES, write_family
@@ -74,7 +77,7 @@ def measure(family: str, turns: int) -> tuple[float, float | None]:
             if key != "head_dim" or "q_lora_rank" not in FAMILIES[family]
         }
         model: Any = write_family(path, family, **own)
-        trained = ratio(*trainings(path, model), turns)
+        trained = ratio(*trainings(path, model, ranks), turns)
         try:
             sides = generations(path, model)
         except ModelNotReadable:
@@ -96,14 +99,12 @@ def ratio(ours: Callable[[int], object], theirs: Callable[[int], object], turns:
     return median(found)
 
 
-def trainings(path: Path, model: Any) -> tuple[Callable[[int], object], Callable[[int], object]]:
+def trainings(path: Path, model: Any, ranks: Any) -> tuple[Callable[[int], object], Callable[[int], object]]:
     """One group's forward, loss and backward: ours, and the class's of padded rows with the plain policy gradient."""
     import torch
     from _gradient import Accumulation, synthetic_group
-    from headrace_trainer.group.forming import join_trainer_group
 
-    trainer_group = join_trainer_group(1, 0, 1, "", 30.0, torch.device("cpu"))
-    own = Accumulation(path, "float32", trainer_group, SIZE, shared=None)
+    own = Accumulation(path, "float32", ranks, SIZE, shared=None)
 
     def group(turn: int) -> Any:
         return synthetic_group(
