@@ -123,7 +123,7 @@ def choose_engine(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:
     """
     engine, named = spec.rollout.engine, {"engine", "engine_options"} & spec.rollout.model_fields_set
     plain = spec.acts_in_environments or not has_gpus(spec, fleet)
-    if spec.has_given_answers or (engine != AUTO and (named or plain)):
+    if not spec.generates or (engine != AUTO and (named or plain)):
         return engine, ""
     name, why = _preferred(spec, fleet)
     return name, f"rollout.engine: {AUTO} takes {name}: {why}"
@@ -175,7 +175,7 @@ def hardware_defaults(spec: RunSpec, engine: str, fleet: FleetView) -> list[Defa
     if spec.acts_in_environments or not has_gpus(spec, fleet):
         return []
     found = gpu_defaults(spec, engine, text_config(spec.model), gpus_of(spec, fleet))
-    return [each for each in found if not spec.has_given_answers or each.key.startswith("trainer.")]
+    return [each for each in found if spec.generates or each.key.startswith("trainer.")]
 
 
 def gpus_of(spec: RunSpec, fleet: FleetView) -> Gpus:
@@ -199,7 +199,7 @@ def correction(spec: RunSpec, fleet: FleetView) -> list[Default]:
     """Truncated importance sampling for rollouts that are quantised, or merge adapters into a base of few bits, in each
     policy's algorithm that names no correction of its own: the engine's distribution is not the trainer's then.
     """
-    if spec.has_given_answers:
+    if not spec.generates:
         return []
     what = quantized(spec.rollout.engine_options)
     why = f"the engine computes with {what}, and the trainer without"
