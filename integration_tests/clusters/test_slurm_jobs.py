@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from clusters.slurm_nodes import Slurm, slurm, why_not
 from harness.processes import mentioning
+from harness.slurm_cluster import Slurm, slurm, why_not
 from harness.specs import small_spec
 from harness.waiting import wait_for
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
 from harness.hosts import BOOT_ID, Host, can_make_hosts, hosts
 from harness.processes import ROOT, clean_environment, mentioning
 from harness.waiting import wait_for
