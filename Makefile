@@ -53,7 +53,7 @@ setup: .venv/.complete ## Make .venv with all packages, editable (what run, test
 	$(PIP) install -q --no-deps --no-build-isolation $(DISTS:%=-e ./%)
 	$(PIP) install -q $(PINNED) --group dev "headrace[local]"
 	$(PIP) check
-	.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true # some packages hold files for other Pythons
+	.venv/bin/python -m compileall -q -j 0 .venv/lib $(DISTS) >/dev/null 2>&1 || true # some packages hold files for other Pythons
 	@touch $@ && echo "make setup: .venv is complete"
 
 run: setup ## Train a model from nothing and show it live (PRESET=smollm2 or tiny).
