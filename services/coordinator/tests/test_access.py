@@ -13,7 +13,7 @@ from headrace_coordinator.domain.state import restore, snapshot
 
 @pytest.fixture
 async def people(served):
-    """See `people_of`."""
+    """Clients of people with tokens."""
     async with people_of(served) as found:
         yield found
 

@@ -13,7 +13,7 @@ from headrace_coordinator.domain.access import NOBODY, SYSTEM
 
 @pytest.fixture
 async def people(served):
-    """See `people_of`."""
+    """Clients of people with tokens."""
     async with people_of(served) as found:
         yield found
 

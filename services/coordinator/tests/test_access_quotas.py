@@ -13,7 +13,7 @@ DAY, HOUR = 86400.0, 3600.0
 
 @pytest.fixture
 async def people(served):
-    """See `people_of`."""
+    """Clients of people with tokens."""
     async with people_of(served) as found:
         yield found
 
