@@ -35,6 +35,7 @@ CODE_OR_REACH = {
         "tracking": {"trackers": [{"name": "mlflow", "options": {"tracking_uri": "https://x.example"}}]}
     },
     "rollout.engine_options.trust_remote_code": {"rollout": {"engine_options": {"trust_remote_code": True}}},
+    "model.trust_remote_code": {"model": {"path": "a/b", "trust_remote_code": "0" * 40}},
     "model.path": {"model": {"path": "/home/ann/model"}},
     "trainer.reference.path": {"trainer": {"reference": {"path": "/home/ann/model"}}},
     "from_checkpoint.run": {"from_checkpoint": {"run": "s3://bucket/run"}},

@@ -28,7 +28,7 @@ TEXTS = (
 """Keys whose values are text to a model, or names of devices: nothing opens or executes them."""
 COMMANDS = re.compile(r"(?:.*\.)?(?:command|commands|cmd|args|argv|python|mcp|entrypoint)(?:[.\[].*)?")
 """Keys below which everything is a program, or given to one."""
-SWITCHES = {"trust_remote_code": (True,), "sandbox": ("best_effort",), "network": (True, "host", "bridge")}
+SWITCHES = {"sandbox": ("best_effort",), "network": (True, "host", "bridge")}
 """Last words of keys, and the values that open a wall."""
 VARIABLES = re.compile(r"(?:.*\.)?env(?:\[\d+\])?")
 """Lists of variables that users' code is given."""
@@ -120,6 +120,8 @@ def _what(key: str, value: Any) -> str:
     """What a value would execute or open, in words; empty for one that does neither."""
     if any(fnmatchcase(_plain(key), each) for each in TEXTS):
         return ""
+    if _plain(key).rpartition(".")[2] == "trust_remote_code" and value:
+        return "a model's own code"
     opening = SWITCHES.get(_plain(key).rpartition(".")[2], ())
     if any(value is each or value == each for each in opening if type(each) is type(value)):
         return "what opens a wall"
