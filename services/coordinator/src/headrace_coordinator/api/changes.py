@@ -160,8 +160,7 @@ class RunChanges:
                 run = self._reads.run(run_id)
                 if visibility == TEAM and not run.team:
                     reason = f"run {run_id} belongs to no team: its owner's token has none"
-                    fix = "share it with the fleet, or submit it with a token that has a team"
-                    raise Refused("INVALID", reason, [problem("visibility", reason, fix)])
+                    raise Refused("CONFLICT", f"{reason}; share it with the fleet")
                 shared = ev.RunShared(at=self._event_log.now(), run=run_id, visibility=visibility)
                 await self._event_log.commit(shared, self._keys.used(idempotency_key, body, run_id))
         return self._reads.run(run_id)

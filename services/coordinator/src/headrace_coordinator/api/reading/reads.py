@@ -128,9 +128,13 @@ class Reads:
             return run
         if ended := self._ended(run_id):
             raise Refused("CONFLICT", f"run {run_id} is {ended.state}; nothing can change it any more")
+        raise self.missing(run_id)
+
+    def missing(self, run_id: str) -> Refused:
+        """What is said of a run that is not there, or that the caller may not know of."""
         close = nearest(run_id, self.newest_first()[:200])
         hint = f"; did you mean {close}?" if close else ""
-        raise Refused("NOT_FOUND", f"there is no run {run_id}{hint}")
+        return Refused("NOT_FOUND", f"there is no run {run_id}{hint}")
 
     def _ended(self, run_id: str) -> EndedRun | None:
         """An archived run that the caller may know of."""
