@@ -23,7 +23,15 @@ from typing import Any
 from _harness import emit, machine, say, table
 
 SIZE, PROMPT, ANSWER, SAMPLED = 8, 100, 20, 24
-USED = ("qwen3_5_text", "qwen3_next", "gpt_oss", "gemma3_text", "gemma4_text", "deepseek_v3", "glm4_moe")
+USED: tuple[str, ...] = (
+    "qwen3_5_text",
+    "qwen3_next",
+    "gpt_oss",
+    "gemma3_text",
+    "gemma4_text",
+    "deepseek_v3",
+    "glm4_moe",
+)
 USED += ("nemotron_h", "llama4_text", "ministral3", "smollm3", "olmo3", "granitemoehybrid", "phi3")
 """The families by how many people train them."""
 
@@ -130,7 +138,8 @@ def trainings(path: Path, model: Any, ranks: Any) -> tuple[Callable[[int], objec
 def generations(path: Path, model: Any) -> tuple[Callable[[int], object], Callable[[int], object]]:
     """Answers to prompts of one length: the engine's, and those of `generate`. Raises ModelNotReadable."""
     import torch
-    from decode import BuiltIn, Load
+    from _engine_bare import Load
+    from decode import BuiltIn
 
     load = Load(str(path), SIZE, PROMPT, SAMPLED, "float32")
     loop = asyncio.new_event_loop()
