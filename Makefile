@@ -31,7 +31,7 @@ DISTS := proto libs/servicekit libs/schema libs/planner libs/modelkit services/c
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check lint test nightly test-all engines test-engines megatron test-megatron browser e2e-browser screenshots recording simulators test-simulators gpu-check gpu-check-bundle docs spec-docs reference-docs wheels freeze clean
+.PHONY: help setup run check lint test nightly test-all engines test-engines megatron test-megatron browser e2e-browser screenshots recording simulators test-simulators soak audit gpu-check gpu-check-bundle docs spec-docs reference-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -106,6 +106,12 @@ test-simulators: ## The tests of one simulator in its environment (SIM=…, also
 
 recording: setup ## Draw docs/img/run.svg anew: a live run of examples/tiny.yaml in a terminal, on a fleet of its own.
 	@PYTHON=.venv/bin/python sh ci/recording.sh docs/img/run.svg
+
+soak: setup ## Two hours of runs under random kills; memory, descriptors, threads and disk must stay flat (MINUTES=120).
+	@.venv/bin/python benchmarks/soak.py --check --minutes $(or $(MINUTES),120)
+
+audit: setup ## bandit, zizmor, pip-audit and a list of what an installation needs (.cache/ci/sbom.cdx.json).
+	@sh ci/audit.sh "$(PYTHON)"
 
 gpu-check: setup ## What only a GPU can show, a JSON line an entry (LIMIT=seconds); exits 3 without one.
 	@.venv/bin/python benchmarks/gpu_check.py $(if $(LIMIT),--limit $(LIMIT))

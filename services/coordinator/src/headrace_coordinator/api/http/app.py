@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 VERSION = "1"
 HEARTBEAT_S = 10.0
 REFERENCE = "#/components/schemas/{model}"
-OPEN_PATHS = frozenset({"/healthz", "/ca.pem", "/open"})  # /open takes a one-time code
+OPEN_PATHS = frozenset(
+    {"/healthz", "/ca.pem", "/join", "/open"}
+)  # /open takes a one-time code, /join a proof
 BEARER = "token"
 TOKEN_SCHEME = {
     "type": "http",
