@@ -11,6 +11,8 @@ SIM ?= metaworld
 PART ?=
 LIMIT ?=
 BUNDLE_PYTHON ?=
+# What `make setup` installs must be, byte for byte, what constraints/base.hashes.txt says.
+HASHES ?=
 THERE ?=
 # Where torch comes from when not from pip's own index: a folder or page of wheels, or an index.
 TORCH_FIND_LINKS ?=
@@ -51,6 +53,7 @@ setup: .venv/.complete ## Make .venv with all packages, editable (what run, test
 	$(PIP) install -q $(PINNED) hatchling editables
 	$(PIP) install -q $(PINNED) --no-deps $(TORCH_FROM) "torch==$(TORCH_VERSION)"
 	$(PIP) install -q --no-deps --no-build-isolation $(DISTS:%=-e ./%)
+	$(if $(HASHES),$(PIP) install -q --no-deps --require-hashes -r constraints/base.hashes.txt)
 	$(PIP) install -q $(PINNED) --group dev "headrace[local]"
 	$(PIP) check
 	.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true # some packages hold files for other Pythons
@@ -111,7 +114,7 @@ soak: setup ## Two hours of runs under random kills; memory, descriptors, thread
 	@.venv/bin/python benchmarks/soak.py --check --minutes $(or $(MINUTES),120)
 
 audit: setup ## bandit, zizmor, pip-audit and a list of what an installation needs (.cache/ci/sbom.cdx.json).
-	@sh ci/audit.sh "$(PYTHON)"
+	@sh ci/audit.sh all "$(PYTHON)"
 
 gpu-check: setup ## What only a GPU can show, a JSON line an entry (LIMIT=seconds); exits 3 without one.
 	@.venv/bin/python benchmarks/gpu_check.py $(if $(LIMIT),--limit $(LIMIT))
@@ -136,6 +139,7 @@ wheels: ## Put torch's wheel into deploy/wheels, from which docker compose build
 freeze: ## Write constraints/base.txt from what .venv holds now.
 	@{ sed -n '/^#/p' constraints/base.txt; $(PIP) freeze --all --exclude-editable | sed -e '/^#/d' -e 's/^torch==.*/torch==$(TORCH_VERSION)/'; } > .base.txt
 	@mv .base.txt constraints/base.txt
+	@sh ci/audit.sh hashes "$(PYTHON)"
 
 clean: ## Remove environments, caches and build products; runs and models (.headrace) stay.
 	rm -rf .venv .envs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,14 +1,26 @@
 #!/bin/sh
-# audit.sh PYTHON: what tools say of the code (bandit), the workflows (zizmor) and the pins (pip-audit, which asks PyPI),
-# and a list of what an installation needs (CycloneDX). The tools are in .envs/audit, by their hashes.
+# audit.sh all|hashes PYTHON: what tools say of the code (bandit), the workflows (zizmor) and the pins (pip-audit, which
+# asks PyPI), and a list of what an installation needs (CycloneDX); or constraints/base.hashes.txt anew. The tools are in
+# .envs/audit, by their hashes.
 set -eu
 cd "$(dirname "$0")/.."
 tools=.envs/audit
 if ! cmp -s constraints/audit.txt "$tools/.complete"; then
     rm -rf "$tools"
-    "$1" -m venv "$tools"
+    "$2" -m venv "$tools"
     "$tools/bin/pip" install -q --require-hashes -r constraints/audit.txt
     cp constraints/audit.txt "$tools/.complete"
+fi
+if [ "$1" = hashes ]; then
+    pins=$(mktemp)
+    sed -e '/^#/d' -e '/^torch==/d' constraints/base.txt >"$pins"
+    "$tools/bin/uv" pip compile -q --no-deps --generate-hashes --no-header --no-annotate --python-version 3.11 "$pins" -o "$pins.hashes"
+    {
+        echo "# Hashes of every pin of base.txt but torch, whose builds are many (make freeze writes this file)."
+        cat "$pins.hashes"
+    } >constraints/base.hashes.txt
+    rm "$pins" "$pins.hashes"
+    exit
 fi
 "$tools/bin/bandit" -q -c pyproject.toml -r ci libs services plugins cli tools --severity-level medium
 "$tools/bin/zizmor" --offline .github

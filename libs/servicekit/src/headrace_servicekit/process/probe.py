@@ -40,15 +40,14 @@ def _serves(address: str) -> bool:
 
 def _ask(address: str) -> int:
     options: list[tuple[str, int | str]] = [("grpc.enable_http_proxy", 0)]
-    if (folder := tls_dir()) is None:
+    folder, credentials = tls_dir(), channel_credentials()
+    if folder is None or credentials is None:
         channel = grpc.insecure_channel(address, options=options)
     else:
         from headrace_servicekit.rpc.certificates import service_name  # takes `cryptography` along
 
-        name = service_name(folder)
-        channel = grpc.secure_channel(
-            address, channel_credentials(), options=[*options, ("grpc.ssl_target_name_override", name)]
-        )
+        options.append(("grpc.ssl_target_name_override", service_name(folder)))
+        channel = grpc.secure_channel(address, credentials, options=options)
     with channel:
         stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
         answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)

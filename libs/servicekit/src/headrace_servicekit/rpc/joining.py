@@ -29,7 +29,7 @@ COMMON = frozenset({"localhost", "127.0.0.1", "::1"})
 
 def services_token(secret: str) -> str:
     """The token of the fleet's services: who has it alone cannot join a host."""
-    return hmac.new(secret.encode(), b"headrace services", hashlib.sha256).hexdigest()
+    return hmac.new(secret.encode(), b"token of services", hashlib.sha256).hexdigest()
 
 
 def asking(secret: str, host: str, requests: Mapping[str, bytes]) -> dict[str, Any]:
@@ -45,17 +45,18 @@ def asking(secret: str, host: str, requests: Mapping[str, bytes]) -> dict[str, A
 def answered(secret: str, asked: Mapping[str, Any], answer: Any) -> tuple[bytes, dict[str, bytes]]:
     """The authority and the certificates by role. Raises BadCertificate where the head has not proven the secret."""
     try:
-        document = {"authority": str(answer["authority"]), "certificates": dict(answer["certificates"])}
+        authority, certificates = str(answer["authority"]), dict(answer["certificates"])
+        document = {"authority": authority, "certificates": certificates}
         expected = _proof(secret, "answers", {**document, "nonce": asked["nonce"]})
         proven = hmac.compare_digest(str(answer["proof"]), expected)
     except (KeyError, TypeError, ValueError) as error:
         raise BadCertificate("it is no answer of a head") from error
-    if not proven or set(document["certificates"]) != set(asked["requests"]):
+    if not proven or set(certificates) != set(asked["requests"]):
         raise BadCertificate(
             "who answers does not have the secret of --token-file: it is another fleet's head"
         )
-    pems = {role: str(pem).encode("ascii") for role, pem in document["certificates"].items()}
-    return document["authority"].encode("ascii"), pems
+    pems = {role: str(pem).encode("ascii") for role, pem in certificates.items()}
+    return authority.encode("ascii"), pems
 
 
 def admit(authority: Path, own: Path, secret: str, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def joining_routes(authority: Path, own: Path, secret: str) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
 
     @routes.post("/join")
-    async def join(request: Request) -> Response:
+    async def join_host(request: Request) -> Response:
         """Certificates of a host's processes; the proof in the body stands for a token."""
         from headrace_servicekit.rpc.errors import ServiceError  # gRPC comes with it
         from headrace_servicekit.rpc.joining import admit
