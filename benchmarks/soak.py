@@ -3,8 +3,9 @@
 One fleet trains small runs, one after the other, while a process chosen at random is killed every few seconds; each run
 must succeed with no slot trained twice, and then its files are deleted. What must not grow is looked at after each run:
 memory, descriptors and threads of the processes that live through it (launcher; coordinator and store between their
-own kills), and the data directory. Prints one JSON line: `runs`, `steps`, `kills`, and `..._growth`: the median of the
-last third over that of the second third. `--check` fails above `MOST`, and where a run did.
+own kills), and the data directory; the store's own file has a bound. Prints one JSON line: `runs`, `steps`, `kills`,
+`store_mib` and `..._growth`: the median of the last third over that of the second third. `--check` fails above `MOST`,
+and where a run did.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -34,6 +36,8 @@ from harness.specs import small_spec  # noqa: E402
 KILLED = ("rollout-0", "trainer-0", "reward-0", "coordinator", "store")
 LIVING = ("launcher", "coordinator", "store")
 MOST = {"memory": 1.15, "descriptors": 1.1, "threads": 1.1, "disk": 1.15}
+MOST_STORE_MIB = 256.0
+"""The store's file is rewritten once it has doubled beyond 64 MiB."""
 RUN_STEPS = 8
 
 
@@ -42,6 +46,7 @@ class Looks:
 
     def __init__(self) -> None:
         self.found: dict[str, list[float]] = {name: [] for name in MOST}
+        self.store_mib = 0.0
 
     def look(self, fleet: Fleet) -> None:
         """The sum over the living processes, and the size of the data directory."""
@@ -49,12 +54,23 @@ class Looks:
         self.found["memory"].append(sum(each.memory_full_info().uss for each in processes))
         self.found["descriptors"].append(sum(each.num_fds() for each in processes))
         self.found["threads"].append(sum(each.num_threads() for each in processes))
-        files = (file for file in fleet.data_dir.rglob("*") if file.is_file() and "logs" not in file.parts)
-        self.found["disk"].append(sum(file.stat().st_size for file in files))
+        self.found["disk"].append(_bytes(fleet.data_dir, {"logs", "redis"}))
+        self.store_mib = _bytes(fleet.data_dir / "redis", set()) / 2**20
 
     def growth(self) -> dict[str, float]:
         """By figure, of the last third over the second one."""
         return {name: growth(values) for name, values in self.found.items()}
+
+
+def _bytes(folder: Path, but: set[str]) -> float:
+    """Of the files below a folder; one may be gone before it is looked at."""
+    total = 0
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in but]
+        for name in files:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(place, name)).st_size
+    return float(total)
 
 
 def growth(values: Sequence[float]) -> float:
@@ -115,7 +131,7 @@ def soak(minutes: float, gap_s: float, seed: int) -> tuple[Mapping[str, float], 
                     looks.look(fleet)
                 say(f"{counts} kills {killer.kills} load {os.getloadavg()[0]:.1f} {_last(looks)}")
             killer.end()
-    return {**counts, "kills": killer.kills}, looks.growth()
+    return {**counts, "kills": killer.kills, "store_mib": looks.store_mib}, looks.growth()
 
 
 def _last(looks: Looks) -> str:
@@ -136,6 +152,8 @@ def main() -> int:
     counts, found = soak(options.minutes, options.gap, options.seed)
     emit("soak", {**counts, **{f"{name}_growth": value for name, value in found.items()}})
     grown = {name: value for name, value in found.items() if value > MOST[name]}
+    if counts["store_mib"] > MOST_STORE_MIB:
+        grown["store_mib"] = counts["store_mib"]
     if options.check and grown:
         say(f"grows: {grown}; the most are {MOST}")
     return int(options.check and bool(grown))
