@@ -11,6 +11,8 @@ SIM ?= metaworld
 PART ?=
 LIMIT ?=
 BUNDLE_PYTHON ?=
+# What `make setup` installs must be, byte for byte, what constraints/base.hashes.txt says.
+HASHES ?=
 THERE ?=
 # Where torch comes from when not from pip's own index: a folder or page of wheels, or an index.
 TORCH_FIND_LINKS ?=
@@ -31,7 +33,7 @@ DISTS := proto libs/servicekit libs/schema libs/planner libs/modelkit services/c
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check lint test nightly test-all engines test-engines megatron test-megatron browser e2e-browser screenshots recording simulators test-simulators gpu-check gpu-check-bundle docs spec-docs reference-docs wheels freeze clean
+.PHONY: help setup run check lint test nightly test-all engines test-engines megatron test-megatron browser e2e-browser screenshots recording simulators test-simulators soak audit gpu-check gpu-check-bundle docs spec-docs reference-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -51,6 +53,7 @@ setup: .venv/.complete ## Make .venv with all packages, editable (what run, test
 	$(PIP) install -q $(PINNED) hatchling editables
 	$(PIP) install -q $(PINNED) --no-deps $(TORCH_FROM) "torch==$(TORCH_VERSION)"
 	$(PIP) install -q --no-deps --no-build-isolation $(DISTS:%=-e ./%)
+	$(if $(HASHES),$(PIP) install -q --no-deps --require-hashes -r constraints/base.hashes.txt)
 	$(PIP) install -q $(PINNED) --group dev "headrace[local]"
 	$(PIP) check
 	.venv/bin/python -m compileall -q -j 0 .venv/lib $(DISTS) >/dev/null 2>&1 || true # some packages hold files for other Pythons
@@ -107,6 +110,12 @@ test-simulators: ## The tests of one simulator in its environment (SIM=…, also
 recording: setup ## Draw docs/img/run.svg anew: a live run of examples/tiny.yaml in a terminal, on a fleet of its own.
 	@PYTHON=.venv/bin/python sh ci/recording.sh docs/img/run.svg
 
+soak: setup ## Two hours of runs under random kills; memory, descriptors, threads and disk must stay flat (MINUTES=120).
+	@.venv/bin/python benchmarks/soak.py --check --minutes $(or $(MINUTES),120)
+
+audit: setup ## bandit, zizmor, pip-audit and a list of what an installation needs (.cache/ci/sbom.cdx.json).
+	@sh ci/audit.sh all "$(PYTHON)"
+
 gpu-check: setup ## What only a GPU can show, a JSON line an entry (LIMIT=seconds); exits 3 without one.
 	@.venv/bin/python benchmarks/gpu_check.py $(if $(LIMIT),--limit $(LIMIT))
 
@@ -131,6 +140,7 @@ wheels: ## Put torch's wheel into deploy/wheels, from which docker compose build
 freeze: ## Write constraints/base.txt from what .venv holds now.
 	@{ sed -n '/^#/p' constraints/base.txt; $(PIP) freeze --all --exclude-editable | sed -e '/^#/d' -e 's/^torch==.*/torch==$(TORCH_VERSION)/'; } > .base.txt
 	@mv .base.txt constraints/base.txt
+	@sh ci/audit.sh hashes "$(PYTHON)"
 
 clean: ## Remove environments, caches and build products; runs and models (.headrace) stay.
 	rm -rf .venv .envs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

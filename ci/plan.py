@@ -292,6 +292,8 @@ NIGHTLY = [
     _nightly("reward", "services/reward/tests", timeout_s=600),
     _nightly("simulator", "services/simulator/tests", timeout_s=600),
     _nightly("fake-world", "tools/fake_world/tests", timeout_s=1800),
+    script("soak", "benchmarks/soak.py", "--check", timeout_s=9000),
+    Part("audit", ("sh", "ci/audit.sh", "all", sys.executable), 900, shares=True, waits=True),
     script("load", "benchmarks/load.py", "--check", timeout_s=1800),
     script("memory-at-size", "benchmarks/memory_at_size.py", "--check", timeout_s=3600),
     script("weights-at-size", "benchmarks/weights_at_size.py", "--check", timeout_s=600),

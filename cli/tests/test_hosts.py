@@ -79,7 +79,8 @@ def test_the_head_tells_the_whole_line_with_which_hosts_join(tmp_path, monkeypat
     assert join_command("http://127.0.0.1:8470", place) == ""
     assert join_command("http://10.0.0.1:8470", place) == "headrace join 10.0.0.1:8470 --token-file token"
     place.tls.mkdir(parents=True)
-    pin = make_files(place, "10.0.0.1")
+    pin = make_files(place, "10.0.0.1", "head")
+    (place.tls / "ca.pem").write_bytes((place.authority_keys / "ca.pem").read_bytes())
     line = f"headrace join 10.0.0.1:8470 --token-file token --fingerprint {pin}"
     assert join_command("https://10.0.0.1:8470", place) == line
     other = DataDir.at(tmp_path / "other")

@@ -135,13 +135,15 @@ def test_services_with_users_code_alone_start_as_root_and_keep_what_their_entry_
     assert with_code and all('["as_service", ' in line for line in with_code)
 
 
-FLEET, HTTP, REDIS = "/secrets/fleet", "/secrets/http", "/secrets/redis"
+FLEET, HTTP, REDIS, TLS = "/secrets/fleet", "/secrets/http", "/secrets/redis", "/tls"
+ROLES = ("trainer", "rollout", "reward", "simulator", "scaler")
+CERTIFIED = {f"/secrets/tls/{role}" for role in ("authority", "coordinator", *ROLES)}
 SECRETS = {
-    "secrets": {FLEET, HTTP, REDIS},
-    "coordinator": {FLEET, HTTP, REDIS},
+    "secrets": {FLEET, HTTP, REDIS, *CERTIFIED},
+    "coordinator": {FLEET, HTTP, REDIS, TLS},
     "redis": {REDIS},
     "prometheus": {FLEET, HTTP},
-    **{kind: {FLEET} for kind in ("trainer", "rollout", "reward", "simulator", "scaler")},
+    **{kind: {FLEET, TLS} for kind in ROLES},
 }
 
 
@@ -151,12 +153,14 @@ def test_a_service_has_the_secrets_that_it_needs_and_no_other(render, overlay):
         mounted = {
             volume["source"]: volume
             for volume in service.get("volumes", [])
-            if "secret" in volume["source"] or volume["target"].startswith("/secrets")
+            if "secret" in volume["source"] or volume["target"].startswith(("/secrets", TLS))
         }
         mounted = {key: volume for key, volume in mounted.items() if volume["type"] == "volume"}
         assert {volume["target"] for volume in mounted.values()} == SECRETS.get(name, set()), name
         for source, volume in mounted.items():
-            assert volume["target"] == f"/secrets/{source.removesuffix('-secret')}"
+            role = source.removesuffix("-tls")
+            places = {f"/secrets/{source.removesuffix('-secret')}", f"/secrets/tls/{role}"}
+            assert volume["target"] in places or (volume["target"], role) == (TLS, name)
             assert name == "secrets" or volume["read_only"]
         held = {volume["target"] for volume in mounted.values()}
         for key, value in (service.get("environment") or {}).items():

@@ -6,7 +6,7 @@ import os
 import re
 
 import pytest
-from harness.chart import VERSIONS, checker, schema_name, variables, workloads
+from harness.chart import VERSIONS, certificate_secrets, checker, schema_name, variables, workloads
 from harness.processes import ROOT
 from headrace_coordinator.__main__ import parse as parse_coordinator
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
@@ -58,6 +58,8 @@ CRDS = {
     "ScaledObject",
     "TriggerAuthentication",
     "HTTPRoute",
+    "Certificate",
+    "Issuer",
 }
 """Kinds of operators: Kubernetes has no schema of them."""
 
@@ -134,6 +136,8 @@ def test_no_variable_of_ours_is_one_that_nobody_reads(objects):
 def test_what_pods_name_is_there(objects):
     names = {(each["kind"], each["metadata"]["name"]) for each in objects}
     outside = {("Secret", "mine"), ("PersistentVolumeClaim", "mine")}
+    outside |= {("Secret", name) for name in certificate_secrets(objects)}
+    outside |= {("Secret", f"mine-{kind}") for kind in workloads(objects)}
     for kind, pod in workloads(objects).items():
         spec, given = pod["spec"], variables(pod)
         volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}

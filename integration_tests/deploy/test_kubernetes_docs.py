@@ -7,13 +7,11 @@ import shlex
 
 import pytest
 import yaml
-from harness.chart import CHART, helm, objects_of
+from harness.chart import CHART, certificate_secrets, helm, objects_of
 from harness.processes import ROOT
 
 PAGE = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
 SHORT = {"service": "Service", "secret": "Secret", "deployment": "Deployment", "statefulset": "StatefulSet"}
-NAMED_ELSEWHERE = {"post-tls"}
-"""Secrets that something else than the chart makes, on the page."""
 
 
 def commands():
@@ -43,7 +41,7 @@ def test_helm_renders_what_the_page_says(tools, command):
     assert {"Deployment", "StatefulSet", "NetworkPolicy"} <= {each["kind"] for each in objects}
     for text in re.findall(r"--set '?([\w.\[\]]+=[\w./-]+)", command):
         assert text.rpartition("=")[2] in yaml.safe_dump(objects) or text.startswith(
-            ("podSecurity", "usersCode", "ingress.enabled")
+            ("podSecurity", "usersCode", "ingress.enabled", "tls.http")
         )
 
 
@@ -65,7 +63,8 @@ def test_kubectl_names_what_the_chart_has_made(render, command):
             assert int(port) in [each["port"] for each in objects[SHORT[kind], name]["spec"]["ports"]]
         case ["get", "secret", name, path]:
             key = path.removeprefix("jsonpath={.data.").removesuffix("}").replace("\\.", ".")
-            held = {"ca.crt"} if name in NAMED_ELSEWHERE else objects["Secret", name]["data"].keys()
+            made = name in certificate_secrets(list(objects.values()))
+            held = {"ca.crt"} if made else objects["Secret", name]["data"].keys()
             assert key in held and "-o" in words
         case ["create", "secret", "generic", name]:
             made = {word.split("=")[1] for word in words if word.startswith("--from-literal=")}
@@ -89,22 +88,19 @@ def test_every_command_of_the_page_is_checked_somewhere():
 
 
 def test_objects_of_the_page_are_what_the_chart_asks_for(tools):
-    """The certificate has the names by which processes and KEDA know the coordinator."""
+    """The coordinator's certificate has the names by which instances, users and KEDA know it."""
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    certificate = yaml.safe_load(text)
-    objects = objects_of(
-        helm(tools, f"--set=tls.existing={certificate['spec']['secretName']},autoscaling.rollout.by=keda")
-    )
+    shown = yaml.safe_load(text)["spec"]
+    objects = objects_of(helm(tools, "--set=tls.http=true,autoscaling.rollout.by=keda"))
+    (made,) = [
+        each["spec"]
+        for each in objects
+        if each["kind"] == "Certificate" and each["metadata"]["name"] == "post-tls-coordinator"
+    ]
+    assert shown == made
     (scaled,) = [each for each in objects if each["kind"] == "ScaledObject"]
     url = scaled["spec"]["triggers"][0]["metadata"]["url"]
-    (name,) = {
-        item["value"]
-        for each in objects
-        if each["kind"] == "Deployment"
-        for item in each["spec"]["template"]["spec"]["containers"][0]["env"]
-        if item["name"] == "HEADRACE_TLS_NAME"
-    }
-    assert {name, re.match(r"https://([^:]+):", url)[1], "localhost"} == set(certificate["spec"]["dnsNames"])
+    assert re.match(r"https://([^:]+):", url)[1] in made["dnsNames"]
 
 
 def test_keys_that_the_page_names_are_values():

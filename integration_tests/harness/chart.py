@@ -54,6 +54,11 @@ def checker(tools: Path, version: str) -> Callable[[str, dict[str, Any]], None]:
     return check
 
 
+def certificate_secrets(objects: list[dict[str, Any]]) -> set[str]:
+    """Names of the secrets that cert-manager makes of these objects."""
+    return {each["spec"]["secretName"] for each in objects if each["kind"] == "Certificate"}
+
+
 def schema_name(each: dict[str, Any]) -> str:
     """The name of the schema of an object, such as deployment-apps-v1."""
     group, _, revision = each["apiVersion"].rpartition("/")

@@ -45,6 +45,8 @@ class Host:
         self._hidden = ["/dev/shm", *(str(folder / other) for other in others)]
         self.namespace, self._switch, self._port = f"{prefix}-{name}", f"{prefix}-switch", f"to-{name}"
         self._slow = False
+        self.switch: subprocess.Popen[str] | None = None
+        """The slow switch that the cable leads to: `tell` speaks to it."""
         self.boot_id: Path | None = None
         """A file with what names the host's cores in place of the machine's: then they are its own."""
         _ip("netns", "add", self.namespace)
@@ -70,6 +72,16 @@ class Host:
         words = (f"{self.address}{length[0]}", "dev", "eth9", *length[1:])
         _ip("-n", self.namespace, "address", "add", *words)
         _ip("-n", self.namespace, "link", "set", "eth9", "up")
+
+    def tell(self, fault: str, other: Host | None = None, *more: object) -> None:
+        """A fault of what this host sends to another one, in the words of `slow_switch`; "mend" ends all."""
+        assert self.switch is not None and self.switch.stdin is not None
+        between = (self.address, other.address) if other is not None else ()
+        print(fault, *between, *more, file=self.switch.stdin, flush=True)
+
+    def sees(self, folder: Path) -> None:
+        """The folder of another host, as of a shared file system."""
+        self._hidden.remove(str(folder))
 
     def received_bytes(self) -> int:
         """What has come over its cable, headers too."""
@@ -143,6 +155,7 @@ def hosts(
         if cable is not None:
             slow = _slow_switch(cable, made)
         for host in made:
+            host.switch = slow
             host.plug_in() if slow is None else host.plug_in_slowly()
         yield made
     finally:

@@ -168,9 +168,10 @@ def test_tests_of_a_change_are_its_own_those_of_its_module_and_of_its_importers(
     module = "libs/servicekit/src/headrace_servicekit/weights/delta.py"
     own = "services/reward/tests/test_reward_leases.py"
     found = tests_of([module, own])
-    assert found[:2] == [own, "libs/servicekit/tests/test_kit_weight_delta.py"]
+    fuzzed = "integration_tests/bad_input/test_decoders.py"
+    assert found[:3] == [own, fuzzed, "libs/servicekit/tests/test_kit_weight_delta.py"]
     importer = "libs/servicekit/tests/test_kit_weight_store.py"
-    assert found.index(importer) > 1, "weights.store imports weights.delta"
+    assert found.index(importer) > 2, "weights.store imports weights.delta"
     assert not [name for name in found if name.startswith("integration_tests/flows")]
     assert "integration_tests/packaging/test_ci_tools.py" in tests_of(["ci/parts.py"])
 

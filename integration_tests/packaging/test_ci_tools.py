@@ -318,3 +318,31 @@ def test_a_recording_draws_what_a_live_command_shows(tmp_path):
         [sys.executable, "-m", "ci.recording", str(file), "false"], cwd=ROOT, capture_output=True, text=True
     )
     assert failed.returncode == 1 and "ended with status 1" in failed.stderr
+
+
+def test_every_pin_has_hashes_of_the_same_version(repository):
+    """Of another version, or without a hash, an installation by hashes would stop: `sh ci/audit.sh hashes python3`."""
+
+    def pins(name):
+        lines = (repository / "constraints" / name).read_text(encoding="utf-8").splitlines()
+        found = (
+            line.removesuffix(" \\").split("==") for line in lines if "==" in line and line[0] not in "# "
+        )
+        return {name.lower().replace("_", "-"): version for name, version in found}
+
+    base = {name: version for name, version in pins("base.txt").items() if name != "torch"}
+    assert pins("base.hashes.txt") == base
+    for name in ("base", "audit"):
+        file = "base.hashes.txt" if name == "base" else "audit.txt"
+        blocks = (repository / "constraints" / file).read_text(encoding="utf-8").split("\n    ")
+        assert all(block.startswith("--hash=sha256:") for block in blocks[1:])
+
+
+def test_workflows_name_what_they_use_by_commit(repository):
+    used = [
+        line.split("uses:")[1].split("#")[0].strip()
+        for file in (repository / ".github/workflows").glob("*.yml")
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if "uses:" in line
+    ]
+    assert used and all(len(each.partition("@")[2]) == 40 for each in used), used

@@ -1,5 +1,9 @@
 """What is inside the wheels."""
 
+import os
+import shutil
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -64,3 +68,30 @@ def test_every_wheel_carries_the_license(wheels, repository):
             assert archive.read(license) == (repository / "LICENSE").read_bytes(), name
             metadata = next(member for member in archive.namelist() if member.endswith("METADATA"))
             assert b"License-Expression: Apache-2.0" in archive.read(metadata), name
+
+
+@pytest.mark.parametrize(
+    ("dist", "folder"), [("headrace-proto", "proto"), ("headrace-servicekit", "libs/servicekit")]
+)
+def test_a_wheel_that_is_built_again_elsewhere_is_the_same(wheels, repository, dist, folder, tmp_path):
+    """In a folder of another name, with other modes and times of files. `ci/release.sh` does so with every wheel."""
+    copy = tmp_path / "another name" / dist
+    shutil.copytree(repository / folder, copy, ignore=shutil.ignore_patterns("__pycache__", "tests"))
+    for path in copy.rglob("*"):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+        os.utime(path, (1, 1))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tmp_path,
+        copy,
+    ]
+    subprocess.run(command, check=True, timeout=120)
+    (again,) = tmp_path.glob("*.whl")
+    assert again.name == wheels[dist].name and again.read_bytes() == wheels[dist].read_bytes()

@@ -17,10 +17,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.encryption import make_files, renew
+from headrace_cli.launcher.plan import FleetPlan
 from headrace_servicekit.rpc import certificates, tls
 from headrace_servicekit.rpc.certificates import (
     BadCertificate,
     certify,
+    fleet_of,
     put_certificate,
     request_certificate,
 )
@@ -32,7 +34,7 @@ def head(tmp_path, monkeypatch):
     """The data directory of a head at a private address."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
     place = DataDir.at(tmp_path / "data")
-    make_files(place, "10.0.0.1")
+    make_files(place, "10.0.0.1", "head")
     return place
 
 
@@ -92,61 +94,71 @@ def refusal(folder, authority, name):
 @pytest.mark.parametrize("name", ["example.com", "www.bank.example", "localhost.com", "10.example.com"])
 def test_a_stolen_key_signs_for_no_name_outside_the_fleet(head, tmp_path, name):
     shown = forged(head, tmp_path / "forged", name)
-    assert "permitted subtree violation" in refusal(shown, head.tls / "ca.pem", name)
+    assert "permitted subtree violation" in refusal(shown, head.certificates / "coordinator" / "ca.pem", name)
 
 
 def test_nor_by_a_common_name_alone(head, tmp_path):
     shown = forged(head, tmp_path / "forged", "example.com", alternatives=False)
-    assert refusal(shown, head.tls / "ca.pem", "example.com")
+    assert refusal(shown, head.certificates / "coordinator" / "ca.pem", "example.com")
 
 
 @pytest.mark.parametrize("alternatives", [True, False])
-async def test_nor_for_a_client_of_grpc(head, tmp_path, monkeypatch, alternatives):
+async def test_nor_for_a_client_of_grpc(head, tmp_path, alternatives):
     """Its TLS library is another one."""
-    monkeypatch.setenv(
-        tls.VARIABLE, str(forged(head, tmp_path / "forged", "example.com", alternatives=alternatives))
-    )
-    server = GrpcServer("127.0.0.1:0", token="t", instance="one")
-    address = await server.start()
-    trust = grpc.ssl_channel_credentials((head.tls / "ca.pem").read_bytes())
+    shown = forged(head, tmp_path / "forged", "example.com", alternatives=alternatives)
+    pair = ((shown / "host-key.pem").read_bytes(), (shown / "host.pem").read_bytes())
+    server = grpc.aio.server()
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    await server.start()
+    trust = grpc.ssl_channel_credentials((head.authority_keys / "ca.pem").read_bytes())
     options = (("grpc.ssl_target_name_override", "example.com"),)
     try:
-        async with grpc.aio.secure_channel(address, trust, options) as channel:
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", trust, options) as channel:
             with pytest.raises(
                 grpc.aio.AioRpcError, match=r"CERTIFICATE_VERIFY_FAILED|Hostname Verification"
             ):
                 await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5)
     finally:
-        await server.drain(0)
+        await server.stop(0)
 
 
 @pytest.mark.parametrize("name", ["10.0.0.1", "127.0.0.1", "::1", "localhost", socket.gethostname()])
 def test_the_heads_own_names_are_taken(head, name):
-    assert refusal(head.tls, head.tls / "ca.pem", name) == ""
+    assert (
+        refusal((head.certificates / "coordinator"), head.certificates / "coordinator" / "ca.pem", name) == ""
+    )
 
 
 def test_a_host_is_certified_for_its_address_and_no_name_outside_the_fleet(head, tmp_path):
     host, keys = tmp_path / "host", head.authority_keys
-    put_certificate(host, certify(keys, request_certificate(host, ["10.250.3.4", "localhost"])))
-    assert refusal(host, head.tls / "ca.pem", "10.250.3.4") == ""
+    uri = f"spiffe://{fleet_of((keys / 'ca.pem').read_bytes())}/rollout/b"
+    put_certificate(host, certify(keys, request_certificate(host, [uri, "10.250.3.4", "localhost"])))
+    assert refusal(host, head.certificates / "coordinator" / "ca.pem", "10.250.3.4") == ""
     for name in ("example.com", "10.0.0.1.example.com", "localhost.com", "*.example.com"):
         with pytest.raises(BadCertificate, match=r"signs for addresses, localhost and .*, not for "):
-            certify(keys, request_certificate(host, ["10.0.0.2", name]))
+            certify(keys, request_certificate(host, [uri, "10.0.0.2", name]))
 
 
 def test_the_authority_stays_unless_it_may_sign_for_every_name(head):
-    first = (head.tls / "ca.pem").read_bytes()
-    make_files(head, "192.168.1.1")
-    assert (head.tls / "ca.pem").read_bytes() == first
-    shutil.copyfile(head.tls / "host.pem", head.authority_keys / "ca.pem")  # has no name constraints
-    make_files(head, "192.168.1.1")
-    assert (head.tls / "ca.pem").read_bytes() != first
-    assert refusal(head.tls, head.tls / "ca.pem", "192.168.1.1") == ""
+    first = (head.certificates / "coordinator" / "ca.pem").read_bytes()
+    make_files(head, "192.168.1.1", "head")
+    assert (head.certificates / "coordinator" / "ca.pem").read_bytes() == first
+    shutil.copyfile(
+        head.certificates / "coordinator" / "host.pem", head.authority_keys / "ca.pem"
+    )  # has no name constraints
+    make_files(head, "192.168.1.1", "head")
+    assert (head.certificates / "coordinator" / "ca.pem").read_bytes() != first
+    assert (
+        refusal(
+            (head.certificates / "coordinator"), head.certificates / "coordinator" / "ca.pem", "192.168.1.1"
+        )
+        == ""
+    )
 
 
 def test_its_key_is_its_owners_alone_and_not_below_the_data_directory(head):
     found = [path.name for path in head.root.rglob("*") if path.is_file()]
-    assert sorted(found) == ["ca.pem", "host-key.pem", "host.pem"]
+    assert set(found) == {"ca.pem", "host-key.pem", "host.pem"}
     assert all(
         b"PRIVATE" not in path.read_bytes()
         for path in head.root.rglob("*.pem")
@@ -162,35 +174,40 @@ def lives(folder):
 
 
 def test_a_hosts_certificate_lives_for_days_and_is_renewed_when_half_of_them_are_over(head, monkeypatch):
-    assert datetime.timedelta(days=6) < lives(head.tls) <= datetime.timedelta(days=7)
-    fresh = (head.tls / "host.pem").read_bytes()
-    asyncio.run(renew(head, None))
-    assert (head.tls / "host.pem").read_bytes() == fresh
+    assert datetime.timedelta(days=6) < lives(head.certificates / "coordinator") <= datetime.timedelta(days=7)
+    fresh = (head.certificates / "coordinator" / "host.pem").read_bytes()
+    renew(head, FleetPlan(str(head.root), listen="10.0.0.1"))
+    assert (head.certificates / "coordinator" / "host.pem").read_bytes() == fresh
     with monkeypatch.context() as patched:
         patched.setattr(certificates, "HOST_DAYS", 0.5)
-        make_files(head, "10.0.0.1")
-    asyncio.run(renew(head, None))
-    assert lives(head.tls) > datetime.timedelta(days=6)
-    assert refusal(head.tls, head.tls / "ca.pem", "10.0.0.1") == ""
+        make_files(head, "10.0.0.1", "head")
+    renew(head, FleetPlan(str(head.root), listen="10.0.0.1"))
+    assert lives(head.certificates / "coordinator") > datetime.timedelta(days=6)
+    assert (
+        refusal((head.certificates / "coordinator"), head.certificates / "coordinator" / "ca.pem", "10.0.0.1")
+        == ""
+    )
 
 
 async def test_running_servers_show_the_renewed_certificate(head, monkeypatch):
     """gRPC and HTTP, without a restart."""
-    monkeypatch.setenv(tls.VARIABLE, str(head.tls))
+    monkeypatch.setenv(tls.VARIABLE, str(head.certificates / "coordinator"))
     server = GrpcServer("127.0.0.1:0", token="t", instance="one")
     port = int((await server.start()).rpartition(":")[2])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(head.tls / "host.pem", head.tls / "host-key.pem")
-    tls.show_newest(context, head.tls)
+    context.load_cert_chain(
+        head.certificates / "coordinator" / "host.pem", head.certificates / "coordinator" / "host-key.pem"
+    )
+    tls.show_newest(context, (head.certificates / "coordinator"))
     http = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
     ports = (port, http.sockets[0].getsockname()[1])
     try:
         for _ in range(2):
-            newest = (head.tls / "host.pem").read_text()
+            newest = (head.certificates / "coordinator" / "host.pem").read_text()
             for each in ports:
                 shown = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", each), timeout=10)
                 assert shown == newest
-            make_files(head, "10.0.0.1")
+            make_files(head, "10.0.0.1", "head")
     finally:
         http.close()
         await server.drain(0)

@@ -353,6 +353,5 @@ def coordinator_target(service):
         "Register": lambda: [registration],
         "Session": heartbeat,
         "Supervise": supervise,
-        "Certify": lambda: [fleet_pb2.CertifyRequest(request=b"-----BEGIN CERTIFICATE REQUEST-----")],
     }
     return Target(service, "headrace.coordinator.v1.FleetService", valid)

@@ -3,7 +3,7 @@
 import datetime
 
 from headrace_servicekit.rpc import metrics
-from headrace_servicekit.rpc.certificates import certify, make_authority, put_certificate, request_certificate
+from headrace_servicekit.rpc.certificates import make_authority, make_certificate
 from prometheus_client import REGISTRY
 
 
@@ -27,7 +27,7 @@ def test_the_disks_of_folders_are_shown_and_one_that_is_gone_is_not(tmp_path, mo
 
 def test_certificates_say_when_they_end(tmp_path, monkeypatch):
     make_authority(tmp_path, "127.0.0.1")
-    put_certificate(tmp_path, certify(tmp_path, request_certificate(tmp_path, ["127.0.0.1"])))
+    make_certificate(tmp_path, tmp_path, "rollout", "a")
     monkeypatch.setenv("HEADRACE_TLS_DIR", str(tmp_path))
     now = datetime.datetime.now(datetime.UTC).timestamp()
     host, authority = (

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from headrace.client import Client
 
     from headrace_cli.launcher.data_dir import DataDir
+    from headrace_cli.launcher.plan import FleetPlan
     from headrace_cli.launcher.repair import Examination
 
 
@@ -73,7 +74,8 @@ def up(
     tls: Annotated[
         bool,
         typer.Option(
-            "--tls", help="Encrypt all traffic, with certificates of an authority of the fleet's own."
+            "--tls",
+            help="Encrypt the HTTP API too, as gRPC between hosts always is, and nothing that cannot be.",
         ),
     ] = False,
 ) -> None:
@@ -90,21 +92,29 @@ def up(
                 "--no-token", "everybody who reaches --listen could run code here", "leave it out"
             )
     plan = options.plan(port, encrypt=tls, no_token=no_token, listen=listen, host=name or host_name())
-    if plan.tls:
-        _encrypt(DataDir.at(options.data_dir), listen, options.tls_files)
+    if plan.certificates:
+        _certify(DataDir.at(options.data_dir), plan, options.tls_files)
     start(plan, options)
 
 
-def _encrypt(place: DataDir, address: str, given: Path | None) -> None:
+def _certify(place: DataDir, plan: FleetPlan, given: Path | None) -> None:
     from headrace_cli.launcher.encryption import make_files, take_files
     from headrace_cli.launcher.start import refuse_second_fleet
 
     refuse_second_fleet(place)
     place.prepare()
     if given is not None:
-        take_files(given, place.tls, address)
+        take_files(given, place, plan)
+        shown = (given / "coordinator" / AUTHORITY).read_bytes()
     else:
-        error_console().print(f"fingerprint: {make_files(place, address)}", markup=False)
+        pin = make_files(place, plan.listen, plan.host)
+        shown = (place.authority_keys / AUTHORITY).read_bytes()
+        if plan.tls:
+            error_console().print(f"fingerprint: {pin}", markup=False)
+    (place.tls / AUTHORITY).unlink(missing_ok=True)
+    if plan.tls:
+        place.tls.mkdir(mode=0o700, exist_ok=True)
+        (place.tls / AUTHORITY).write_bytes(shown)
 
 
 @grouped
@@ -146,7 +156,7 @@ def join(
     host, port = head_place(head)
     place, authority = DataDir.at(options.data_dir), None
     if options.tls_files is not None:
-        authority = options.tls_files / AUTHORITY
+        authority = options.tls_files / "supervisor" / AUTHORITY
     elif ca_file is not None or fingerprint:
         from headrace_cli.launcher.encryption import trust
 
@@ -162,14 +172,14 @@ def join(
     plan = options.plan(
         0, encrypt=authority is not None, listen=address, host=name or host_name(), head=found
     )
-    if plan.tls:
-        from headrace_cli.launcher.encryption import ask_for_certificate, take_files
+    if plan.certificates:
+        from headrace_cli.launcher.encryption import ask_for_certificates, take_files
 
         place.prepare()
         if options.tls_files is not None:
-            take_files(options.tls_files, place.tls, address)
+            take_files(options.tls_files, place, plan)
         else:
-            ask_for_certificate(place.tls, found, address)
+            ask_for_certificates(place, plan)
     start(plan, options)
 
 

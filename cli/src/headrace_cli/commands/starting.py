@@ -83,7 +83,8 @@ class FleetOptions:
     tls_files: Annotated[
         Path | None,
         typer.Option(
-            help="Directory with ca.pem, host.pem and host-key.pem of one's own, to encrypt with.",
+            help="Directory with a folder for each role (coordinator, supervisor, rollout, …) with ca.pem, host.pem "
+            "and host-key.pem of one's own.",
             show_default=False,
         ),
     ] = None

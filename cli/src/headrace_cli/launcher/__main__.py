@@ -79,10 +79,10 @@ class LocalFleet:
         return 0
 
     async def _keep_certified(self) -> None:
-        if self.plan.tls == "made":
+        if self.plan.certificates == "made":
             from headrace_cli.launcher.encryption import keep_certified  # gRPC comes with it
 
-            await keep_certified(self.data_dir, self.plan.head)
+            await keep_certified(self.data_dir, self.plan)
 
     async def _take_lock(self) -> bool:
         deadline = time.monotonic() + LOCK_PATIENCE_S  # `status` and `down` hold it for an instant
@@ -99,13 +99,17 @@ class LocalFleet:
         shared_memory = data_dir.make_shared_memory()
         self._socket = data_dir.socket_path(shared_memory)
         plan, redis_url = self.plan, os.environ.get("HEADRACE_REDIS_URL", "")
-        if plan.tls:
-            os.environ["HEADRACE_TLS_DIR"] = str(data_dir.tls)
+        if plan.certificates:
+            # Of the launcher; a child has that of its kind beside it.
+            os.environ["HEADRACE_TLS_DIR"] = str(data_dir.certificates / "supervisor")
+            os.environ["HEADRACE_ENCRYPT_ALL"] = "1" if plan.tls else ""
         if plan.head is not None:
             token_file, http_token_file = Path(plan.head.token_file), None
         else:
             token_file = make_token(data_dir.token_file)
             http_token_file = None if plan.no_token else make_token(data_dir.http_token_file)
+        if plan.certificates:
+            token_file = _services_token(token_file, data_dir.services_token_file)
         wiring = Wiring(
             plan=plan,
             coordinator=plan.head.grpc_address
@@ -225,6 +229,15 @@ class LocalFleet:
             self._written = written
         except OSError as error:  # a full disk is no reason to take the fleet down
             print(f"the state file cannot be written: {error}", flush=True)
+
+
+def _services_token(secret: Path, file: Path) -> Path:
+    from headrace_servicekit.rpc.joining import services_token  # takes `cryptography` along
+
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as out:
+        out.write(services_token(secret.read_text(encoding="ascii").strip()))
+    return file
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -49,11 +49,22 @@ class DataDir:
 
     @property
     def tls(self) -> Path:
+        """What clients of an encrypted HTTP API trust."""
         return self.root / "tls"
 
     @property
+    def certificates(self) -> Path:
+        """Folders with the files of each role of this host's processes."""
+        return self.root / "certificates"
+
+    @property
+    def services_token_file(self) -> Path:
+        """What services share beyond the loopback; `token_file`, which joins hosts, they do not have there."""
+        return self.root / "services-token"
+
+    @property
     def authority(self) -> Path | None:
-        """What the fleet's certificates come from, where it is encrypted."""
+        """What the certificate of the fleet's HTTP API comes from, where that is encrypted."""
         return file if (file := self.tls / AUTHORITY).is_file() else None
 
     @property

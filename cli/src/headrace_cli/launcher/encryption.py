@@ -1,18 +1,15 @@
-"""The files of an encrypted fleet: made by `up`, asked for by `join`, or given by the user."""
+"""The certificates of a fleet's processes: made by `up`, asked for by `join`, or given by the user."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import ssl
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import grpc
 import httpx
-from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
 from headrace_servicekit.folders import own_folder
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.rpc.addresses import LOOPBACK
@@ -21,27 +18,30 @@ from headrace_servicekit.rpc.certificates import (
     certify,
     check_files,
     fingerprint,
+    fleet_of,
     make_authority,
+    make_certificate,
     may_certify,
+    names_for,
     put_certificate,
     request_certificate,
     request_renewal,
 )
-from headrace_servicekit.rpc.client import dial
-from headrace_servicekit.rpc.errors import message_of
-from headrace_servicekit.rpc.tls import AUTHORITY, CERTIFICATE, KEY, VARIABLE
+from headrace_servicekit.rpc.joining import PATH, answered, asking
+from headrace_servicekit.rpc.roles import COORDINATOR, INSTANCES, JOINING, SUPERVISOR, Identity
+from headrace_servicekit.rpc.tls import AUTHORITY, CERTIFICATE, KEY
 
 from headrace_cli.errors import CommandError, user_error
 from headrace_cli.launcher.data_dir import DataDir
-from headrace_cli.launcher.plan import Head
+from headrace_cli.launcher.plan import FleetPlan, Head
 
-CERTIFY_S = 20.0
+ASK_S = 20.0
 RENEWAL_S = 3600.0
 _logger = get_logger(__name__)
 
 
-def make_files(place: DataDir, address: str) -> str:
-    """The authority of a fleet, kept from start to start, and a new certificate of its head; the fingerprint.
+def make_files(place: DataDir, address: str, host: str) -> str:
+    """The authority of a fleet, kept from start to start, and new certificates of its head; the fingerprint.
 
     Raises CommandError (exit code 2) where the folder for the authority's key cannot be written.
     """
@@ -51,25 +51,29 @@ def make_files(place: DataDir, address: str) -> str:
         make_authority(keys, name)
     except OSError as error:
         problem = f"the key of the fleet's authority cannot be kept in {keys} ({error.strerror or error})"
-        raise user_error("--tls", problem, "name a directory of yours in XDG_CONFIG_HOME") from error
-    request = request_certificate(place.tls, [*_names(address), *([name] if may_certify(keys, name) else [])])
-    put_certificate(place.tls, certify(keys, request))
-    shutil.copyfile(keys / AUTHORITY, place.tls / AUTHORITY)
-    return fingerprint((keys / AUTHORITY).read_bytes())
+        raise user_error("--listen", problem, "name a directory of yours in XDG_CONFIG_HOME") from error
+    authority = (keys / AUTHORITY).read_bytes()
+    addresses = [*_addresses(address), *([name] if may_certify(keys, name) else [])]
+    for role in (COORDINATOR, *JOINING):
+        make_certificate(keys, place.certificates / role, role, host, addresses)
+    return fingerprint(authority)
 
 
-def take_files(given: Path, folder: Path, address: str) -> None:
-    """Copies a user's files. Raises CommandError (exit code 2) for those that others would refuse at `address`."""
-    try:
-        check_files(given, address)
-    except BadCertificate as error:
-        fix = f"give {AUTHORITY}, {CERTIFICATE} with this host's address among its names, and {KEY}"
-        raise user_error("--tls-files", str(error), fix) from error
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for file in (AUTHORITY, CERTIFICATE, KEY):
-        (folder / file).unlink(missing_ok=True)
-        shutil.copyfile(given / file, folder / file)
-        (folder / file).chmod(0o600)
+def take_files(given: Path, place: DataDir, plan: FleetPlan) -> None:
+    """Copies a user's files, a folder for each role. Raises CommandError (exit code 2) for those that others refuse."""
+    kinds = [role for role in INSTANCES if plan.counts.get(role) or (given / role).is_dir()]
+    for role in (*(() if plan.head else (COORDINATOR,)), SUPERVISOR, *kinds):
+        try:
+            check_files(given / role, role, plan.listen)
+        except BadCertificate as error:
+            fix = f"give {AUTHORITY}, {CERTIFICATE} with this host's address among its names, and {KEY}"
+            raise user_error("--tls-files", str(error), f"{fix}, in {given / role}") from error
+        folder = place.certificates / role
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for file in (AUTHORITY, CERTIFICATE, KEY):
+            (folder / file).unlink(missing_ok=True)
+            shutil.copyfile(given / role / file, folder / file)
+            (folder / file).chmod(0o600)
 
 
 def trust(folder: Path, url: str, ca_file: Path | None, pinned: str) -> Path:
@@ -82,7 +86,7 @@ def trust(folder: Path, url: str, ca_file: Path | None, pinned: str) -> Path:
         shown = (
             ca_file.read_bytes()
             if ca_file
-            else httpx.get(f"{url}/ca.pem", verify=False, trust_env=False).content
+            else httpx.get(f"{url}/ca.pem", verify=False, trust_env=False).content  # nosec B501 - its fingerprint decides
         )
         found = fingerprint(shown)
     except (OSError, BadCertificate) as error:
@@ -101,61 +105,85 @@ def trust(folder: Path, url: str, ca_file: Path | None, pinned: str) -> Path:
     return folder / AUTHORITY
 
 
-def ask_for_certificate(folder: Path, head: Head, address: str) -> None:
-    """This host's certificate, by the head. Raises CommandError."""
-    request = request_certificate(folder, _names(address))
-    with _using(folder):
-        try:
-            answer = asyncio.run(_certify(head, request))
-        except grpc.aio.AioRpcError as error:
-            option = "--token-file" if error.code() is grpc.StatusCode.UNAUTHENTICATED else "HEAD"
-            raise user_error(
-                option, f"{head.grpc_address} gives no certificate: {message_of(error)}", "see the head's log"
-            ) from error
-    put_certificate(folder, answer)
+def ask_for_certificates(place: DataDir, plan: FleetPlan) -> None:
+    """This host's certificates, by the head. Raises CommandError."""
+    assert plan.head is not None
+    pem = _asked(plan.head, place, lambda client: client.get("/ca.pem"))
+    fleet = fleet_of(pem.content)
+    requests = {}
+    for role in JOINING:
+        names = names_for(Identity(fleet, role, plan.host), _addresses(plan.listen))
+        requests[role] = request_certificate(place.certificates / role, names)
+    _put(place, *_joined(plan.head, place, plan.host, requests))
 
 
-async def keep_certified(place: DataDir, head: Head | None) -> None:
-    """Renews this host's certificate, by the authority or by the head, when half of its life is over; for ever."""
+async def keep_certified(place: DataDir, plan: FleetPlan) -> None:
+    """Renews this host's certificates, by the authority or by the head, when half of their life is over; for ever."""
     while True:
         await asyncio.sleep(RENEWAL_S)
-        await renew(place, head)
+        await asyncio.to_thread(renew, place, plan)
 
 
-async def renew(place: DataDir, head: Head | None) -> None:
-    """Renews it if half of its life is over; what goes wrong is logged, and tried again."""
+def renew(place: DataDir, plan: FleetPlan) -> None:
+    """Renews those of which half of the life is over; what goes wrong is logged, and tried again."""
     try:
-        if (request := request_renewal(place.tls)) is None:
+        due = {each.name: request_renewal(each) for each in sorted(place.certificates.iterdir())}
+        requests = {role: request for role, request in due.items() if request is not None}
+        if not requests:
             return
-        if head is None:
-            answer = certify(place.authority_keys, request)
+        if plan.head is None:
+            authority = (place.authority_keys / AUTHORITY).read_bytes()
+            made = {role: certify(place.authority_keys, request) for role, request in requests.items()}
         else:
-            answer = await _certify(head, request)
-        put_certificate(place.tls, answer)
-        _logger.info("certificate renewed")
-    except (OSError, ValueError, grpc.aio.AioRpcError) as error:
-        why = message_of(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
-        _logger.warning("the certificate of this host is not renewed", extra={"why": why})
+            authority, made = _joined(plan.head, place, plan.host, requests)
+        _put(place, authority, made)
+        _logger.info("certificates renewed", extra={"roles": sorted(made)})
+    except (OSError, ValueError, CommandError) as error:
+        _logger.warning("the certificates of this host are not renewed", extra={"why": str(error)})
 
 
-async def _certify(head: Head, request: bytes) -> bytes:
-    token = await asyncio.to_thread(Path(head.token_file).read_text, encoding="ascii")
-    async with dial(head.grpc_address, token=token.strip()) as channel:
-        stub = fleet_pb2_grpc.FleetServiceStub(channel)  # type: ignore[no-untyped-call]
-        answer = await stub.Certify(fleet_pb2.CertifyRequest(request=request), timeout=CERTIFY_S)
-        return bytes(answer.certificate)
+def _put(place: DataDir, authority: bytes, made: Mapping[str, bytes]) -> None:
+    for role, certificate in made.items():
+        (place.certificates / role / AUTHORITY).write_bytes(authority)
+        put_certificate(place.certificates / role, certificate)
 
 
-@contextmanager
-def _using(folder: Path) -> Iterator[None]:
-    """This process speaks TLS meanwhile."""
-    os.environ[VARIABLE] = str(folder)
+def _joined(
+    head: Head, place: DataDir, host: str, requests: Mapping[str, bytes]
+) -> tuple[bytes, dict[str, bytes]]:
+    secret = Path(head.token_file).read_text(encoding="ascii").strip()
+    asked = asking(secret, host, requests)
+    answer = _asked(head, place, lambda client: client.post(PATH, json=asked))
     try:
-        yield
-    finally:
-        del os.environ[VARIABLE]
+        return answered(secret, asked, answer.json())
+    except (BadCertificate, ValueError) as error:
+        raise user_error(
+            "--token-file", f"{head.url}: {error}", "copy `token` of the head's data directory"
+        ) from error
 
 
-def _names(address: str) -> list[str]:
+def _asked(head: Head, place: DataDir, ask: Callable[[httpx.Client], httpx.Response]) -> httpx.Response:
+    trusted: ssl.SSLContext | bool = True
+    if head.url.startswith("https:") and place.authority is not None:
+        trusted = ssl.create_default_context(cafile=str(place.authority))
+    try:
+        with httpx.Client(base_url=head.url, verify=trusted, trust_env=False, timeout=ASK_S) as client:
+            answer = ask(client)
+    except httpx.TransportError as error:
+        raise CommandError(f"{head.url} gives no certificates: {error}", reason="UNREACHABLE") from error
+    if answer.is_success:
+        return answer
+    option = "--token-file" if answer.status_code == httpx.codes.UNAUTHORIZED else "HEAD"
+    raise user_error(option, f"{head.url} gives no certificates: {_why(answer)}", "see the head's log")
+
+
+def _why(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"it answers {answer.status_code}"
+
+
+def _addresses(address: str) -> list[str]:
     """Of a host: the address for the others, and those of the loopback."""
     return list(dict.fromkeys([address, "localhost", LOOPBACK, "::1"]))

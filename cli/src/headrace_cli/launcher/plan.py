@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from headrace_servicekit.rpc.addresses import LOOPBACK, free_port, host_port
+from headrace_servicekit.rpc.addresses import LOOPBACK, free_port, host_port, is_loopback
 
 from headrace_cli.errors import user_error
 from headrace_cli.launcher.data_dir import DataDir
@@ -70,7 +70,12 @@ class FleetPlan:
     """The host's name in the fleet."""
     head: Head | None = None
     tls: Literal["", "made", "given"] = ""
-    """Encrypted, with files below the data directory: the fleet's own authority made them, or the user gave them."""
+    """The HTTP API is encrypted too, by certificates of the fleet's own authority, or by the user's files."""
+
+    @property
+    def certificates(self) -> Literal["", "made", "given"]:
+        """Who makes the certificates by which services know each other. None is needed on the loopback alone."""
+        return self.tls or ("" if is_loopback(self.listen) else "made")
 
     @property
     def url(self) -> str:
@@ -123,7 +128,8 @@ class Wiring:
 
     def coordinator_command(self, redis_url: str) -> list[str]:
         """Command line of the coordinator."""
-        file, keys = self.http_token_file, DataDir(self.data_dir).authority_keys
+        file, place = self.http_token_file, DataDir(self.data_dir)
+        keys = place.authority_keys
         return [
             *_module("headrace_coordinator"),
             *(
@@ -136,7 +142,11 @@ class Wiring:
             ),
             *("--data-dir", str(self.data_dir), "--token-file", str(self.token_file)),
             *(("--http-token-file", str(file)) if file else ("--no-token",)),
-            *(("--authority-dir", str(keys)) if self.plan.tls == "made" else ()),
+            *(
+                ("--authority-dir", str(keys), "--join-token-file", str(place.token_file))
+                if self.plan.certificates == "made"
+                else ()
+            ),
         ]
 
     def instance_command(self, kind: str, index: int, incarnation: str) -> list[str]:

@@ -24,6 +24,11 @@ labels: {{- include "headrace.labels" . | nindent 2 }}
 {{- .Values.secret.existing | default (printf "%s-secrets" (include "headrace.name" .)) -}}
 {{- end -}}
 
+{{/* The secret with the certificate of a role. */}}
+{{- define "headrace.certificate" -}}
+{{- .root.Values.tls.existing | default (printf "%s-tls" (include "headrace.name" .root)) }}-{{ .role -}}
+{{- end -}}
+
 {{- define "headrace.claim" -}}
 {{- (index .root.Values.storage .volume).existingClaim | default (printf "%s-%s" (include "headrace.name" .root) .volume) -}}
 {{- end -}}

@@ -23,7 +23,7 @@ Keys of the service in values.yaml stand above those of `pod`.
 {{- $kind := .kind -}}
 {{- $set := mustMergeOverwrite (deepCopy $root.Values.pod) (deepCopy (index $root.Values $kind)) -}}
 {{- $is := index (include "headrace.pods" $root | fromYaml) $kind -}}
-{{- $about := dict "root" $root "kind" $kind "set" $set "is" $is "tls" (and $root.Values.tls.existing (not (has $kind (list "redis" "models")))) -}}
+{{- $about := dict "root" $root "kind" $kind "set" $set "is" $is "tls" (not (has $kind (list "redis" "models"))) -}}
 {{- $mounts := include "headrace.mounts" $about -}}
 metadata:
   labels:
@@ -199,7 +199,7 @@ capabilities: {drop: [ALL]{{ with $kept }}, add: [{{ join ", " . }}]{{ end }}}
 {{- if .tls }}
 - name: tls
   secret:
-    secretName: {{ $root.Values.tls.existing }}
+    secretName: {{ include "headrace.certificate" (dict "root" $root "role" .kind) }}
     defaultMode: 0440
     items: [{key: ca.crt, path: ca.pem}, {key: tls.crt, path: host.pem}, {key: tls.key, path: host-key.pem}]
 {{- end }}
@@ -251,8 +251,10 @@ capabilities: {drop: [ALL]{{ with $kept }}, add: [{{ join ", " . }}]{{ end }}}
 {{- if .tls }}
 - name: HEADRACE_TLS_DIR
   value: /tls
-- name: HEADRACE_TLS_NAME
-  value: {{ include "headrace.name" .root }}-coordinator
+{{- if .root.Values.tls.http }}
+- name: HEADRACE_ENCRYPT_ALL
+  value: "1"
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -267,13 +269,8 @@ capabilities: {drop: [ALL]{{ with $kept }}, add: [{{ join ", " . }}]{{ end }}}
 {{- end }}
 {{- end -}}
 
-{{/* Kubelet's own probes speak no TLS; the container's does. */}}
+{{/* Kubelet's own probes show no certificate; the container's does. */}}
 {{- define "headrace.probe" -}}
-{{- if .tls -}}
 exec: {command: [as_service, python, -m, headrace_servicekit.process.probe]}
 timeoutSeconds: 15
-{{- else -}}
-grpc: {port: {{ .port }}}
-timeoutSeconds: 5
-{{- end -}}
 {{- end -}}

@@ -81,7 +81,7 @@ def _asked(model: str, revision: str) -> HubConfig:
     if token := _token():
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:  # nosec B310 - http or https
             found = json.loads(answer.read(MOST_BYTES))
     except urllib.error.HTTPError as error:
         return HubConfig({}, f"{endpoint} answers {error.code} {error.reason}")

@@ -69,6 +69,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="folder with ca.pem and ca-key.pem, by which hosts that join are certified; default: they are not",
     )
     parser.add_argument(
+        "--join-token-file", type=Path, help="secret of those who may join a host, which services do not have"
+    )
+    parser.add_argument(
         "--no-token",
         action="store_true",
         help="answer HTTP without a token: every user of this machine can then run code as this user; loopback only",

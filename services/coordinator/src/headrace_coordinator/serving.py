@@ -27,7 +27,7 @@ from headrace_servicekit.rpc.doors import DOORS, peer_name
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.metrics import CHECKPOINTS, watch
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.rpc.tls import CERTIFICATE, KEY, keys_folder, show_newest, tls_dir
+from headrace_servicekit.rpc.tls import CERTIFICATE, KEY, encrypts_all, keys_folder, show_newest, tls_dir
 from headrace_servicekit.tracing import (
     TracingMissing,
     check_endpoint,
@@ -39,6 +39,7 @@ from headrace_servicekit.tracing import (
 from headrace_coordinator.access.issuer import BadIssuer, Issuer, read_issuer
 from headrace_coordinator.access.trust import BadTrust, Trust, read_trust
 from headrace_coordinator.api.http import make_app
+from headrace_coordinator.api.http.routes.service import joining_routes
 from headrace_coordinator.app import Coordinator
 from headrace_coordinator.autoscaler import parse_bounds
 from headrace_coordinator.data.dataset import forget_items
@@ -115,7 +116,12 @@ def _trust(arguments: argparse.Namespace) -> Trust:
 
 def _keep_own_closed(arguments: argparse.Namespace) -> None:
     """No reference of a spec reads the coordinator's own files."""
-    files = (arguments.token_file, arguments.http_token_file, arguments.redis_password_file)
+    files = (
+        arguments.token_file,
+        arguments.join_token_file,
+        arguments.http_token_file,
+        arguments.redis_password_file,
+    )
     keep_closed(path for path in (arguments.data_dir, *files, tls_dir(), keys_folder()) if path)
 
 
@@ -187,7 +193,7 @@ async def _serve(
     _collect_less()
     server.add_service(
         fleet_pb2_grpc.add_FleetServiceServicer_to_server,
-        FleetServicer(coordinator.fleet, coordinator.instance_changes.answered, arguments.authority_dir),
+        FleetServicer(coordinator.fleet, coordinator.instance_changes.answered),
         "headrace.coordinator.v1.FleetService",
     )
     try:
@@ -251,7 +257,10 @@ async def _serve_http(
     host, port = split_address(arguments.http)
     watch({CHECKPOINTS: arguments.data_dir})
     app = make_app(coordinator, runs_directory=arguments.data_dir / "runs", token=token, issuer=issuer)
-    folder = tls_dir()
+    joining = _secret(arguments.join_token_file)
+    if joining and arguments.authority_dir and (own := tls_dir()):
+        app.include_router(joining_routes(arguments.authority_dir, own, joining))
+    folder = tls_dir() if encrypts_all() else None
     http = make_server(
         app,
         timeout_graceful_shutdown=2,

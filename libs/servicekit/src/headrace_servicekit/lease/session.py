@@ -22,6 +22,7 @@ from headrace_servicekit.lease.usage import Usage
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of
+from headrace_servicekit.rpc.tls import COORDINATOR_NAME
 
 REGISTER_TIMEOUT_S = 10.0
 MAX_BACKOFF_S = 3.0
@@ -95,7 +96,7 @@ class Session:
         self._holder.wake.set()
 
     async def _connect_once(self) -> None:
-        async with dial(self._address, token=self._token) as channel:
+        async with dial(self._address, token=self._token, name=COORDINATOR_NAME) as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)  # type: ignore[no-untyped-call]
             sent_at = self._now()
             response = await stub.Register(self._hooks.registration(), timeout=REGISTER_TIMEOUT_S)

@@ -89,6 +89,13 @@ class ChildSettings:
     on_end: Callable[[ProcessEnd], None]
 
 
+def _certificate_of(kind: str) -> dict[str, str]:
+    """Where the certificate of a kind is, if this process has its own in a folder beside."""
+    own = os.environ.get("HEADRACE_TLS_DIR")
+    folder = Path(own).with_name(kind) if own else None
+    return {"HEADRACE_TLS_DIR": str(folder)} if folder and folder.is_dir() else {}
+
+
 class Child:
     """A place for one process; `start` keeps it running until `stop`."""
 
@@ -188,6 +195,7 @@ class Child:
             "HEADRACE_INCARNATION": self._incarnation,
             "HEADRACE_NAME": settings.name,
             "HEADRACE_INDEX": str(settings.index),
+            **_certificate_of(settings.kind),
         }
         readable, writable = os.pipe()
         try:

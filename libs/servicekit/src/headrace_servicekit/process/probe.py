@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace_servicekit.lease.devices import instance_count
 from headrace_servicekit.rpc.addresses import host_port, split_address
-from headrace_servicekit.rpc.tls import channel_credentials, name_options
+from headrace_servicekit.rpc.tls import channel_credentials, tls_dir
 
 TIMEOUT_S = 5.0
 
@@ -39,12 +39,16 @@ def _serves(address: str) -> bool:
 
 
 def _ask(address: str) -> int:
-    options, credentials = [("grpc.enable_http_proxy", 0), *name_options()], channel_credentials()
-    with (
-        grpc.secure_channel(address, credentials, options=options)
-        if credentials
-        else grpc.insecure_channel(address, options=options)
-    ) as channel:
+    options: list[tuple[str, int | str]] = [("grpc.enable_http_proxy", 0)]
+    folder, credentials = tls_dir(), channel_credentials()
+    if folder is None or credentials is None:
+        channel = grpc.insecure_channel(address, options=options)
+    else:
+        from headrace_servicekit.rpc.certificates import service_name  # takes `cryptography` along
+
+        options.append(("grpc.ssl_target_name_override", service_name(folder)))
+        channel = grpc.secure_channel(address, credentials, options=options)
+    with channel:
         stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
         answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
     return int(answer.status)

@@ -17,6 +17,7 @@ from headrace_servicekit.logs import get_logger
 from headrace_servicekit.process.child import ProcessEnd, ProcessInfo
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import message_of, reason_of
+from headrace_servicekit.rpc.tls import COORDINATOR_NAME
 
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 3.0
@@ -117,7 +118,7 @@ class SupervisorLink:
         backoff = _FIRST_BACKOFF_S
         while True:
             try:
-                async with dial(self._address, token=self._token) as channel:
+                async with dial(self._address, token=self._token, name=COORDINATOR_NAME) as channel:
                     await channel.channel_ready()
                     backoff = _FIRST_BACKOFF_S
                     await self._exchange(fleet_pb2_grpc.FleetServiceStub(channel).Supervise())  # type: ignore[no-untyped-call]

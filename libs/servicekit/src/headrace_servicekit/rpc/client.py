@@ -20,7 +20,7 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace.trainer.v1 import trainer_pb2
 
-from headrace_servicekit.rpc.tls import channel_credentials, name_options
+from headrace_servicekit.rpc.tls import INSTANCE_NAME, channel_credentials, client_changes
 from headrace_servicekit.tracing import outgoing
 
 DEFAULT_DEADLINE_S = 60.0
@@ -43,19 +43,27 @@ def deadlines_enabled() -> bool:
     return _deadlines_enabled
 
 
-def dial(address: str, *, token: str | None, window_bytes: int = 0) -> grpc.aio.Channel:
+def dial(
+    address: str, *, token: str | None, window_bytes: int = 0, name: str = INSTANCE_NAME
+) -> grpc.aio.Channel:
     """Opens a channel to `address` (host:port), encrypted where this process has TLS's files. Connects on first use.
 
     Unary calls get a deadline of 60 s unless they name one. They are retried on UNAVAILABLE, and on
     RESOURCE_EXHAUSTED unless the server says that it lasts: every unary method of the contracts is idempotent by its
     natural key. Streams get no default deadline and no retry.
     `window_bytes` may be under way to this side from the first moment on; without it gRPC begins with 64 KiB.
+    `name` must be among those of the server's certificate: an instance cannot pose as the coordinator.
     """
-    options = [*channel_options(), *name_options(), *(_window(window_bytes) if window_bytes else ())]
-    credentials = channel_credentials()
-    if credentials is None:
-        return Channel(grpc.aio.insecure_channel(address, options=options), token)
-    return Channel(grpc.aio.secure_channel(address, credentials, options=options), token)
+    options = [*channel_options(), *(_window(window_bytes) if window_bytes else ())]
+
+    def connect() -> grpc.aio.Channel:
+        credentials = channel_credentials()
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        named = [*options, ("grpc.ssl_target_name_override", name)]
+        return grpc.aio.secure_channel(address, credentials, options=named)
+
+    return Channel(connect, token)
 
 
 def _window(size: int) -> list[tuple[str, Any]]:
@@ -107,9 +115,9 @@ class _Method:
     """A multi-callable that adds the token, the trace and the default deadline to each call."""
 
     def __init__(
-        self, inner: Callable[..., Any], token: str | None, default_deadline_s: float | None
+        self, newest: Callable[[], Callable[..., Any]], token: str | None, default_deadline_s: float | None
     ) -> None:
-        self._inner = inner
+        self._newest = newest
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._default_deadline_s = default_deadline_s
 
@@ -123,7 +131,8 @@ class _Method:
     ) -> Any:
         limit = timeout if timeout is not None else self._default_deadline_s
         merged = (*(metadata or ()), *outgoing(), *self._metadata)
-        return self._inner(request, timeout=limit if _deadlines_enabled else None, metadata=merged, **options)
+        call = self._newest()
+        return call(request, timeout=limit if _deadlines_enabled else None, metadata=merged, **options)
 
 
 class _CoreCall:
@@ -179,31 +188,58 @@ def _written(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Channel(grpc.aio.Channel):
-    """A grpc.aio channel whose calls carry the token and, when unary, a deadline."""
+    """A grpc.aio channel whose calls carry the token and, when unary, a deadline.
 
-    def __init__(self, inner: grpc.aio.Channel, token: str | None) -> None:
-        self._inner = inner
+    Once this process's certificate has been replaced, later calls go over a new connection, which shows the new one.
+    Calls under way stay where they are.
+    """
+
+    def __init__(self, connect: Callable[[], grpc.aio.Channel], token: str | None) -> None:
+        self._connect = connect
+        self._inner = connect()
+        self._former: list[grpc.aio.Channel] = []
+        self._changed = client_changes()
         self._token = token
+
+    def _newest(self) -> grpc.aio.Channel:
+        if self._changed():
+            self._former.append(self._inner)
+            self._inner = self._connect()
+        return self._inner
+
+    def _method(self, shape: str, method: str, args: Any, options: Any, deadline_s: float | None) -> Any:
+        made: dict[int, Any] = {}
+
+        def newest() -> Any:
+            inner = self._newest()
+            if (generation := len(self._former)) not in made:
+                found = getattr(inner, shape)(method, *args, **options)
+                made.clear()
+                made[generation] = _written(found) if shape.startswith("stream") else found
+            return made[generation]
+
+        newest()
+        return _Method(newest, self._token, deadline_s)
 
     def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
         """A unary call; see `dial` for its deadline and retries."""
-        return _Method(self._inner.unary_unary(method, *args, **options), self._token, DEFAULT_DEADLINE_S)
+        return self._method("unary_unary", method, args, options, DEFAULT_DEADLINE_S)
 
     def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
         """A server stream, without default deadline."""
-        return _Method(self._inner.unary_stream(method, *args, **options), self._token, None)
+        return self._method("unary_stream", method, args, options, None)
 
     def stream_unary(self, method: str, *args: Any, **options: Any) -> Any:
         """A client stream, without default deadline."""
-        return _Method(_written(self._inner.stream_unary(method, *args, **options)), self._token, None)
+        return self._method("stream_unary", method, args, options, None)
 
     def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
         """A bidirectional stream, without default deadline."""
-        return _Method(_written(self._inner.stream_stream(method, *args, **options)), self._token, None)
+        return self._method("stream_stream", method, args, options, None)
 
     async def close(self, grace: float | None = None) -> None:
         """Closes the channel; calls in flight get `grace` seconds."""
-        await self._inner.close(grace)
+        await asyncio.gather(*(each.close(grace) for each in (self._inner, *self._former)))
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Connectivity of the channel."""

@@ -34,7 +34,8 @@ from headrace_servicekit.rpc.requests import (
     decoded,
     tolerant,
 )
-from headrace_servicekit.rpc.tls import server_credentials
+from headrace_servicekit.rpc.roles import caller, check
+from headrace_servicekit.rpc.tls import CERTIFICATE, server_credentials, tls_dir
 from headrace_servicekit.tracing import incoming, is_tracing, span
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
@@ -44,10 +45,11 @@ PENDING_CALLS = 65_536
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Admits, counts and ends the calls of one server. `token` None admits everybody.
+    """Admits, counts and ends the calls of one server. `token` None admits everybody, `fleet` None every role.
 
-    Calls are counted once they have shown the token: what a stranger sends takes the place of nobody. `on_applied`
-    gets the CommandHeader of each unary command that succeeded.
+    With a fleet's name, which is that of the server's certificate, the table of `roles` says whose certificate may
+    call what. Calls are counted once they have shown the token: what a stranger sends takes the place of nobody.
+    `on_applied` gets the CommandHeader of each unary command that succeeded.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         most: int = MOST_CALLS,
     ) -> None:
         self.callers = Callers()
+        self.fleet: str | None = None
         self._checks = HealthChecks()
         self._places = asyncio.Semaphore(most)
         self._on_applied = on_applied
@@ -164,6 +167,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         run = getattr(getattr(request, "header", None), "run", "")
         set_log_context(instance=self._instance, run=run[:MAX_NAME_CHARACTERS])
         try:
+            if self.fleet is not None:
+                check(method, caller(context), self.fleet)
             with self._traced(method, context, run), admission() as call:
                 async with self._places:  # Waits as long as the caller does.
                     yield call
@@ -235,7 +240,10 @@ STOP_S = 5.0
 
 
 def check_listen(listen: str, token: str | None) -> str:
-    """The host that a server listens on. Raises ServiceError TOKEN_REQUIRED beyond loopback without a token."""
+    """The host that a server listens on.
+
+    Raises ServiceError TOKEN_REQUIRED beyond loopback without a token, CERTIFICATE_REQUIRED without TLS's files.
+    """
     host, _ = split_address(listen)
     if not token and not is_loopback(host):
         raise ServiceError(
@@ -243,6 +251,13 @@ def check_listen(listen: str, token: str | None) -> str:
             "TOKEN_REQUIRED",
             f"refusing to listen on {listen} without a token: set --token-file "
             "(HEADRACE_TOKEN_FILE) to a file with a secret that the fleet shares, or listen on 127.0.0.1",
+        )
+    if tls_dir() is None and not is_loopback(host):
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "CERTIFICATE_REQUIRED",
+            f"refusing to listen on {listen} without a certificate: set HEADRACE_TLS_DIR to a directory that "
+            "python -m headrace_servicekit.rpc.certificates makes for this role, or listen on 127.0.0.1",
         )
     return host
 
@@ -287,7 +302,7 @@ class GrpcServer:
     async def start(self) -> str:
         """Listens and reports healthy; returns the bound host:port.
 
-        Raises ServiceError TOKEN_REQUIRED beyond loopback without a token, and ADDRESS_IN_USE.
+        Raises ServiceError TOKEN_REQUIRED or CERTIFICATE_REQUIRED beyond loopback without one, and ADDRESS_IN_USE.
         """
         host = check_listen(self._listen, self._token)
         if self._reflection:
@@ -307,6 +322,7 @@ class GrpcServer:
             if credentials is None:
                 port = self._server.add_insecure_port(self._listen)
             else:
+                self._guard.fleet = own_fleet()
                 port = self._server.add_secure_port(self._listen, credentials)
         except RuntimeError:
             port = 0
@@ -337,6 +353,18 @@ class GrpcServer:
         if self._stop_metrics is not None:
             self._stop_metrics()
             self._stop_metrics = None
+
+
+def own_fleet() -> str:
+    """The fleet of this process's certificate. Raises ServiceError TLS_FILES where it names none."""
+    from headrace_servicekit.rpc.certificates import fleet_of  # takes `cryptography` along
+
+    folder = tls_dir()
+    assert folder is not None
+    if not (fleet := fleet_of((folder / CERTIFICATE).read_bytes())):
+        message = f"{folder / CERTIFICATE} has no URI spiffe://FLEET/ROLE/HOST among its names"
+        raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "TLS_FILES", message)
+    return fleet
 
 
 def _server_options() -> list[tuple[str, int]]:

@@ -1,7 +1,8 @@
 """Encryption of a process's gRPC traffic, where HEADRACE_TLS_DIR names a directory with its files; else there is none.
 
-The directory has `ca.pem`, which the other side's certificate must come from, and this host's own `host.pem` and
-`host-key.pem`. A running server shows the newest `host.pem`. Who may do what is a matter of the token.
+The directory has `ca.pem`, which the other side's certificate must come from, and this process's own `host.pem` and
+`host-key.pem`, which it shows as a server and as a client. All use the newest files without a restart. Who may call
+what is in `roles`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ import grpc
 from headrace_servicekit.rpc.errors import ServiceError
 
 VARIABLE = "HEADRACE_TLS_DIR"
-NAME_VARIABLE = "HEADRACE_TLS_NAME"
+ALL_VARIABLE = "HEADRACE_ENCRYPT_ALL"
 AUTHORITY, CERTIFICATE, KEY = "ca.pem", "host.pem", "host-key.pem"
+NAMES = "headrace"
+"""Domain of the names by which services know each other: at any address."""
+COORDINATOR_NAME, INSTANCE_NAME = f"coordinator.{NAMES}", f"instance.{NAMES}"
 
 
 def tls_dir() -> Path | None:
     """The directory of this process's files; None: nothing is encrypted."""
     return Path(named) if (named := os.environ.get(VARIABLE)) else None
+
+
+def encrypts_all() -> bool:
+    """Whether the user wants more encrypted than gRPC: the HTTP API, and no traffic that cannot be."""
+    return tls_dir() is not None and os.environ.get(ALL_VARIABLE) == "1"
 
 
 def keys_folder() -> Path:
@@ -41,30 +50,34 @@ def keys_folder() -> Path:
     )
 
 
-def name_options() -> list[tuple[str, str]]:
-    """gRPC channel arguments: the name that others' certificates are for, where they are not for their addresses."""
-    name = os.environ.get(NAME_VARIABLE)
-    return [("grpc.ssl_target_name_override", name)] if name and tls_dir() else []
-
-
 def channel_credentials() -> grpc.ChannelCredentials | None:
-    """What a client trusts. Raises ServiceError TLS_FILES."""
+    """What a client trusts, and shows. Raises ServiceError TLS_FILES."""
     folder = tls_dir()
-    return grpc.ssl_channel_credentials(_read(folder / AUTHORITY)) if folder else None
+    if folder is None:
+        return None
+    return grpc.ssl_channel_credentials(*map(_read, (folder / AUTHORITY, folder / KEY, folder / CERTIFICATE)))
+
+
+def client_changes() -> Callable[[], bool]:
+    """Whether this process's certificate has been replaced since the last call."""
+    folder = tls_dir()
+    return _changes(folder / CERTIFICATE) if folder else lambda: False
 
 
 def server_credentials() -> grpc.ServerCredentials | None:
-    """What a server shows: at each handshake the newest files. Raises ServiceError TLS_FILES."""
+    """What a server shows and takes from clients: at each handshake the newest files. Raises ServiceError TLS_FILES."""
     folder = tls_dir()
     if folder is None:
         return None
 
     def read() -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([(_read(folder / KEY), _read(folder / CERTIFICATE))])
+        own = (_read(folder / KEY), _read(folder / CERTIFICATE))
+        return grpc.ssl_server_certificate_configuration([own], _read(folder / AUTHORITY))
 
     changed = _changes(folder / CERTIFICATE)
     # None: as before. gRPC's types do not know it.
-    return grpc.dynamic_ssl_server_credentials(read(), lambda: read() if changed() else None)  # type: ignore[arg-type,return-value]
+    fetch = lambda: read() if changed() else None  # noqa: E731
+    return grpc.dynamic_ssl_server_credentials(read(), fetch, require_client_authentication=True)  # type: ignore[arg-type,return-value]
 
 
 def show_newest(context: ssl.SSLContext, folder: Path) -> None:
@@ -108,5 +121,6 @@ def _read(file: Path) -> bytes:
         raise ServiceError(
             grpc.StatusCode.FAILED_PRECONDITION,
             "TLS_FILES",
-            f"{VARIABLE}: {file} cannot be read ({error.strerror}); headrace up --tls makes such a directory",
+            f"{VARIABLE}: {file} cannot be read ({error.strerror}); "
+            "python -m headrace_servicekit.rpc.certificates makes such directories",
         ) from error

@@ -18,7 +18,7 @@ from headrace.common.v1 import weights_pb2
 
 from headrace_servicekit.rpc.addresses import split_address
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.tls import tls_dir
+from headrace_servicekit.rpc.tls import encrypts_all
 from headrace_servicekit.weights.arrivals import lacking
 from headrace_servicekit.weights.collective import LAST_S, PIECE_S, Collective, Groups, beside
 from headrace_servicekit.weights.delta import Changes
@@ -195,7 +195,7 @@ class BroadcastSource:
 
 
 def _why_not() -> str:
-    return "process groups have no encryption, and the fleet runs with --tls" if tls_dir() else ""
+    return "process groups have no encryption, and the fleet runs with --tls" if encrypts_all() else ""
 
 
 async def _gathered(broadcast: _Broadcast) -> None:

@@ -24,18 +24,6 @@ SERVICE_KIND_TRAINER: ServiceKind
 SERVICE_KIND_SIMULATOR: ServiceKind
 SERVICE_KIND_REWARD: ServiceKind
 
-class CertifyRequest(_message.Message):
-    __slots__ = ("request",)
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    request: bytes
-    def __init__(self, request: _Optional[bytes] = ...) -> None: ...
-
-class CertifyResponse(_message.Message):
-    __slots__ = ("certificate",)
-    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
-    certificate: bytes
-    def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
-
 class StringList(_message.Message):
     __slots__ = ("values",)
     VALUES_FIELD_NUMBER: _ClassVar[int]

@@ -51,11 +51,6 @@ class FleetServiceStub:
                 request_serializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.SuperviseRequest.SerializeToString,
                 response_deserializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.SuperviseResponse.FromString,
                 _registered_method=True)
-        self.Certify = channel.unary_unary(
-                '/headrace.coordinator.v1.FleetService/Certify',
-                request_serializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.CertifyRequest.SerializeToString,
-                response_deserializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.CertifyResponse.FromString,
-                _registered_method=True)
 
 
 class FleetServiceServicer:
@@ -84,13 +79,6 @@ class FleetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Certify(self, request, context):
-        """Certifies a host that joins an encrypted fleet.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -108,11 +96,6 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.Supervise,
                     request_deserializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.SuperviseRequest.FromString,
                     response_serializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.SuperviseResponse.SerializeToString,
-            ),
-            'Certify': grpc.unary_unary_rpc_method_handler(
-                    servicer.Certify,
-                    request_deserializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.CertifyRequest.FromString,
-                    response_serializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.CertifyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -198,33 +181,6 @@ class FleetService:
             '/headrace.coordinator.v1.FleetService/Supervise',
             headrace_dot_coordinator_dot_v1_dot_fleet__pb2.SuperviseRequest.SerializeToString,
             headrace_dot_coordinator_dot_v1_dot_fleet__pb2.SuperviseResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Certify(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/headrace.coordinator.v1.FleetService/Certify',
-            headrace_dot_coordinator_dot_v1_dot_fleet__pb2.CertifyRequest.SerializeToString,
-            headrace_dot_coordinator_dot_v1_dot_fleet__pb2.CertifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

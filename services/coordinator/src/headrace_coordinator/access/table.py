@@ -48,9 +48,11 @@ FLEET = _read(Rule.NONE)
 STEERED, OWNED = Row(SUBMIT, Rule.STOPPED), Row(SUBMIT, Rule.OWNED)
 
 TABLE: Mapping[str, Row] = {
-    # Nobody's: health, the authority's certificate, the page's files, and links that carry a code.
+    # Nobody's: health, the authority's certificate, hosts that prove their secret, the page's files, and links that
+    # carry a code.
     "get_health": OPEN,
     "get_authority": OPEN,
+    "join_host": OPEN,
     "open_link": OPEN,
     "get_dashboard": OPEN,
     "get_dashboard_file": OPEN,

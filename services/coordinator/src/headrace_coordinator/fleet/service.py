@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,6 +25,7 @@ from headrace_servicekit.rpc.requests import (
     check_seconds,
     invalid,
 )
+from headrace_servicekit.rpc.roles import INSTANCES, SCALER, Identity, caller, denied
 from typing_extensions import override
 
 from headrace_coordinator.domain.events import LeaseGranted
@@ -44,14 +44,14 @@ Result = Callable[[str, str], None]
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """The coordinator's side of the sessions of instances and supervisors."""
 
-    def __init__(self, fleet: Fleet, on_scaled: Result, authority: Path | None = None) -> None:
+    def __init__(self, fleet: Fleet, on_scaled: Result) -> None:
         self._fleet = fleet
-        self._authority = authority
         self._on_scaled = on_scaled
 
     @override
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         _check_registration(request)
+        _check_speaks_for(caller(context), kind_name(request.kind), request.host)
         # The store's epoch rises to it for good, so later coordinators need numbers above.
         most = max(HIGHEST_EPOCH // 2, self._fleet.event_log.state.epoch)
         check_number("coordinator_epoch", request.coordinator_epoch, most=most)
@@ -80,12 +80,6 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         return response
 
     @override
-    async def Certify(self, request: pb.CertifyRequest, context: Any) -> pb.CertifyResponse:
-        return pb.CertifyResponse(
-            certificate=await asyncio.to_thread(_certified, self._authority, request.request)
-        )
-
-    @override
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Any
     ) -> AsyncIterator[pb.SessionResponse]:
@@ -95,6 +89,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             raise invalid("incarnation", "is missing; a session begins with the id that Register was given")
         if first.incarnation not in self._fleet.event_log.state.instances:
             raise ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", "register before opening a session")
+        own = self._fleet.event_log.state.instances[first.incarnation]
+        _check_speaks_for(caller(context), own.kind, own.host)
 
         def send(command: str, body: Any) -> None:
             outbox.put_nowait(_session_command(command, body))
@@ -155,9 +151,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             outbox.put_nowait(_supervisor_command(command, body))
 
         mine: list[Supervisor] = []
+        known = caller(context)
 
         def hear(message: pb.SuperviseRequest) -> None:
             check_name("host", message.host)
+            self._check_supervisor(known, message)
             if mine and message.host != mine[0].host:
                 raise invalid("host", f"{message.host!r}; this stream is {mine[0].host}'s")
             self._hear_supervisor(message, send, mine)
@@ -171,6 +169,28 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         finally:
             if mine and self._fleet.supervisors.get(mine[-1].host) is mine[-1]:
                 del self._fleet.supervisors[mine[-1].host]
+
+    def _check_supervisor(self, known: Identity | None, message: pb.SuperviseRequest) -> None:
+        """Nobody speaks of processes of another host; only the scaler, which sees all, of hosts that are gone."""
+        event = message.WhichOneof("event")
+        told = (
+            message.processes.processes if event == "processes" else [message.exit] if event == "exit" else ()
+        )
+        instances = self._fleet.event_log.state.instances
+        for process in told:
+            found = instances.get(process.incarnation)
+            if found is not None and found.host != message.host:
+                raise denied(
+                    f"{process.incarnation} is a process of host {found.host!r}, not of {message.host!r}"
+                )
+            if found is not None and known is not None and known.role in INSTANCES:
+                _check_speaks_for(known, found.kind, found.host)
+        if known is None:
+            return
+        if not known.is_at(message.host):
+            raise denied(f"{known.uri} does not speak for host {message.host!r}")
+        if event == "hosts_gone" and known.role != SCALER:
+            raise denied(f"{known.uri} says that hosts are gone, which is for the scaler's certificate")
 
     def _has_rival(self, supervisor: Supervisor) -> bool:
         """Whether another launcher has the host's name, and processes that are alive: two machines of one name.
@@ -221,6 +241,12 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 for host in message.hosts_gone.hosts:
                     check_name("hosts_gone.hosts", host)
                 self._fleet.hosts_gone(message.hosts_gone.hosts[:MAX_NAMES])
+
+
+def _check_speaks_for(known: Identity | None, kind: str, host: str) -> None:
+    """Raises PERMISSION_DENIED where a certificate is not that of an instance of a kind at a host."""
+    if known is not None and not (known.role == kind and known.is_at(host)):
+        raise denied(f"the caller's certificate is that of {known.uri}; this is a {kind} at host {host!r}")
 
 
 def _check_registration(request: pb.RegisterRequest) -> None:
@@ -319,19 +345,3 @@ async def _pump(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def _certified(authority: Path | None, request: bytes) -> bytes:
-    """A host's certificate, where the fleet has an authority of its own."""
-    from headrace_servicekit.rpc.certificates import BadCertificate, certify
-
-    if authority is None:
-        raise ServiceError(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "NO_AUTHORITY",
-            "this fleet has no certificate authority of its own; give the host its files with --tls-files",
-        )
-    try:
-        return certify(authority, request)
-    except BadCertificate as error:
-        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", f"request: {error}") from error

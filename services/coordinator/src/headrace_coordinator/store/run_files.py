@@ -98,8 +98,8 @@ class RunFiles:
         with self._transaction():
             if (found := self._run("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
                 raise sqlite3.DatabaseError(found)
-            self._run(f"UPDATE events SET kind = '{ASIDE}' WHERE number > ?", stored)
-            self._run(f"DELETE FROM events WHERE number > ? AND kind IS NOT '{ASIDE}'", synced)
+            self._run(f"UPDATE events SET kind = '{ASIDE}' WHERE number > ?", stored)  # nosec B608 - constants and ?
+            self._run(f"DELETE FROM events WHERE number > ? AND kind IS NOT '{ASIDE}'", synced)  # nosec B608 - constants and ?
             self._insert((number, ev.decode(data), data) for number, data in lines)
 
     def append(self, items: Iterable[tuple[int, ev.Event, bytes]]) -> None:
@@ -169,7 +169,7 @@ class RunFiles:
 
     def _rows(self, columns: str, query: str, *values: Any) -> Iterator[tuple[Any, ...]]:
         """(event, *columns) of the rows of events that `query` chooses, without those that are damaged."""
-        for data, *found in self._run(f"SELECT data, {columns} FROM events WHERE {query}", *values):
+        for data, *found in self._run(f"SELECT data, {columns} FROM events WHERE {query}", *values):  # nosec B608 - constants and ?
             with contextlib.suppress(msgspec.DecodeError, TypeError):
                 yield ev.decode(data), *found
 
@@ -206,7 +206,7 @@ class RunFiles:
         """(as `live`, at most `points` at even distances with the last one among them; how many there are)."""
         # In one pass, the newest first: to ask LIVE of each takes ten times as long.
         end = "step" if kind == STEP else f"ordinal + (kind = '{RESTORE}')"
-        query = f"SELECT number, kind, {end} FROM events WHERE kind IN (?, ?) AND version IS NOT NULL"
+        query = f"SELECT number, kind, {end} FROM events WHERE kind IN (?, ?) AND version IS NOT NULL"  # nosec B608 - constants and ?
         numbers, limit = list[int](), sys.maxsize
         for number, found, place in self._run(f"{query} ORDER BY number DESC", kind, RESTORE):
             if found == RESTORE:
@@ -242,7 +242,7 @@ class RunFiles:
     def kept(self, frontier_step: int) -> tuple[Tally, ev.Event | None]:
         """The tally over live steps below `frontier_step`, and the last one of them that made a version."""
         below = f"kind = '{STEP}' AND step < ? AND {LIVE}"
-        query = f"SELECT counts FROM events WHERE {below} ORDER BY number DESC LIMIT 1"
+        query = f"SELECT counts FROM events WHERE {below} ORDER BY number DESC LIMIT 1"  # nosec B608 - constants and ?
         counts = self._run(query, frontier_step).fetchone()
         made = self._events(f"{below} AND version IS NOT NULL ORDER BY number DESC LIMIT 1", frontier_step)
         _, last = next(made, (0, None))
@@ -260,7 +260,7 @@ class RunFiles:
 
     def steps_from(self, version: int) -> Iterator[Step]:
         """Live committed and skipped steps, newest first, back to that which made `version`."""
-        query = f"SELECT min(number) FROM events WHERE kind IN ('{STEP}', '{RESTORE}') AND version >= ?"
+        query = f"SELECT min(number) FROM events WHERE kind IN ('{STEP}', '{RESTORE}') AND version >= ?"  # nosec B608 - constants and ?
         since = self._run(query, version).fetchone()[0]
         for _, event in self._events(
             f"kind = ? AND number >= ? AND {LIVE} ORDER BY number DESC", STEP, since

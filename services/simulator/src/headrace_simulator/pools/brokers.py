@@ -64,7 +64,7 @@ class Brokers:
     async def _start(self, module: str) -> Path:
         # Paths of sockets are short, and those of users' folders are not.
         folder = Path(tempfile.mkdtemp(prefix="headrace-broker-"))
-        os.chmod(folder, 0o755)
+        os.chmod(folder, 0o755)  # nosec B103 - users' code passes
         try:
             worker = await self._run(module, folder)
         except BaseException:

@@ -98,9 +98,9 @@ def run(code: str, *, echo: bool, lenient: bool) -> None:
         last = _compiled(ast.Expression(ending.value), "eval")
     namespace = _namespace("__main__")
     namespace.update(implied(tree, lenient=lenient))
-    exec(_compiled(tree), namespace)
+    exec(_compiled(tree), namespace)  # nosec B102 - inside the sandbox
     if last is not None:
-        value = eval(last, namespace)  # noqa: S307
+        value = eval(last, namespace)  # noqa: S307  # nosec B307 - inside the sandbox
         if value is not None:
             print(repr(value))
 
@@ -115,11 +115,11 @@ def call(code: str, name: str, arguments: Any, result: int) -> None:
 def load(code: str, before: str = "", *, lenient: bool = False) -> dict[str, Any]:
     """The names that the code defines when it is imported, behind `before`; `lenient`: see `implied`."""
     namespace = _namespace("solution")
-    exec(_compiled(before), namespace)
+    exec(_compiled(before), namespace)  # nosec B102 - inside the sandbox
     tree = ast.parse(code, FILE)
     for name, value in implied(tree, lenient=lenient).items():
         namespace.setdefault(name, value)
-    exec(_compiled(tree), namespace)
+    exec(_compiled(tree), namespace)  # nosec B102 - inside the sandbox
     return namespace
 
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from headrace_coordinator.access.issuer import Issuer
     from headrace_coordinator.app import Coordinator
 
-OPEN_PATHS = frozenset({"/healthz", "/ca.pem", "/open"})  # /open takes a one-time code
+OPEN_PATHS = frozenset({"/healthz", "/ca.pem", "/join", "/open"})
+"""/open takes a one-time code, /join a proof."""
 REFUSALS = frozenset({401, 403, 429})
 """Statuses that are written down whatever was asked."""
 CHANGES = frozenset({"POST", "PATCH", "PUT", "DELETE"})

@@ -60,6 +60,9 @@ def encode(event: Event) -> bytes:
 
 
 def decode(data: bytes) -> Event:
-    """One event from JSON; raises msgspec.ValidationError on anything else."""
-    event: Event = _decoder.decode(data)
+    """One event from JSON; raises msgspec.DecodeError on anything else."""
+    try:
+        event: Event = _decoder.decode(data)
+    except UnicodeDecodeError as error:  # Which msgspec lets through for text that is not UTF-8.
+        raise msgspec.DecodeError(f"not UTF-8 at byte {error.start}") from error
     return event

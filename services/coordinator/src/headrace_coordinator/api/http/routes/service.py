@@ -6,9 +6,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
 from headrace_planner import PlanError
 from headrace_planner.documents import PlanRequest
 from headrace_planner.explaining import explain
@@ -18,6 +20,7 @@ from headrace_schema.resources.views import RunView
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.requests import JSON, body_of, known_parameters, read_model, view_response
@@ -60,6 +63,36 @@ def service_routes(coordinator: Coordinator) -> APIRouter:
     async def get_metrics() -> Response:
         """Metrics of the coordinator, the fleet and the newest runs, in Prometheus' text format."""
         return Response(_exposition(coordinator.reads), media_type=CONTENT_TYPE_LATEST)
+
+    return routes
+
+
+class JoinRequest(BaseModel):
+    """What a host asks that joins: certificates (PKCS #10, PEM) by role, with the proof of the secret."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    nonce: str = Field(max_length=64)
+    host: str = Field(max_length=256)
+    requests: dict[str, str]
+    proof: str = Field(max_length=64)
+
+
+def joining_routes(authority: Path, own: Path, secret: str) -> APIRouter:
+    """The route by which hosts that prove the secret get certificates; no part of the API."""
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.post("/join")
+    async def join_host(request: Request) -> Response:
+        """Certificates of a host's processes; the proof in the body stands for a token."""
+        from headrace_servicekit.rpc.errors import ServiceError  # gRPC comes with it
+        from headrace_servicekit.rpc.joining import admit
+
+        asked = await read_model(request, JoinRequest, "the request of a host that joins")
+        try:
+            return JSONResponse(await asyncio.to_thread(admit, authority, own, secret, asked.model_dump()))
+        except ServiceError as error:
+            raise Refused(error.reason, error.message) from error
 
     return routes
 
