@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
     from headrace_robots.trainer.algorithms._base import EpisodeAlgorithm
 
+OFF_POLICY = ("sac", "rlpd", "crossq", "td3_bc", "iql", "dagger", "success_cloning")
+"""Those that learn from the replay store."""
+
 EPISODE_ALGORITHMS: Registry[EpisodeAlgorithm] = Registry(
     "headrace.episode_algorithms",
     "algorithm of episodes",
     "algorithm.name",
     "algorithm.options",
-    {name: f"headrace_robots.trainer.algorithms.plugins:{name.upper()}" for name in ("grpo", "ppo")},
+    {name: f"headrace_robots.trainer.algorithms.plugins:{name.upper()}" for name in ("grpo", "ppo")}
+    | {name: f"headrace_robots.trainer.off_policy.plugins:{name.upper()}" for name in OFF_POLICY},
 )
 
 
