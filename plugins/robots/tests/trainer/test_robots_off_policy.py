@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import grpc
 import numpy as np
 import pytest
 import torch
 from headrace_modelkit.weights import load_weights
 from headrace_robots.policies.directory import policy_config
+from headrace_robots.trainer.replay.store import read_uses
 
 SMALL = {"batch_size": 16, "critic_hidden": [16], "learning_starts": 24, "updates_per_action": 0.25}
 HEADS = {
@@ -77,3 +79,87 @@ async def test_a_step_makes_the_updates_that_are_due_and_publishes_the_policy_al
     assert np.isfinite(reply.figures["loss"])
     assert not any("target" in key or key.startswith("critics") for key in weights)
     assert not torch.equal(first["actor.0.weight"], weights["actor.0.weight"])
+
+
+@pytest.mark.parametrize("options", [{"draws": "prioritised", "n_step": 3}, {"critics": 3, "draws": "recent"}])
+async def test_a_restored_run_goes_on_to_the_bit_and_forgets_what_came_after(
+    options, client, off_policy, played, fetched_weights, settled_digest
+):
+    config = off_policy(options=options)
+    version = (await client.open(config)).version
+    policy = new_policy(config)
+    for number in range(2):
+        version = (await step(client, played(policy, version, number), version, settled_digest)).version
+        load_weights(policy, await fetched_weights(client, version.number))
+    saved = (await client.save(version.number)).checkpoint
+    groups = played(policy, version, 2)
+    reply = await step(client, groups, version, settled_digest)
+    expected = await fetched_weights(client, reply.version.number)
+    # Another step behind it, whose episodes the store has to forget.
+    await step(client, played(policy, reply.version, 3), reply.version, settled_digest)
+    again = (await client.restore(saved.name, reply.version.number + 2)).version
+    assert again.ordinal == version.ordinal
+    groups = played(policy, again, 2)
+    repeated = await step(client, groups, again, settled_digest)
+    found = await fetched_weights(client, repeated.version.number)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    same = {name: value for name, value in reply.figures.items() if "seconds" not in name}
+    assert {name: repeated.figures[name] for name in same} == same
+    assert repeated.figures["replay_episodes"] == 12
+
+
+async def test_an_attempt_that_is_aborted_leaves_the_store_as_it_was(
+    client, off_policy, played, settled_digest
+):
+    config = off_policy()
+    version = (await client.open(config)).version
+    policy = new_policy(config)
+    await client.begin(0, 1, version.number, version.number + 1)
+    await client.learn(0, 1, played(policy, version, 7))
+    await client.abort(0, 1)
+    groups = played(policy, version, 0)
+    await client.begin(0, 2, version.number, version.number + 2)
+    await client.learn(0, 2, groups)
+    await client.commit(0, 2, version.number, version.number + 2, settled_digest(groups))
+    uses = [use for path in (client.directory / "replay").glob("*.sqlite") for use in read_uses(path)]
+    assert [use.slot for use in uses] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert sum(use.count for use in uses) == 6 * SMALL["batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "key", "said"),
+    [
+        ("sac", {"policy": {"head": "gaussian"}}, "model.policy.head", "set model.policy.head: squashed"),
+        ("td3_bc", {"policy": {"head": "squashed"}}, "model.policy.head", "set model.policy.head: deterministic"),
+        ("sac", {"options": {"capacity": 1}}, "algorithm.options.capacity", "greater than or equal to 2"),
+        ("sac", {"options": {"least_of": 3}}, "algorithm.options", "least_of: 3 of 2 critics"),
+        ("sac", {"options": {"epochs": 2}}, "algorithm.options.epochs", "epochs"),
+        ("rlpd", {"policy": {"head": "squashed"}}, "trainer.warmup.demonstrations", "half|0.5 of each batch"),
+        ("dagger", {"options": {"expert": "/nowhere"}}, "algorithm.options.expert", "/nowhere"),
+        (
+            "crossq",
+            {"policy": {"head": "gaussian", "categories": [3, 0], "bounds": {"low": [0, -1], "high": [2, 1]}}},
+            "algorithm.name",
+            "categories are .3, 0.",
+        ),
+    ],
+)
+async def test_what_does_not_go_together_is_refused_by_key(name, change, key, said, client, off_policy):
+    with pytest.raises(grpc.aio.AioRpcError, match=said) as caught:
+        config = off_policy(name, **change)
+        if name == "dagger":  # which has no critics
+            config["algorithm"]["options"].pop("critic_hidden")
+        await client.open(config)
+    assert key in caught.value.details()
+
+
+async def test_a_checkpoint_of_other_critics_is_refused_and_names_them(
+    client, off_policy, played, fetched_weights, settled_digest
+):
+    config = off_policy()
+    version = (await client.open(config)).version
+    version = (await step(client, played(new_policy(config), version, 0), version, settled_digest)).version
+    saved = (await client.save(version.number)).checkpoint
+    await client.close_run()
+    with pytest.raises(grpc.aio.AioRpcError, match=r"critics.*give algorithm.name, its critics"):
+        await client.open(off_policy(options={"critics": 4}), saved.name, number=20)

@@ -15,7 +15,9 @@ from headrace_robots.trainer.replay.store import ReplayStore, Sampling, Spaces, 
 def spaces_of(policy: RobotPolicy) -> Spaces:
     """What rows are for a policy."""
     config = policy.config
-    cameras = dict.fromkeys(getattr(config, "cameras", ()), (config.height, config.width, config.channels))
+    names = getattr(config, "cameras", ())
+    shape = (config.height, config.width, config.channels) if names else ()
+    cameras = dict.fromkeys(names, shape)
     return Spaces(config.state_numbers, policy.chunk_length * policy.action_size, cameras)
 
 
