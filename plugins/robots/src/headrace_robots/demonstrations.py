@@ -26,7 +26,7 @@ from torch import Tensor
 VERSION = "v3."
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
 REWARD, SUCCESS, DONE = "next.reward", "next.success", "next.done"
-"""Of a step, where a data set states them: what its action earned, whether it succeeded, and whether it was the last."""
+"""Of a step, where they are stated: what its action earned, whether it succeeded, and whether it was the last."""
 IMAGE = "observation.image"
 """Of a data set with one camera, which is called `image` here, or by this name as converted policies call it."""
 

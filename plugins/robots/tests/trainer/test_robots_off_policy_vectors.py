@@ -130,7 +130,10 @@ def assert_critics(critics, given):
     for place, layer in enumerate(critics.layers):
         for name in ("weight", "bias"):
             if hasattr(layer, name):
-                assert torch.allclose(getattr(layer, name), stacked(given, place, name), atol=2e-6), (place, name)
+                assert torch.allclose(getattr(layer, name), stacked(given, place, name), atol=2e-6), (
+                    place,
+                    name,
+                )
 
 
 def assert_actor(policy, given, heads):
@@ -188,7 +191,12 @@ def load_renormed(critics, given):
     load_critics(critics, given)
     for place, layer in enumerate(critics.layers):
         if f"qf0.{place}.ra_mean" in given:
-            for own, peer in (("scale", "scale"), ("shift", "bias"), ("mean", "ra_mean"), ("variance", "ra_var")):
+            for own, peer in (
+                ("scale", "scale"),
+                ("shift", "bias"),
+                ("mean", "ra_mean"),
+                ("variance", "ra_var"),
+            ):
                 getattr(layer, own).copy_(stacked(given, place, peer))
 
 
@@ -202,7 +210,10 @@ def test_crossq_normalises_a_batch_and_what_follows_it_together_as_the_peer_does
         if hasattr(layer, "_warmup"):
             layer._warmup = warmup
     load_renormed(update.critics, given["before"])
-    update._sample = lambda seen, noise: (tensor(given["next_actions"])[:, None], tensor(given["next_log_probs"]))
+    update._sample = lambda seen, noise: (
+        tensor(given["next_actions"])[:, None],
+        tensor(given["next_log_probs"]),
+    )
     values_EB, targets_B = update._differences(batch_of(), 0, lambda: None, torch.ones(()))
     assert torch.allclose(values_EB, tensor(given["values"]), atol=1e-5)
     assert torch.allclose(targets_B, tensor(given["target"]), atol=1e-5)
@@ -296,7 +307,9 @@ def test_a_categorical_policy_learns_what_its_categories_are_worth():
     policy = policy_of("gaussian", categories=[3], bounds=bounds)
     update = SacUpdate(policy, SacOptions(**SMALL, temperature=0.05))
     actions = torch.tensor([0, 1, 2, 0, 1, 2.0])[:, None, None]
-    batch = batch_of(actions_BCA=actions, rewards_B=(actions[:, 0, 0] == 1).float(), discounts_B=torch.zeros(6))
+    batch = batch_of(
+        actions_BCA=actions, rewards_B=(actions[:, 0, 0] == 1).float(), discounts_B=torch.zeros(6)
+    )
     steps = AdamSteps(update)
     for number in range(150):
         update(batch, number, lambda: torch.zeros(6, 1, 1), steps)

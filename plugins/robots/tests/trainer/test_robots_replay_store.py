@@ -12,14 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace_robots.trainer.replay.draws import SumTree
-from headrace_robots.trainer.replay.store import (
-    ReplayStore,
-    Sampling,
-    Spaces,
-    Stored,
-    StoreProblem,
-    read_uses,
-)
+from headrace_robots.trainer.replay.records import Sampling, Spaces, Stored, StoreProblem, read_uses
+from headrace_robots.trainer.replay.store import ReplayStore
 
 SPACES = Spaces(2, 1)
 
@@ -116,7 +110,7 @@ def test_what_is_not_committed_is_undone(store):
     own.draw(32, generator())
     own.rollback()
     assert [each.prompt for each in own.episodes.values()] == [1]
-    assert [(use.slot, use.count) for use in own.uses()] == [((1, 0), 0)]
+    assert [(use.slot, use.uses) for use in own.uses()] == [((1, 0), 0)]
 
 
 def test_uses_add_up_to_the_draws_and_stay_when_an_episode_goes(store, tmp_path):
@@ -130,7 +124,7 @@ def test_uses_add_up_to_the_draws_and_stay_when_an_episode_goes(store, tmp_path)
             own.forget(6)
             assert len(own.uses()) == size
     uses = read_uses(tmp_path / "store.sqlite")
-    assert sum(use.count for use in uses) == 12 * 20 and uses == own.uses()
+    assert sum(use.uses for use in uses) == 12 * 20 and uses == own.uses()
     assert [use.slot for use in uses] == [(number, 0) for number in range(12)]
     assert [use.evicted for use in uses] == [True] * 6 + [False] * 6
 
@@ -222,7 +216,7 @@ def test_a_store_that_is_cut_says_so(cut, store, tmp_path):
         own._file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         own.close()
         os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(StoreProblem, match="store.sqlite is damaged.*delete it"):
+    with pytest.raises(StoreProblem, match=r"store.sqlite is damaged.*delete it"):
         store()
 
 
@@ -231,7 +225,7 @@ def test_a_store_whose_disk_is_full_says_which_file_and_keeps_what_it_had(store)
     own.insert(episode(1))
     own.commit()
     own._file.execute(f"PRAGMA max_page_count = {own._file.execute('PRAGMA page_count').fetchone()[0]}")
-    with pytest.raises(StoreProblem, match="store.sqlite: database or disk is full: free the disk"):
+    with pytest.raises(StoreProblem, match=r"store.sqlite: database or disk is full: free the disk"):
         for number in range(2, 200):
             own.insert(episode(number, 200))
     own.rollback()
@@ -243,7 +237,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import test_robots_replay_store as here
-from headrace_robots.trainer.replay.store import ReplayStore, Sampling
+from headrace_robots.trainer.replay.records import Sampling
+from headrace_robots.trainer.replay.store import ReplayStore
 store = ReplayStore(Path(sys.argv[1]), 60, here.SPACES, Sampling(draws="prioritised"))
 for number in range(10**6):
     store.insert(here.episode(number))
@@ -268,6 +263,6 @@ def test_a_kill_loses_no_commit_and_counts_every_use(store, tmp_path):
     own = store(draws="prioritised")
     assert said <= own.commit_number <= said + 1
     uses = own.uses()
-    assert sum(use.count for use in uses) == 20 * own.commit_number
+    assert sum(use.uses for use in uses) == 20 * own.commit_number
     assert [use.slot[0] for use in uses] == [*range(own.commit_number)]
     assert [each.prompt for each in own.episodes.values()] == [*range(own.commit_number)][-6:]

@@ -182,7 +182,7 @@ class _ActorCritic(RobotPolicy):
         return state_BS if self.normalizer is None else self.normalizer(state_BS)
 
     def forward(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        """(B, C, O) outputs of the actor, the means where all numbers are Gaussian, and (B,) values, 0 without a critic."""
+        """(B, C, O) outputs of the actor, the means where all are Gaussian, and (B,) values, 0 without a critic."""
         features_BF = self.features(observation)
         outputs_BCO = self.actor(features_BF).view(-1, self.chunk_length, self.head.outputs)
         if self.critic is None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from headrace_modelkit.pinned import rooms_of
 from headrace_schema.openings import TrainerConfig
-from headrace_servicekit.rpc.episodes import ACTIONS, IMAGE, STATE
+from headrace_servicekit.rpc.episodes import STATE
 from headrace_trainer.backends._base import CommitReport, StatePart, StateReader, WarmUp
 from headrace_trainer.backends.shared.figures import TokenFigures
 from headrace_trainer.errors import invalid
@@ -28,15 +28,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from headrace_robots.policies.directory import load_policy
-from headrace_robots.policies.policy import Observation, RobotPolicy
+from headrace_robots.policies.policy import RobotPolicy
 from headrace_robots.trainer.backend.whole import WholeRobot
 from headrace_robots.trainer.off_policy.algorithm import OffPolicyAlgorithm
+from headrace_robots.trainer.off_policy.batches import batch_of, joined, stored_of
 from headrace_robots.trainer.off_policy.parts import Held, Parts, critic_name
 from headrace_robots.trainer.off_policy.updates import ACTOR, DIFFERENCES, UPDATES, Batch, DaggerUpdate
 from headrace_robots.trainer.replay.demonstrations import demonstrated
 from headrace_robots.trainer.replay.opening import open_store, sampling_of, spaces_of
-from headrace_robots.trainer.replay.ring import Drawn, Ring
-from headrace_robots.trainer.replay.store import ReplayStore, Stored, StoreProblem
+from headrace_robots.trainer.replay.records import StoreProblem
+from headrace_robots.trainer.replay.ring import Ring
+from headrace_robots.trainer.replay.store import ReplayStore
 
 FIRST = 1 << 40
 """Added to the numbers of updates, of which those of a warm-up are below 0, for seeds."""
@@ -221,7 +223,7 @@ class OffPolicyRobot(WholeRobot):
         figures: Counter[str] = Counter()
         try:
             for data in pending:
-                self.store.insert(self._stored(data))
+                self.store.insert(stored_of(data, self.store.spaces, self._options.reward_scale))
             self._set_rates(learning_rate)
             for number in due:
                 self._update(number, self.store, self._shown, self._options.batch_size, figures)
@@ -274,64 +276,12 @@ class OffPolicyRobot(WholeRobot):
                 continue
             generator = np.random.default_rng((self._config.seed, number + FIRST, rank, int(source is shown)))
             drawn = source.draw(own, generator)
-            parts.append(self._batch(source, drawn, size, is_shown=source is shown))
+            parts.append(
+                batch_of(source, drawn, self._policy, self._ranks.device, size, is_shown=source is shown)
+            )
             draws.append((source, drawn.rows_B, place))
             place += own
         return (joined(parts) if parts[1:] else parts[0]), draws
-
-    def _batch(self, source: ReplayStore, drawn: Drawn, size: int, *, is_shown: bool) -> Batch:
-        device, policy = self._ranks.device, self._policy
-        episodes = source.of_rows(drawn.rows_B)
-
-        def tensor(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values).to(device)
-
-        def seen(rows_B: np.ndarray, states_BS: np.ndarray) -> Observation:
-            images = {name: tensor(source.pictures(rows_B, name)) for name in source.spaces.cameras}
-            return Observation(tensor(states_BS) if states_BS.shape[1] else None, images)
-
-        return Batch(
-            seen=seen(drawn.rows_B, drawn.states_BS),
-            actions_BCA=tensor(drawn.actions_BA).view(-1, policy.chunk_length, policy.action_size),
-            rewards_B=tensor(drawn.rewards_B),
-            discounts_B=tensor(drawn.discounts_B),
-            following=seen(drawn.next_rows_B, drawn.next_states_BS),
-            weights_B=tensor(drawn.weights_B),
-            successes_B=torch.tensor([bool(each.success) for each in episodes], device=device),
-            returns_B=torch.tensor([each.total for each in episodes], device=device),
-            shown_B=torch.full((len(episodes),), is_shown, device=device),
-            count=float(size),
-        )
-
-    def _stored(self, data: EpisodeData) -> Stored:
-        """An episode as the store has it. Raises Refusal INVALID."""
-        outcome = {name: array.array() for name, array in data.outcome.items()}
-        terminated, success = (bool(each) for each in outcome["ended"])
-        states, length = np.zeros((len(outcome["rewards"]), 0), np.float32), len(outcome["rewards"])
-        if STATE in data.observation:
-            states = data.observation[STATE].array()
-        size = self.store.spaces.state_size
-        states, actions = states[:, :size].astype(np.float32), data.sampled[ACTIONS].array()
-
-        def whole(name: str, own: np.ndarray) -> np.ndarray:
-            last = data.final[name].array() if name in data.final else np.zeros(own.shape[1:], own.dtype)
-            return np.concatenate([own, last[None].astype(own.dtype)])
-
-        images = {
-            name.removeprefix(IMAGE): whole(name, array.array())
-            for name, array in data.observation.items()
-            if name.startswith(IMAGE)
-        }
-        return Stored(
-            data.key,
-            int(outcome["version"][0]),
-            whole(STATE, states) if size else np.zeros((length + 1, 0), np.float32),
-            actions.reshape(length, -1).astype(np.float32),
-            outcome["rewards"] * self._options.reward_scale,
-            terminated,
-            success,
-            images,
-        )
 
     def _report(self, due: list[int], figures: Counter[str]) -> CommitReport:
         """Figures are means over the updates that have them."""
@@ -423,24 +373,6 @@ class OffPolicyRobot(WholeRobot):
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         super().move(move)
         self.parts.move(move)
-
-
-def joined(parts: Many[Batch]) -> Batch:
-    """Batches, one after the other."""
-    first = parts[0]
-
-    def seen(name: str) -> Observation:
-        each: list[Observation] = [getattr(part, name) for part in parts]
-        states = [one.state_BS for one in each if one.state_BS is not None]
-        images = {camera: torch.cat([one.images[camera] for one in each]) for camera in each[0].images}
-        return Observation(torch.cat(states) if states else None, images)
-
-    tensors = {
-        name: torch.cat([getattr(part, name) for part in parts])
-        for name, value in vars(first).items()
-        if isinstance(value, Tensor)
-    }
-    return replace(first, seen=seen("seen"), following=seen("following"), **tensors)
 
 
 def _seed(seed: int, number: int, rank: int) -> int:

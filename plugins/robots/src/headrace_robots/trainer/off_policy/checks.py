@@ -31,14 +31,14 @@ def check_off_policy(config: TrainerConfig, policy: PolicyConfig, algorithm: Off
     made = config.algorithm.prompts_per_step * config.algorithm.group_size
     if made < config.trainer.ranks:
         raise invalid(
-            f"algorithm.prompts_per_step: {made} episodes a step for {config.trainer.ranks} ranks, each of which stores "
-            "some; give at least trainer.ranks",
+            f"algorithm.prompts_per_step: {made} episodes a step for {config.trainer.ranks} ranks, which store "
+            "some each; give at least trainer.ranks",
             key="algorithm.prompts_per_step",
         )
     if options.batch_size < config.trainer.ranks:
         raise invalid(
-            f"algorithm.options.batch_size: {options.batch_size} transitions for {config.trainer.ranks} ranks; give each "
-            "some",
+            f"algorithm.options.batch_size: {options.batch_size} transitions for {config.trainer.ranks} ranks; give "
+            "each some",
             key="algorithm.options.batch_size",
         )
     if options.demonstrations_share and not config.trainer.warmup.demonstrations:

@@ -89,7 +89,7 @@ class BatchRenorm(nn.Module):
 
 
 class Encoder(nn.Module):
-    """What critics read of an observation: the policy's state, and of pictures features by convolutions of their own."""
+    """What critics read: the policy's state, and of pictures features by convolutions of their own."""
 
     def __init__(self, policy: Any) -> None:
         super().__init__()
@@ -164,7 +164,8 @@ def target_of(learned: Critics, policy: Any, *args: Any, **options: Any) -> Crit
 @torch.no_grad()
 def follow(targets: nn.Module, learned: nn.Module, tau: float) -> None:
     """Moves target networks towards the learned ones by `tau`; buffers become theirs."""
-    own, theirs = [*targets.parameters()], [*learned.parameters()]
+    own: list[Tensor] = [*targets.parameters()]
+    theirs: list[Tensor] = [*learned.parameters()]
     torch._foreach_mul_(own, 1 - tau)
     torch._foreach_add_(own, theirs, alpha=tau)
     for buffer, other in zip(targets.buffers(), learned.buffers(), strict=True):

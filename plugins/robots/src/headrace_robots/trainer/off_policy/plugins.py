@@ -1,4 +1,4 @@
-"""The algorithms that learn off policy, with their options. Knows no torch: options are asked for before a run starts."""
+"""The algorithms that learn off policy, with their options. Knows no torch: options are read before a run starts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ReplayOptions(Options):
 
     capacity: Annotated[int, Field(ge=2)] = Field(
         default=1_000_000,
-        description="chunks of actions that the replay store keeps, over all ranks, one more for each episode; beyond it "
-        "the oldest episodes go",
+        description="chunks of actions that the replay store keeps, over all ranks, one more for each episode; beyond "
+        "it the oldest episodes go",
     )
     draws: Literal["uniform", "prioritised", "recent"] = Field(
         default="uniform",
@@ -40,8 +40,8 @@ class ReplayOptions(Options):
     batch_size: Count = Field(default=256, description="transitions of an optimizer step, over all ranks")
     updates_per_action: NotNegative = Field(
         default=1.0,
-        description="optimizer steps for each chunk of actions that was added: the update-to-data ratio, which holds over "
-        "the whole run",
+        description="optimizer steps for each chunk of actions that was added: the update-to-data ratio, which holds "
+        "over the whole run",
     )
     learning_starts: Annotated[int, Field(ge=0)] = Field(
         default=100,
@@ -145,8 +145,8 @@ class Td3BcOptions(CriticOptions):
     actor_every: Count = Field(default=2, description=CriticOptions.model_fields["actor_every"].description)
     bc_alpha: PositiveFloat | None = Field(
         default=2.5,
-        description="weight of the critic's value against the imitation of the actions in the store; none: no imitation, "
-        "which is TD3",
+        description="weight of the critic's value against the imitation of the actions in the store; none: no "
+        "imitation, which is TD3",
     )
     target_noise: NotNegative = Field(default=0.2, description="width of the noise in the target's actions")
     target_noise_clip: NotNegative = Field(default=0.5, description="most noise in the target's actions")
@@ -177,7 +177,7 @@ class CloningOptions(ReplayOptions):
 
     weigh: Literal["success", "return"] = Field(
         default="success",
-        description="whose actions are imitated: those of episodes that succeeded, or all, those with larger returns more",
+        description="whose actions are imitated: of episodes that succeeded, or of all, those of larger returns more",
     )
     inverse_temperature: PositiveFloat = Field(
         default=1.0,

@@ -53,7 +53,7 @@ class Steps(Protocol):
 
 
 class Update(ABC):
-    """One update. `learned` are parts that learn beside the policy, `kept` those that do not; both are in checkpoints."""
+    """One update. `learned` are parts that learn beside the policy, `kept` those that do not; checkpoints have both."""
 
     def __init__(self, policy: Any, options: Any) -> None:
         self.policy, self.options = policy, options
@@ -61,7 +61,7 @@ class Update(ABC):
         self.kept: dict[str, nn.Module] = {}
         self.build()
 
-    def build(self) -> None:
+    def build(self) -> None:  # noqa: B027  # some have none
         """Makes the parts, from torch's random state."""
 
     @abstractmethod
@@ -104,8 +104,10 @@ class Critical(Update):
         """(E, B) values of actions."""
         if self.categories:
             index_EBK = actions_BCA.flatten(1).long().expand(critics.critics, -1, -1)
-            return critics(seen).gather(-1, index_EBK)[..., 0]
-        return critics(seen, actions_BCA.flatten(1))[..., 0]
+            found: Tensor = critics(seen).gather(-1, index_EBK)[..., 0]
+        else:
+            found = critics(seen, actions_BCA.flatten(1))[..., 0]
+        return found
 
     def some(self, values_EB: Tensor, number: int) -> Tensor:
         """The values of `least_of` critics, the same on every rank."""

@@ -14,7 +14,7 @@ from headrace_schema.openings import TrainerConfig
 
 from headrace_robots.policies.policy import RobotPolicy
 from headrace_robots.trainer.backend.cloning import open_demonstrations, refused
-from headrace_robots.trainer.replay.store import Stored
+from headrace_robots.trainer.replay.records import Stored
 
 if TYPE_CHECKING:
     from headrace_robots.demonstrations import Demonstration

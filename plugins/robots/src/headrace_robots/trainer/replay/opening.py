@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace_robots.policies.policy import RobotPolicy
-from headrace_robots.trainer.replay.store import ReplayStore, Sampling, Spaces, StoreProblem
+from headrace_robots.trainer.replay.records import Sampling, Spaces, StoreProblem
+from headrace_robots.trainer.replay.store import ReplayStore
 
 
 def spaces_of(policy: RobotPolicy) -> Spaces:
@@ -59,7 +60,7 @@ def open_store(
     if not missing:
         return store, ""
     return store, (
-        f"algorithm.options.capacity: the replay store lacks the last {missing} of {commits} commits of the checkpoint, "
+        f"algorithm.options.capacity: the replay store lacks the last {missing} of the checkpoint's {commits} commits, "
         f"and goes on with {len(store.episodes)} episodes on rank {rank}: its files in {directory} were lost, are "
         "another run's, or are on another host"
     )
@@ -69,8 +70,8 @@ def _deal(source: ReplayStore, store: ReplayStore, commits: int, rank: int, rank
     """Takes every `ranks`-th episode that was there at a commit, from the `rank`-th on."""
     if source.commit_number < commits:
         raise StoreProblem(
-            f"{source.path} ends at commit {source.commit_number}, and the checkpoint is of {commits}; restore it from a "
-            "copy, or delete the directory to go on with an empty store"
+            f"{source.path} ends at commit {source.commit_number}, and the checkpoint is of {commits}; restore it from "
+            "a copy, or delete the directory to go on with an empty store"
         )
     store.commit_number = commits - 1
     for place, stored in enumerate(source.stored(commits)):

@@ -7,112 +7,30 @@ Shapes: T chunks of an episode, S numbers of a state, A numbers of a chunk's act
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from headrace_robots.trainer.replay.draws import LEAST, Drawer, Draws
+from headrace_robots.trainer.replay.draws import LEAST, Drawer
+from headrace_robots.trainer.replay.records import (
+    COLUMNS,
+    FORMAT,
+    TABLES,
+    Kept,
+    Sampling,
+    Spaces,
+    Stored,
+    StoreProblem,
+    Use,
+    uses_of,
+)
 from headrace_robots.trainer.replay.ring import Drawn, Ring
-
-FORMAT = 1
-_TABLES = """
-CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS commits (number INTEGER PRIMARY KEY, largest REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS episodes (
-  id INTEGER PRIMARY KEY, prompt INTEGER NOT NULL, sample INTEGER NOT NULL, version INTEGER NOT NULL,
-  added INTEGER NOT NULL, evicted INTEGER, first INTEGER NOT NULL, chunks INTEGER NOT NULL,
-  terminated INTEGER NOT NULL, success INTEGER NOT NULL, total REAL NOT NULL, used INTEGER NOT NULL DEFAULT 0,
-  body BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS uses (
-  added INTEGER NOT NULL, episode INTEGER NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (episode, added));
-CREATE TABLE IF NOT EXISTS priorities (
-  episode INTEGER NOT NULL, added INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (episode, added));
-CREATE TABLE IF NOT EXISTS pictures (
-  episode INTEGER NOT NULL, place INTEGER NOT NULL, camera TEXT NOT NULL, body BLOB NOT NULL,
-  PRIMARY KEY (episode, place, camera)) WITHOUT ROWID;
-"""
-_COLUMNS = "id, prompt, sample, version, added, evicted, first, chunks, terminated, success, total"
-
-
-class StoreProblem(Exception):
-    """A store that cannot be used; the message says what to change."""
-
-
-@dataclass(frozen=True)
-class Spaces:
-    """What the rows of a store are: numbers of a state and of a chunk's actions, and (H, W, channels) by camera."""
-
-    state_size: int
-    action_size: int
-    cameras: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def text(self) -> str:
-        """As it stands in the file, and in messages."""
-        cameras = {name: list(shape) for name, shape in sorted(self.cameras.items())}
-        return json.dumps({"state": self.state_size, "action": self.action_size, "cameras": cameras})
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How transitions are drawn: see the options of the same names."""
-
-    gamma: float = 0.99
-    n_step: int = 1
-    draws: Draws = "uniform"
-    priority_exponent: float = 0.6
-    importance_exponent: float = 0.4
-    recency: float = 2.0
-
-
-@dataclass(frozen=True)
-class Stored:
-    """An episode as it is inserted. `states_TS`, (T + 1, S), and each of `pictures`, (T + 1, H, W, channels) uint8,
-    show what it ended with last, zeros where it terminated.
-    """
-
-    slot: tuple[int, int]
-    version: int
-    states_TS: np.ndarray
-    actions_TA: np.ndarray
-    rewards_T: np.ndarray
-    terminated: bool
-    success: bool
-    pictures: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-
-class Kept(NamedTuple):
-    """What is known of an episode beside its rows."""
-
-    id: int
-    prompt: int
-    sample: int
-    version: int
-    added: int
-    evicted: int | None
-    first: int
-    chunks: int
-    terminated: int
-    success: int
-    total: float
-
-
-class Use(NamedTuple):
-    """How often an episode was drawn: `slot` is its (prompt ordinal, sample index) in the run's ledger."""
-
-    slot: tuple[int, int]
-    version: int
-    commit: int
-    chunks: int
-    count: int
-    evicted: bool
 
 
 class ReplayStore:
@@ -125,6 +43,7 @@ class ReplayStore:
         self.episodes: dict[int, Kept] = {}
         """Those that are drawn from, by id, the oldest first."""
         self._capacity = capacity
+        self._largest = 1.0
         self._uses: Counter[int] = Counter()
         self._touched: set[int] = set()
         if path is not None:
@@ -133,7 +52,7 @@ class ReplayStore:
             self._file = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
             self._file.execute("PRAGMA journal_mode=WAL")
             self._file.execute("PRAGMA synchronous=NORMAL")
-            self._file.executescript(_TABLES)
+            self._file.executescript(TABLES)
             self._check_spaces()
             self._load()
 
@@ -170,7 +89,7 @@ class ReplayStore:
                 int(stored.success),
                 float(stored.rewards_T.sum(dtype=np.float64)),
             )
-            names = _COLUMNS.removeprefix("id, ")
+            names = COLUMNS.removeprefix("id, ")
             found = self._file.execute(
                 f"INSERT INTO episodes ({names}, body) VALUES (?,?,?,?,?,?,?,?,?,?,?)", (*values, body)
             )
@@ -258,7 +177,7 @@ class ReplayStore:
             gone = "SELECT id FROM episodes WHERE evicted <= ? AND body != x''"
             self._file.execute(f"DELETE FROM pictures WHERE episode IN ({gone})", (number,))
             self._file.execute("UPDATE episodes SET body = x'' WHERE evicted <= ? AND body != x''", (number,))
-            newest = "SELECT MAX(added) FROM priorities AS newer WHERE newer.episode = priorities.episode AND added <= ?"
+            newest = "SELECT MAX(added) FROM priorities AS own WHERE own.episode = priorities.episode AND added <= ?"
             self._file.execute(f"DELETE FROM priorities WHERE added < ({newest})", (number,))
             self._file.execute(
                 "UPDATE episodes SET used = used + COALESCE((SELECT SUM(count) FROM uses WHERE episode = id AND "
@@ -290,7 +209,7 @@ class ReplayStore:
 
     def uses(self) -> list[Use]:
         """How often each committed episode was drawn, in the order of their insertion."""
-        return [*_read_uses(self._file)]
+        return [*uses_of(self._file)]
 
     def drawn(self) -> tuple[float, float]:
         """How many transitions were drawn since the last commit, and for how many commits these were in the store."""
@@ -325,8 +244,8 @@ class ReplayStore:
             (found,) = self._file.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
             if found != value:
                 raise StoreProblem(
-                    f"{self.path} holds episodes of {name} {found}, and the policy has {value}; give the policy and the "
-                    "environment that it was made with, or begin a run of its own"
+                    f"{self.path} holds episodes of {name} {found}, and the policy has {value}; give the policy and "
+                    "the environment that it was made with, or begin a run of its own"
                 )
 
     def _check_fit(self, stored: Stored) -> None:
@@ -391,7 +310,8 @@ class ReplayStore:
     def _own_priorities(self, number: int) -> bytes:
         kept = self.episodes[number]
         rows = np.arange(kept.first, kept.first + kept.chunks)
-        return self.ring.priorities_N[self.ring.places(rows)].tobytes()
+        found: bytes = self.ring.priorities_N[self.ring.places(rows)].tobytes()
+        return found
 
     def _load(self) -> None:
         """Reads the rows of the last commit."""
@@ -412,7 +332,7 @@ class ReplayStore:
         if sampling.draws == "prioritised":
             known = dict(self._file.execute("SELECT episode, body FROM priorities ORDER BY episode, added"))
         rows = self._file.execute(
-            f"SELECT {_COLUMNS}, body FROM episodes WHERE evicted IS NULL AND body != x'' ORDER BY id"
+            f"SELECT {COLUMNS}, body FROM episodes WHERE evicted IS NULL AND body != x'' ORDER BY id"
         ).fetchall()
         sizes = np.cumsum([each[7] + 1 for each in reversed(rows)])
         fit = int(
@@ -431,8 +351,8 @@ class ReplayStore:
 
     def _cut(self, what: str) -> StoreProblem:
         return StoreProblem(
-            f"{self.path} is damaged ({what}): delete it, and the run goes on with an empty store; or restore it from a "
-            "copy"
+            f"{self.path} is damaged ({what}): delete it, and the run goes on with an empty store; or restore it from "
+            "a copy"
         )
 
     @contextmanager
@@ -445,24 +365,6 @@ class ReplayStore:
                     f"{self.path}: {error}: free the disk, or lower algorithm.options.capacity"
                 ) from error
             raise self._cut(str(error)) from error
-
-
-def read_uses(path: Path) -> list[Use]:
-    """How often each episode of a store's file was drawn, while a trainer uses it or not. Raises StoreProblem."""
-    try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as file:
-            return [*_read_uses(file)]
-    except sqlite3.Error as error:
-        raise StoreProblem(f"{path} is no replay store that can be read: {error}") from error
-
-
-def _read_uses(file: sqlite3.Connection) -> Iterator[Use]:
-    rows: Iterable[tuple[Any, ...]] = file.execute(
-        "SELECT prompt, sample, version, added, chunks, used + COALESCE((SELECT SUM(count) FROM uses WHERE "
-        "uses.episode = episodes.id), 0), evicted IS NOT NULL FROM episodes ORDER BY id"
-    )
-    for prompt, sample, version, added, chunks, count, evicted in rows:
-        yield Use((prompt, sample), version, added, chunks, count, bool(evicted))
 
 
 def _encoded(number: int, pictures: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, str, bytes]]:
