@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headrace.client.client import Client
     from headrace.client.errors import HeadraceError, Problem
+    from headrace.client.frames import frame, live, plot
     from headrace.client.models import (
         Certificate,
         Checkpoint,
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
         Video,
     )
     from headrace.client.specs import fork_spec, load_spec
+    from headrace.client.training import Training
     from headrace.client.workflow import Workflow
+    from headrace_schema.sessions import Datum
 
 __all__ = [
     "Certificate",
@@ -38,6 +41,7 @@ __all__ = [
     "Client",
     "Comparison",
     "Counts",
+    "Datum",
     "Device",
     "Evaluation",
     "EvaluationRun",
@@ -50,20 +54,29 @@ __all__ = [
     "Problem",
     "Run",
     "Step",
+    "Training",
     "Trajectory",
     "Video",
     "Workflow",
     "fork_spec",
+    "frame",
+    "live",
     "load_spec",
+    "plot",
 ]
 
 _ELSEWHERE = {
     "Client": "client",
     "HeadraceError": "errors",
     "Problem": "errors",
+    "Datum": "training",
+    "Training": "training",
     "Workflow": "workflow",
     "fork_spec": "specs",
+    "frame": "frames",
+    "live": "frames",
     "load_spec": "specs",
+    "plot": "frames",
 }
 
 

@@ -7,7 +7,7 @@ of an action.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
@@ -220,7 +220,7 @@ class OffPolicyRobot(WholeRobot):
             return super().commit(denominator, learning_rate, critic_rate)
         due, self._due = self._due, []
         pending, self._pending = self._pending, []
-        figures: Counter[str] = Counter()
+        figures: dict[str, float] = defaultdict(float)
         try:
             for data in pending:
                 self.store.insert(stored_of(data, self.store.spaces, self._options.reward_scale))
@@ -238,7 +238,7 @@ class OffPolicyRobot(WholeRobot):
         parts.norms = {}
 
     def _update(
-        self, number: int, store: ReplayStore, shown: ReplayStore | None, size: int, figures: Counter[str]
+        self, number: int, store: ReplayStore, shown: ReplayStore | None, size: int, figures: dict[str, float]
     ) -> None:
         if not self.parts.finite:
             return
@@ -283,7 +283,7 @@ class OffPolicyRobot(WholeRobot):
             place += own
         return (joined(parts) if parts[1:] else parts[0]), draws
 
-    def _report(self, due: list[int], figures: Counter[str]) -> CommitReport:
+    def _report(self, due: list[int], figures: dict[str, float]) -> CommitReport:
         """Figures are means over the updates that have them."""
         count, parts, ranks = len(due), self.parts, self._ranks
         made = ranks.sum({name: float(value) for name, value in figures.items() if not name.endswith("#")})
@@ -329,7 +329,7 @@ class OffPolicyRobot(WholeRobot):
                 return super().warm_up()
             finally:
                 self._imitates = False
-        warmup, figures = self._config.trainer.warmup, Counter[str]()
+        warmup, figures = self._config.trainer.warmup, defaultdict[str, float](float)
         shown = self._shown or self._read_demonstrations()
         self._set_rates(warmup.lr)
         for step in range(warmup.steps):

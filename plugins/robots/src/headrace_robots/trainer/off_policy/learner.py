@@ -6,7 +6,7 @@ Knows no wire, no model and no store; the step's rules are `step`'s.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 
 import msgspec
@@ -103,7 +103,7 @@ class OffPolicyLearner(PassesLearner[range, int]):
         return ()
 
     @override
-    def _suspects(self, batch: range, state: steps.StepState, minibatch: list[int]) -> Mapping[str, str]:
+    def _suspects(self, batch: range, state: steps.StepState, minibatch: list[int]) -> dict[str, str]:
         """No group: a batch is of many steps' episodes."""
         self._rounds.drop()
         return {}

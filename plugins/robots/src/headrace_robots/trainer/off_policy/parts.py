@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ class Parts:
         if self._ranks.world_size > 1:
             flat = torch.cat([each.reshape(-1) for each in gradients])
             dist.all_reduce(flat)
-            parts = flat.split([each.numel() for each in gradients])
+            parts = torch.split(flat, [each.numel() for each in gradients])
             gradients = [part.view_as(each) for part, each in zip(parts, gradients, strict=True)]
         norm = float(torch.stack(torch._foreach_norm(gradients)).square().sum().sqrt())
         if not math.isfinite(norm):
@@ -147,7 +148,8 @@ class Parts:
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         """Takes everything but the policy elsewhere."""
         for part in (*self.update.learned.values(), *self.update.kept.values()):
-            part._apply(move)
+            untyped: Any = part
+            untyped._apply(move)
         for name in self.update.learned:
             shards = {own: parameter.data for own, parameter in self._parameters[name].items()}
             self._optimizers[name].move(move, shards)

@@ -1,0 +1,1 @@
+"""Runs whose steps are asked for by a loop of the user's own (`workflow: session`)."""
