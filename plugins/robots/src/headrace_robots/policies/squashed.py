@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from headrace_robots.policies import gaussian
 from headrace_robots.policies.scaling import ActionBounds, ActionScaling
@@ -81,8 +82,8 @@ class DeterministicHead(SquashedHead):
         super().__init__(bounds, chunk_length)
         self.outputs, self._exploration = bounds.size, exploration
 
+    @override
     def draw(self, outputs_BCO: Tensor, seeds: Sequence[int] | None) -> Tensor:
-        """See `SquashedHead.draw`."""
         mean_BCA = torch.tanh(outputs_BCO)
         if seeds is None:
             return mean_BCA
@@ -98,8 +99,8 @@ class DeterministicHead(SquashedHead):
         log_std = torch.full_like(outputs_BCO, max(self._exploration, 1e-3)).log()
         return gaussian.log_density(drawn_BCA, torch.tanh(outputs_BCO), log_std), gaussian.entropy(log_std)
 
+    @override
     def imitate(self, outputs_BCO: Tensor, actions_BCA: Tensor) -> Tensor:
-        """See `SquashedHead.imitate`."""
         wanted_BCA = self.drawn_of(actions_BCA)
         return (torch.tanh(outputs_BCO) - wanted_BCA).square().mean(-1)
 

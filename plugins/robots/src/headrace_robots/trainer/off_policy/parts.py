@@ -55,7 +55,7 @@ class Parts:
     # Steps
 
     def step(self, name: str, loss: Tensor) -> None:
-        """See `Steps`. What is not finite moves nothing, and `finite` says so."""
+        """As in `Steps`; what is not finite moves nothing, and `finite` says so."""
         own = self._parameters[name]
         found = torch.autograd.grad(loss, [*own.values()], allow_unused=True)
         gradients = [
@@ -79,7 +79,7 @@ class Parts:
         self._optimizers[name].step(given, 1 / clip, rate, rate)
 
     def total(self, value: Tensor) -> Tensor:
-        """See `Steps`."""
+        """The sum of a number without gradient over all ranks."""
         if self._ranks.world_size > 1:
             dist.all_reduce(value)
         return value
