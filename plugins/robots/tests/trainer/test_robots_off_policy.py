@@ -145,6 +145,7 @@ async def test_an_attempt_that_is_aborted_leaves_the_store_as_it_was(
         ("sac", {"options": {"epochs": 2}}, "algorithm.options.epochs", "epochs"),
         ("rlpd", {"policy": {"head": "squashed"}}, "trainer.warmup.demonstrations", "half|0.5 of each batch"),
         ("dagger", {"options": {"expert": "/nowhere"}}, "algorithm.options.expert", "/nowhere"),
+        ("dagger", {}, "algorithm.options.expert", "name a policy's directory"),
         (
             "crossq",
             {

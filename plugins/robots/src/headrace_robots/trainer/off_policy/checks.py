@@ -47,7 +47,7 @@ def check_off_policy(config: TrainerConfig, policy: PolicyConfig, algorithm: Off
             "demonstrations; name a LeRobot data set, or set algorithm.options.demonstrations_share: 0",
             key="trainer.warmup.demonstrations",
         )
-    if expert := getattr(options, "expert", ""):
+    if (expert := getattr(options, "expert", None)) is not None:
         _check_expert(expert, policy)
 
 
@@ -73,6 +73,8 @@ def _check_head(name: str, policy: Any) -> None:
 
 def _check_expert(path: str, policy: PolicyConfig) -> None:
     key = "algorithm.options.expert"
+    if not path:
+        raise invalid(f"{key}: dagger imitates an expert; name a policy's directory", key=key)
     try:
         expert = load_policy(path)
     except ModelNotReadable as error:

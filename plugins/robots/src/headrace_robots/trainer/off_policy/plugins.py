@@ -168,7 +168,8 @@ class DaggerOptions(ReplayOptions):
     """`algorithm.options` of dagger."""
 
     expert: str = Field(
-        description="directory of a policy, where the trainer runs, whose actions are imitated in what the policy saw"
+        default="",
+        description="directory of a policy, where the trainer runs, whose actions are imitated in what the policy saw",
     )
 
 
