@@ -164,7 +164,7 @@ async def test_grpo_learns_from_groups_and_nothing_behind_a_success(
 @pytest.mark.parametrize(
     ("name", "options", "key"),
     [
-        ("dapo", {}, "use grpo or ppo"),
+        ("dapo", {}, "use crossq, dagger, grpo,"),
         ("ppo", {"kl_loss_coef": 0.1}, "kl_loss_coef"),
         ("ppo", {"critic": "model"}, "critic"),
         ("ppo", {"minibatches": 2, "minibatch_size": 8}, "minibatch_size"),
@@ -280,7 +280,7 @@ async def test_answers_are_refused_where_episodes_are_learned(client, robot_conf
 
 def test_the_facets_name_what_learns_from_episodes(client):
     facets = client.instance.capabilities
-    assert facets["episode_algorithms"] == ["grpo", "ppo"]
+    assert facets["episode_algorithms"] == sorted(("grpo", "ppo", *OFF_POLICY))
     schemas = dict(text.split("=", 1) for text in facets["episode_algorithm_options"])
     assert "minibatch_size" in json.loads(schemas["ppo"])["properties"]
     assert "kl_loss_coef" not in json.loads(schemas["ppo"])["properties"]

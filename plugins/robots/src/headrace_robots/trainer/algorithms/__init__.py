@@ -33,9 +33,7 @@ def build_episode_algorithm(section: AlgorithmSection) -> EpisodeAlgorithm:
     """The algorithm that the section names, with its options. Raises Refusal INVALID, naming the key."""
     known = EPISODE_ALGORITHMS.names()
     if section.name not in known and section.name in ALGORITHMS.names():
-        raise _unfit(
-            "name", f"{section.name} learns from answers, not from episodes; use {' or '.join(known)}"
-        )
+        raise _unfit("name", f"{section.name} learns from answers, not from episodes; use {', '.join(known)}")
     algorithm = built(EPISODE_ALGORITHMS, section)
     if section.group_size < algorithm.least_group:
         raise _unfit(
