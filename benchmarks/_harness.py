@@ -11,10 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import psutil
 
 COMMAND_S = 120.0
 COMMAND = [sys.executable, "-m", "headrace_cli"]
@@ -84,6 +87,31 @@ class CoreUse:
     def _totals(self) -> tuple[int, int]:
         counts = self._threads.values()
         return sum(ran for ran, _ in counts), sum(waited for _, waited in counts)
+
+
+class CpuUse:
+    """CPU seconds of processes from now on, and of those that they come to be; each look asks which these are.
+
+    What a process does after the last look at it is not counted.
+    """
+
+    def __init__(self, processes: Callable[[], Iterable[psutil.Process]]) -> None:
+        self._processes = processes
+        self._seen: dict[psutil.Process, float] = {}
+        self.look()
+        self._before = sum(self._seen.values())
+
+    def look(self) -> None:
+        """Takes the processes' times of now."""
+        for process in self._processes():
+            with suppress(psutil.Error):  # it has ended
+                times = process.cpu_times()
+                self._seen[process] = times.user + times.system
+
+    def seconds(self) -> float:
+        """Up to now."""
+        self.look()
+        return sum(self._seen.values()) - self._before
 
 
 class Fleet:

@@ -1,10 +1,10 @@
 """Runs the parts of the checks or of the tests, each with a deadline, and adds them up.
 
 `python -m ci.parts lint|test|nightly… [PART…]`. Where neither `nightly` nor the part is named, a part whose inputs
-are as they were when it passed is left out. Two parts that share the machine run side by side, or three of which two
-mostly wait, each with one compute thread and its output in one piece at its end; the others run alone. A part that
-fails does not stop the later ones. Under CI=true a part that could not run is a failure; elsewhere the end says what
-was not covered. Knows no test's content.
+are as they were when it passed is left out. Parts that share the machine run side by side, two always and up to four
+where the machine has cores and memory to spare, each with one compute thread and its output in one piece at its end;
+the others run alone. A part that fails does not stop the later ones. Under CI=true a part that could not run is a
+failure; elsewhere the end says what was not covered. Knows no test's content.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from ci.changes import reason_to_leave_out, record_pass
 from ci.plan import PLANS, Part
@@ -25,8 +28,12 @@ from ci.running import LATE, ROOT, Running
 
 REPORTS = ROOT / ".cache" / "ci"
 LANES = 2
-MOST = 3
-"""Parts at a time: their memory adds up."""
+MOST = 4
+"""Parts at a time: so many always, and so many where there is room. Few, as their bursts fall together now and then."""
+SPARE_CORES = 0.3
+SPARE_BYTES = 4 << 30
+WINDOW_S = 10.0
+"""So much must be idle, for so long since the last part began: what starts imports first, and waits later."""
 POLL_S = 0.1
 NO_TESTS = 5  # pytest's exit status
 
@@ -41,15 +48,47 @@ class Tally:
     uncovered: list[str] = field(default_factory=list)
 
 
+class Spare:
+    """What of the machine nobody has used since the last part began, whoever else is at work on it."""
+
+    def __init__(self) -> None:
+        self._idle = deque[tuple[float, float]]()
+
+    def restart(self) -> None:
+        """A part has begun."""
+        self._idle.clear()
+
+    def suffices(self) -> bool:
+        """Whether one more part has room. Looks at the machine: ask often."""
+        now, idle_s = time.monotonic(), _idle_s()
+        self._idle.append((now, idle_s))
+        while len(self._idle) > 1 and now - self._idle[1][0] >= WINDOW_S:
+            self._idle.popleft()
+        began, idle_before = self._idle[0]
+        if now - began < WINDOW_S:
+            return False
+        cores = (idle_s - idle_before) / (now - began)
+        return cores >= SPARE_CORES and psutil.virtual_memory().available >= SPARE_BYTES
+
+
+def _idle_s() -> float:
+    """Core seconds that nobody used, since the machine began. Waiting for a disk is no use of a core."""
+    times = psutil.cpu_times()
+    return float(times.idle + getattr(times, "iowait", 0.0))
+
+
 def run_parts(parts: Sequence[Part], tally: Tally) -> None:
     """Runs parts and adds their outcomes; of those for which there is room, the first in `parts` starts."""
     REPORTS.mkdir(parents=True, exist_ok=True)
-    waiting, running = [*parts], dict[Part, Running]()
+    waiting, running, spare = [*parts], dict[Part, Running](), Spare()
     try:
         while waiting or running:
-            while part := next((each for each in waiting if _has_room(each, running)), None):
+            more = spare.suffices()
+            while part := next((each for each in waiting if _may_begin(each, waiting, running, more)), None):
                 waiting.remove(part)
                 _begin(part, running, tally)
+                spare.restart()
+                more = False
             for part, process in [*running.items()]:
                 before = _cpu_s()
                 status = process.poll()
@@ -64,7 +103,10 @@ def run_parts(parts: Sequence[Part], tally: Tally) -> None:
 
 
 def _cpu_s() -> float:
-    """Of all processes that have ended, with theirs: who has just ended has the difference."""
+    """Of all processes that have ended, with theirs: who has just ended has the difference.
+
+    What a process leaves behind, as `headrace up` does, is not in it: a part with fleets uses some three times as much.
+    """
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -86,10 +128,12 @@ def _subject(part: Part) -> str:
     return part.name.removesuffix("-environment")
 
 
-def _has_room(part: Part, running: dict[Part, Running]) -> bool:
-    together = (part, *running)
-    busy = sum(0.5 if each.waits else 1.0 for each in together)
-    return not running or (all(each.shares for each in together) and busy <= LANES and len(together) <= MOST)
+def _may_begin(part: Part, waiting: Sequence[Part], running: Collection[Part], more: bool) -> bool:
+    """Whether there is room beside those that run, `more` of it than always, and what it comes after has ended."""
+    if part.after in {each.name for each in (*waiting, *running)}:
+        return False
+    room = MOST if more else LANES
+    return not running or (all(each.shares for each in (part, *running)) and len(running) < room)
 
 
 def _begin(part: Part, running: dict[Part, Running], tally: Tally) -> None:

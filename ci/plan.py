@@ -50,17 +50,17 @@ UNITS = {
     "schema": "libs/schema",
     "proto": "proto",
 }
-"""Suites of single dists, the longest first."""
+"""Suites of single dists."""
 
 
 @dataclass(frozen=True)
 class Part:
     """One command; `needs` is the folder whose tests it runs, empty for anything but pytest.
 
-    A part that `shares` the machine may run beside another one: it mostly keeps one core busy or waits, and it
-    asserts no time that a busy core would spoil. One that `waits` for most of its time counts half. One with `inputs`,
-    git's path specifications of what it tries and of the contract that this keeps, is left out of `make test` while
-    they are as they were when it passed.
+    A part that `shares` the machine may run beside others: it mostly keeps one core busy or waits, and it asserts no
+    time that a busy core would spoil. One that comes `after` another uses what that makes. One with `inputs`, git's
+    path specifications of what it tries and of the contract that this keeps, is left out of `make test` while they are
+    as they were when it passed.
     """
 
     name: str
@@ -68,8 +68,8 @@ class Part:
     timeout_s: int
     needs: str = ""
     shares: bool = False
-    waits: bool = False
     inputs: tuple[str, ...] = ()
+    after: str = ""
 
     def with_report(self, file: Path) -> list[str]:
         """The command, which also writes what it found to a JUnit file when it is pytest."""
@@ -130,12 +130,11 @@ def script(name: str, *arguments: str, timeout_s: int = 300) -> Part:
 
 
 def _tests(
-    name: str, folder: str, *options: str, timeout_s: int = 600, shares: bool = False, waits: bool = False
+    name: str, folder: str, *options: str, timeout_s: int = 600, shares: bool = False, after: str = ""
 ) -> Part:
     slowest = ("--durations=10", "--durations-min=5")
-    return Part(
-        name, (sys.executable, "-m", "pytest", folder, *slowest, *options), timeout_s, folder, shares, waits
-    )
+    command = (sys.executable, "-m", "pytest", folder, *slowest, *options)
+    return Part(name, command, timeout_s, folder, shares, after=after)
 
 
 def _nightly(name: str, folder: str, *options: str, timeout_s: int) -> Part:
@@ -152,7 +151,7 @@ def _simulator(name: str, *options: str, timeout_s: int) -> Part:
 def _others(name: str, *options: str, timeout_s: int) -> Part:
     """The tests of environments of others in an environment of their own, which it makes first."""
     command = ("sh", "ci/test_simulators.sh", name, "--durations=10", "--durations-min=5", *options)
-    return Part(f"simulator-{name}", command, timeout_s, "integration_tests/engines", True, True, _OTHERS)
+    return Part(f"simulator-{name}", command, timeout_s, "integration_tests/engines", True, _OTHERS)
 
 
 def _megatron(*options: str, timeout_s: int) -> Part:
@@ -176,36 +175,30 @@ LINT = [
     _tests("proto", "proto/tests", shares=True),
     script("run-spec-page", "-m", "ci.spec_docs", "--check", "docs/run-spec.md"),
     script("reference-pages", "-m", "ci.reference_docs", "--check", "docs"),
+    script("models-page", "-m", "ci.model_docs", "--check", "docs/models.md"),
     script("private-paths", "-m", "ci.private_paths"),
     script("words", "-m", "ci.words"),
     script("ceilings", "-m", "ci.ceilings"),
 ]
 
-_WAITING = {"cli", "rollout", "servicekit"}
-"""Units that start processes and wait for them: they use half of a core (the end of `make test` says how much)."""
-_UNITS = [
-    _tests(name, f"{folder}/tests", timeout_s=1200, shares=True, waits=name in _WAITING)
-    for name, folder in UNITS.items()
-]
+_UNITS = [_tests(name, f"{folder}/tests", timeout_s=1200, shares=True) for name, folder in UNITS.items()]
 
 _IMAGES = "integration_tests/compose/test_compose_images.py"
 
 _BROWSER_ENVIRONMENT = Part(
-    "browser-environment", ("sh", "ci/browser.sh", sys.executable), 600, "", True, True, _BROWSER
+    "browser-environment", ("sh", "ci/browser.sh", sys.executable), 600, "", True, _BROWSER
 )
 _BROWSER_TESTS = replace(
-    _tests("browser", "integration_tests/browser", timeout_s=900, shares=True), inputs=_BROWSER
+    _tests("browser", "integration_tests/browser", timeout_s=900, shares=True, after="browser-environment"),
+    inputs=_BROWSER,
 )
 _MAKE_ENGINE = (sys.executable, "-m", "ci.engines.environments")
-_VLLM_ENVIRONMENT = Part(
-    "vllm-environment", (*_MAKE_ENGINE, "vllm", "--device", "cpu"), 900, "", True, True, _VLLM
-)
+_VLLM_ENVIRONMENT = Part("vllm-environment", (*_MAKE_ENGINE, "vllm", "--device", "cpu"), 900, "", True, _VLLM)
 _RESOLUTION = Part(
     "engine-resolution",
     (sys.executable, "-m", "ci.engines.resolution"),
     900,
     shares=True,
-    waits=True,
     inputs=(
         ":(glob)constraints/*-cuda.txt",
         "ci/engines/resolution.py",
@@ -217,45 +210,51 @@ _RESOLUTION = Part(
 )
 """Asks the package index. What `make test` always asks is the record of it: integration_tests/packaging."""
 
-# Long parts come before short ones, so that both cores end together. Parts that mostly wait count half: services of a
-# tiny run wait for each other; containers decode with a delay; what kills and stops fleets waits for silences of many
-# heartbeats; installations wait for the registry. An engine starts on one core, and a megatron group meets on it.
-# Environments and images are made before the parts that use them.
-TEST = [
+_ORDER = (
+    *("images", "flows", "deploy-tools", "simulator", "trainer", "coordinator"),
+    *("browser-environment", "vllm-environment", "engine-resolution"),
+    *("compose", "cli", "vllm", "browser", "contracts", "faults", "reward", "robots", "rollout", "security"),
+    *("megatron", "packaging", "bad_input", "simulator-verifiers", "benchmarks", "servicekit", "clusters"),
+)
+"""Long parts begin before short ones, so that all lanes end together. What is not named follows."""
+_TEST = [
     Part(
         "images",
         (sys.executable, "-m", "pytest", _IMAGES),
         timeout_s=1500,
         needs="integration_tests/compose",
         shares=True,
-        waits=True,
     ),
     script("simulation", "-m", "headrace_simulation", "--seeds", "40", timeout_s=900),
     script("simulation-stale", "-m", "headrace_simulation", "--stale", "--seeds", "30", timeout_s=900),
     script("recorded", "-m", "ci.recorded", "--check", "--seeds", "20", "--runs", "tiny", timeout_s=600),
-    Part(
-        "deploy-tools", ("sh", "ci/deploy_tools.sh", sys.executable), timeout_s=600, shares=True, waits=True
-    ),
+    Part("deploy-tools", ("sh", "ci/deploy_tools.sh", sys.executable), timeout_s=600, shares=True),
     _BROWSER_ENVIRONMENT,
     _RESOLUTION,
-    *_UNITS[:2],
-    _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True, waits=True),
-    *_UNITS[2:],
+    _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True),
+    *_UNITS,
     _simulator("metaworld", timeout_s=900),
     *(_others(name, timeout_s=900) for name in ("verifiers", "web")),
-    _tests("flows", "integration_tests/flows", timeout_s=1800, shares=True, waits=True),
+    _tests("flows", "integration_tests/flows", timeout_s=1800, shares=True),
     _tests("contracts", "integration_tests/contracts", timeout_s=900, shares=True),
     _tests("deploy", "integration_tests/deploy", shares=True),
     _tests("stores", "integration_tests/stores", shares=True),
     _BROWSER_TESTS,
-    _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True, waits=True),
-    _tests("security", "integration_tests/security", timeout_s=600, shares=True, waits=True),
-    _tests("clusters", "integration_tests/clusters", timeout_s=600, shares=True, waits=True),
+    _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True),
+    _tests("security", "integration_tests/security", timeout_s=600, shares=True),
+    _tests("clusters", "integration_tests/clusters", timeout_s=600, shares=True),
     _VLLM_ENVIRONMENT,
     _tests("benchmarks", "benchmarks/tests", shares=True),
-    # In an environment of its own (3.3 GB), which the part vllm-environment has made by then.
-    Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run"), 1200, shares=True, inputs=_VLLM),
-    _tests("faults", "integration_tests/faults", timeout_s=1500, shares=True, waits=True),
+    # In an environment of its own (3.3 GB).
+    Part(
+        "vllm",
+        (sys.executable, "-m", "ci.engines", "vllm", "--run"),
+        1200,
+        shares=True,
+        inputs=_VLLM,
+        after="vllm-environment",
+    ),
+    _tests("faults", "integration_tests/faults", timeout_s=1500, shares=True),
     _tests(
         "compose",
         "integration_tests/compose",
@@ -263,10 +262,11 @@ TEST = [
         f"--ignore={_IMAGES}",
         timeout_s=1200,
         shares=True,
-        waits=True,
+        after="images",
     ),
     _megatron(timeout_s=900),
 ]
+TEST = sorted(_TEST, key=lambda part: _ORDER.index(part.name) if part.name in _ORDER else len(_ORDER))
 
 _ENGINE = (sys.executable, "-m", "ci.engines")
 _IGNORED = tuple(f"--ignore=integration_tests/{name}" for name in ("flows", "faults", "clusters"))
@@ -287,6 +287,7 @@ NIGHTLY = [
     _nightly("others", "integration_tests", *_IGNORED, "cli/tests", "benchmarks/tests", timeout_s=14400),
     _nightly("trainer", "services/trainer/tests", timeout_s=3600),
     _nightly("rollout", "services/rollout/tests", timeout_s=1800),
+    _nightly("modelkit", "libs/modelkit/tests", timeout_s=900),
     _nightly("robots", "plugins/robots/tests", timeout_s=1800),
     _nightly("reward", "services/reward/tests", timeout_s=600),
     _nightly("simulator", "services/simulator/tests", timeout_s=600),

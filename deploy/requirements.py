@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMON = ("proto", "libs/schema", "libs/servicekit[tracing]")
+COMMON = ("proto", "libs/schema", "libs/servicekit[tracing,s3]")
 COORDINATOR = (
     "proto",
     "libs/servicekit[tracing,docker,kubernetes,s3]",
@@ -36,7 +36,6 @@ IMAGES = {
     "simulator-libero": (*COMMON, "services/simulator", "plugins/robots[libero]"),
     "torch": (
         *COMMON,
-        "libs/servicekit[s3]",
         "libs/modelkit[vision]",
         ROBOTS,
         "services/rollout",

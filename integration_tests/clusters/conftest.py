@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from clusters.slurm_nodes import Slurm, slurm, why_not
+from harness.slurm_cluster import Slurm, slurm, why_not
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from copy import copy
 from pathlib import Path
 
 import pytest
 import yaml
-from clusters.slurm_nodes import Slurm, slurm, why_not
 from harness.processes import mentioning
+from harness.slurm_cluster import Slurm, slurm, why_not
 from harness.specs import small_spec
 from harness.waiting import wait_for
 
@@ -37,6 +38,14 @@ class Job:
         assert done.returncode == 0, done.stdout + done.stderr
         found = json.loads(done.stdout)
         self.id, self.log_file, self.files = found["job"], Path(found["log"]), Path(found["data_dir"])
+
+    def of_array(self, number: int) -> Job:
+        """One job of an array."""
+        made = copy(self)
+        made.id = f"{self.id}_{number}"
+        made.log_file = Path(str(self.log_file).replace("_N", f"_{number}"))
+        made.files = Path(str(self.files).replace("_N", f"_{number}"))
+        return made
 
     @property
     def log(self) -> str:
@@ -218,24 +227,27 @@ def test_gpus_that_headrace_does_not_see_end_the_job(cluster, spec):
 
 
 def test_two_jobs_of_an_array_have_fleets_side_by_side_on_one_node(cluster, spec):
-    spec(steps=6, rollout__instances=1)
+    spec(steps=5000, rollout__instances=1)
     options = ("--array", "3-4", "--cpus", "1", "--sbatch", "--nodelist=n1", "--set", "seed=%a")
     array = Job(cluster, *options)
-    ids = [f"{array.id}_{number}" for number in (3, 4)]
-    files = [Path(str(array.files).replace("_N", f"_{number}")) for number in (3, 4)]
-    logs = [Path(str(array.log_file).replace("_N", f"_{number}")) for number in (3, 4)]
-    wait_for(lambda: all((place / "fleet.json").exists() for place in files), "both fleets at once", START_S)
-    places = [json.loads((place / "fleet.json").read_text())["url"] for place in files]
+    jobs = [array.of_array(number) for number in (3, 4)]
+    for job in jobs:
+        job.until_step(1)
+    places = [json.loads((job.files / "fleet.json").read_text())["url"] for job in jobs]
     assert len({*places}) == 2, "each has a port of its own"
-    for each in ids:
-        wait_for(lambda each=each: cluster.job(each)["JobState"] not in ("PENDING", "RUNNING"), each, START_S)
-    assert [cluster.job(each)["JobState"] for each in ids] == ["COMPLETED"] * 2, [
-        log.read_text() for log in logs
-    ]
-    runs = (json.loads(file.read_text()) for place in files for file in (place / "runs").glob("*/run.json"))
-    seeds = {run["seed"] for run in runs}
-    assert seeds == {3, 4}
-    nothing_is_left(cluster, files[0])
+    runs = (json.loads(file.read_text()) for job in jobs for file in (job.files / "runs").glob("*/run.json"))
+    assert {run["seed"] for run in runs} == {3, 4}
+    # To Slurm, the id of the one that ends first names the other too.
+    first, other = sorted(jobs, key=lambda job: cluster.job(job.id)["JobId"] != array.id)
+    assert cluster.job(first.id)["JobId"] == array.id
+    first.cancel_run()
+    assert first.until_ended() == "FAILED" and "CANCELLED" in first.log
+    other.until_step(max(other.steps()) + 3)
+    assert other.state == "RUNNING", other.log
+    other.cancel_run()
+    assert other.until_ended() == "FAILED" and "CANCELLED" in other.log
+    for job in jobs:
+        nothing_is_left(cluster, job.files)
 
 
 def test_nodes_of_ipv6_alone_make_a_fleet(tmp_path, tiny_model):

@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness.processes import mentioning
+
 STORE_BYTES = 80 * 1024 * 1024
 """Of each node's object store; nothing of a fleet goes through it."""
+STARTS = 3
 
 
 class RayCluster:
@@ -43,6 +46,20 @@ class RayCluster:
         return str(self.nodes[number].node_id)
 
 
+def _started(cluster: Any, folder: Path, **head: Any) -> Any:
+    """The head's node. Ray waits 30 s for it, which a busy machine may need longer; so it is started again."""
+    for _ in range(STARTS):
+        try:
+            return cluster.add_node(**head)
+        except Exception as error:  # Ray raises no narrower one
+            if "timed out during startup" not in str(error):
+                raise
+            late = error
+            for process in mentioning(str(folder)):
+                process.kill()
+    raise late
+
+
 @contextmanager
 def ray_cluster(*cpus: int, dashboard: bool = False, **resources: Any) -> Iterator[RayCluster]:
     """A cluster of so many nodes, each with so many CPUs."""
@@ -55,17 +72,10 @@ def ray_cluster(*cpus: int, dashboard: bool = False, **resources: Any) -> Iterat
         "RAY_TMPDIR": str(folder),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{before['PATH']}",
     }
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": cpus[0],
-            "object_store_memory": STORE_BYTES,
-            "include_dashboard": dashboard,
-            **resources,
-        },
-    )
-    made = RayCluster(cluster, [cluster.head_node])
+    cluster = Cluster()
+    head = {"num_cpus": cpus[0], "object_store_memory": STORE_BYTES, "include_dashboard": dashboard}
     try:
+        made = RayCluster(cluster, [_started(cluster, folder, **head, **resources)])
         for count in cpus[1:]:
             made.add(count, **resources)
         yield made

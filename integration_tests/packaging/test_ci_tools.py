@@ -84,7 +84,7 @@ def test_parts_that_share_the_machine_run_side_by_side_and_are_shown_one_after_t
     assert "\nwhy\n" in shown
 
 
-def test_two_parts_share_the_machine_at_most_and_the_others_have_it_alone(tmp_path):
+def test_two_parts_share_a_busy_machine_at_most_and_the_others_have_it_alone(tmp_path):
     inside = str(tmp_path / "inside")
     alone = {"command": (*python(ALONE), inside)}
     waiting = {"command": python("import time; time.sleep(0.2)"), "shares": True}
@@ -94,18 +94,46 @@ def test_two_parts_share_the_machine_at_most_and_the_others_have_it_alone(tmp_pa
     assert run_parts(*({"name": f"third-{n}", **part} for n, part in enumerate(third))).failed == 0
 
 
-def test_parts_that_mostly_wait_count_half_and_three_are_the_most(tmp_path):
-    from ci.parts import _has_room
+def test_four_parts_are_the_most_and_what_comes_after_another_waits_for_it():
+    from ci.parts import _may_begin
     from ci.plan import Part
 
-    busy, other, *waiting = (
-        Part(name, (), 1, shares=True, waits=name > "b") for name in ("a", "b", "c", "d", "e")
-    )
-    alone = Part("alone", (), 1)
-    assert _has_room(alone, {}) and not _has_room(alone, {busy: None}) and not _has_room(busy, {alone: None})
-    assert _has_room(waiting[1], dict.fromkeys((busy, waiting[0])))
-    assert not _has_room(other, dict.fromkeys((busy, waiting[0]))), "two and a half cores"
-    assert not _has_room(busy, dict.fromkeys(waiting)), "the fourth"
+    parts = [Part(name, (), 1, shares=True) for name in ("a", "b", "c", "d", "e")]
+    alone, late = Part("alone", (), 1), Part("late", (), 1, shares=True, after="a")
+    assert _may_begin(alone, [], [], False)
+    assert not _may_begin(alone, [], parts[:1], True) and not _may_begin(parts[0], [], [alone], True)
+    assert [_may_begin(parts[4], [], parts[:count], False) for count in range(1, 5)] == [True, *[False] * 3]
+    assert [_may_begin(parts[4], [], parts[:count], True) for count in range(1, 5)] == [*[True] * 3, False]
+    assert not _may_begin(late, parts[:1], [], True) and not _may_begin(late, [], parts[:1], True)
+    assert _may_begin(late, parts[1:], [], True)
+
+
+def test_there_is_room_once_cores_and_memory_were_idle_since_the_last_part_began(monkeypatch):
+    from types import SimpleNamespace
+
+    from ci import parts
+
+    now, idle, free = 0.0, 0.0, 2 * parts.SPARE_BYTES
+    monkeypatch.setattr(parts.time, "monotonic", lambda: now)
+    monkeypatch.setattr(parts, "_idle_s", lambda: idle)
+    monkeypatch.setattr(parts.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    spare = parts.Spare()
+
+    def after(seconds, idle_cores):
+        nonlocal now, idle
+        found = []
+        for _ in range(seconds * 10):
+            now, idle = now + 0.1, idle + 0.1 * idle_cores
+            found.append(spare.suffices())
+        return any(found)
+
+    assert not after(60, 0.2), "busy"
+    assert after(11, 1.0)
+    spare.restart()
+    assert not after(9, 2.0), "it has just begun"
+    assert after(2, 2.0)
+    free = 0
+    assert not after(20, 2.0), "no memory"
 
 
 def test_what_runs_is_ended_when_the_runner_is(tmp_path, repository):

@@ -55,6 +55,17 @@ async def test_each_address_that_cannot_be_used_is_named_with_its_key_and_a_fix(
     assert found == {}
 
 
+async def test_paths_of_environments_are_looked_at_and_need_be_no_models(proxy, bucket):
+    Store(f"{bucket}/tasks").write("one/task.toml", b"1")
+    environment = {"backend": "coding", "tasks": ["coding"], "options": {"path": f"{bucket}/tasks"}}
+    warmup = {"warmup": {"steps": 0}}
+    more = {"workflow": "agentic", "environment": environment, "trainer": warmup}
+    assert await check_stores(spec("tiny", **more)) == []
+    environment["options"]["path"] = f"{bucket}/none"
+    [found] = await check_stores(spec("tiny", **more))
+    assert found.key == "environment.options.path" and "there is nothing of that name" in found.problem
+
+
 async def test_credentials_that_expired_are_told_at_submission(proxy, bucket, model):
     proxy.fault = always("ExpiredToken")
     found = {each.key: f"{each.problem}; {each.fix}" for each in await check_stores(spec(model))}

@@ -13,7 +13,7 @@ from headrace_coordinator.domain.state import restore, snapshot
 
 @pytest.fixture
 async def people(served):
-    """See `people_of`."""
+    """Clients of people with tokens."""
     async with people_of(served) as found:
         yield found
 
@@ -70,15 +70,19 @@ class _Anything(dict):
     """Values of all parameters of paths."""
 
     def __init__(self, run: str) -> None:
-        super().__init__(run_id=run, evaluation_id=run, run=run)
+        super().__init__(run_id=run, evaluation_id=run, session=run)
 
     def __missing__(self, name: str) -> str:
         return "x"
 
 
-async def test_another_s_private_run_is_not_there(served, people, spec_json):
-    """The same words and status as for a run that is not there, on every route about a run."""
+@pytest.mark.parametrize("ended", [False, True])
+async def test_another_s_private_run_is_not_there(served, people, spec_json, ended):
+    """The same words and status as for a run that is not there, on every route about a run, ended ones too."""
     run, asked = await submitted(people["ann"], spec_json), 0
+    if ended:
+        await people["ann"].post(f"/v1/runs/{run}:cancel")
+        await served.event_log.wait_until(lambda: run not in served.event_log.state.runs, 10, "the archive")
     for method, path, name in operations(served.app):
         row = TABLE[name]
         if row.rule in (Rule.NONE, Rule.LISTED):
@@ -95,7 +99,8 @@ async def test_another_s_private_run_is_not_there(served, people, spec_json):
         assert found[0] == found[1], f"{method} {path}"
         asked += 1
     assert asked > 30
-    assert (await people["ann"].get(f"/v1/runs/{run}")).json()["state"] == "QUEUED"
+    view = (await people["ann"].get(f"/v1/runs/{run}")).json()
+    assert view["state"] == ("CANCELLED" if ended else "QUEUED")
 
 
 async def test_lists_have_what_one_may_know_of(people, spec_json):
@@ -140,7 +145,9 @@ async def test_who_sees_steers_and_shares(people, spec_json):
     assert (await people["cho"].get(f"/v1/runs/{run}")).status_code == 404
     alone = await submitted(people["admin"], spec_json)
     refused = await people["admin"].post(f"/v1/runs/{alone}:share", params={"visibility": "team"})
-    assert refused.status_code == 422 and "no team" in refused.text
+    assert refused.status_code == 409 and "no team" in refused.text
+    refused = await people["admin"].post("/v1/runs", json=spec_json, params={"visibility": "team"})
+    assert refused.status_code == 422 and refused.json()["problems"][0]["key"] == "visibility"
 
 
 async def test_an_operator_stops_what_is_another_s(people, spec_json):

@@ -41,6 +41,8 @@ REFUSED_VALUES = {
 REFUSED_BODIES = {
     "/v1/runs": "its names are looked up in the fleet: model, data, scorers, devices",
     "/v1/evaluations": "its names are looked up in the fleet: model, suite, checkpoint",
+    "/v1/sessions": "a spec's keys belong together, as those of /v1/runs",
+    "/v1/quotas": "a count is written as an integer: 2, not 2.0",
     "/v1/plans": "a workflow must be a graph, and its stages must fit the cluster",
 }
 """Operations whose bodies are judged beyond their schema, and why."""

@@ -76,6 +76,21 @@ def broken(**options):
 """
 
 
+READS = """
+from pathlib import Path
+
+from talks import Talk
+
+
+class Reads(Talk):
+    def __init__(self, files):
+        self.greeting = Path(files[0]["path"]).read_text()
+
+    def reset(self, seed, item):
+        return [{"role": "user", "content": self.greeting}]
+"""
+
+
 @pytest.fixture
 def talks(tmp_path):
     (tmp_path / "talks.py").write_text(TALKS)
@@ -107,6 +122,20 @@ async def test_a_conversation_from_its_first_message_to_its_end(simulator, talks
     assert late.status == REFUSED and "its episode has ended" in late.detail
     other = await pool.reset(1, options={})
     assert texts(other) == [("user", "hi 6 None")], "without a seed, that of the environment"
+
+
+async def test_paths_of_options_may_be_addresses_of_stores(simulator, talks, tmp_path):
+    (tmp_path / "tasks.jsonl").write_text("which number")
+    (tmp_path / "reads.py").write_text(READS)
+    options = {"files": [{"path": f"file://{tmp_path}/tasks.jsonl"}]}
+    pool = await talk(simulator, "reads.py:Reads", options=options)
+    assert texts(await pool.reset(options={})) == [("user", "which number")]
+    options = {"files": [{"path": "s3://key:secret@bucket/tasks.jsonl"}]}
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await talk(simulator, "reads.py:Reads", options=options)
+    told = message_of(refused.value)
+    assert "options_json.files[0].path: s3://…: the address has a user or password in it" in told
+    assert "correct the address" in told and "secret" not in told
 
 
 async def test_the_limit_of_turns_cuts(simulator, talks):

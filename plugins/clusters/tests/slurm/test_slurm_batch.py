@@ -68,6 +68,17 @@ def test_near_the_time_limit_the_run_is_paused_before_the_fleet_ends(
     again.communicate(timeout=60)
 
 
+def test_a_job_of_an_array_ends_its_own_fleet_alone(stubbed, paused_run, coordinator):
+    # One of them has the array's id, by which Slurm's programs mean all of it.
+    stubbed.environment |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "4"}
+    job = stubbed.start("--requeue-at-limit")
+    until(lambda: coordinator.requests("GET /v1/runs/r-1/metrics"), job, stubbed)
+    job.send_signal(signal.SIGUSR1)
+    job.communicate(timeout=60)
+    asked = {line for line in stubbed.log if line.startswith(("scancel", "requeue"))}
+    assert asked == {"scancel --signal=TERM 7_4", "requeue 7_4"}
+
+
 def test_a_job_that_somebody_ends_is_not_queued_again(stubbed, paused_run, coordinator):
     job = stubbed.start("--requeue-at-limit")
     until(lambda: coordinator.requests("GET /v1/runs/r-1/metrics"), job, stubbed)

@@ -46,6 +46,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="secret that every HTTP request must bear; default: http-token in the data directory, made if missing",
     )
     parser.add_argument(
+        "--trust",
+        default=env("HEADRACE_TRUST", "open"),
+        help="open, or contained: specs of those who are no admins hold no code, command, path, address or secret but "
+        "those of --trust-allow (docs/security.md)",
+    )
+    parser.add_argument(
+        "--trust-allow",
+        type=Path,
+        default=env("HEADRACE_TRUST_ALLOW") or None,
+        help="YAML file of what specs of a contained fleet may hold all the same; default: nothing",
+    )
+    parser.add_argument(
         "--oidc",
         type=Path,
         default=env("HEADRACE_OIDC") or None,

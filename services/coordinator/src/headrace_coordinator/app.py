@@ -11,6 +11,7 @@ from types import MappingProxyType
 from headrace_coordinator.access.audit import Audit
 from headrace_coordinator.access.quotas import Quotas
 from headrace_coordinator.access.tokens import Tokens
+from headrace_coordinator.access.trust import Trust
 from headrace_coordinator.api.archive import Archive
 from headrace_coordinator.api.changes import InstanceChanges, RunChanges
 from headrace_coordinator.api.idempotency import Keys
@@ -50,6 +51,7 @@ class Coordinator:
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:6],
         bounds: Mapping[str, Bounds] = MappingProxyType({}),
         cooldown_s: float = 300.0,
+        trust: Trust = Trust(),  # noqa: B008 - frozen
     ) -> None:
         """`bounds`: of the kinds whose number follows what runs want, with fewer after `cooldown_s`."""
         self.event_log = event_log
@@ -76,6 +78,7 @@ class Coordinator:
             check_dataset,
             new_id,
             self.quotas,
+            trust,
         )
         self.run_changes = RunChanges(event_log, self.reads, keys, labels)
         self.instance_changes = InstanceChanges(fleet, keys)

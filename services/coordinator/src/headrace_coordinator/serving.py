@@ -37,6 +37,7 @@ from headrace_servicekit.tracing import (
 )
 
 from headrace_coordinator.access.issuer import BadIssuer, Issuer, read_issuer
+from headrace_coordinator.access.trust import BadTrust, Trust, read_trust
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.app import Coordinator
 from headrace_coordinator.autoscaler import parse_bounds
@@ -105,6 +106,13 @@ def _issuer(arguments: argparse.Namespace) -> Issuer | None:
         raise Refusal(f"--oidc (HEADRACE_OIDC): {error}") from error
 
 
+def _trust(arguments: argparse.Namespace) -> Trust:
+    try:
+        return read_trust(arguments.trust, arguments.trust_allow)
+    except BadTrust as error:
+        raise Refusal(f"--trust, --trust-allow (HEADRACE_TRUST, HEADRACE_TRUST_ALLOW): {error}") from error
+
+
 def _keep_own_closed(arguments: argparse.Namespace) -> None:
     """No reference of a spec reads the coordinator's own files."""
     files = (arguments.token_file, arguments.http_token_file, arguments.redis_password_file)
@@ -122,7 +130,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         bounds = parse_bounds(arguments.autoscale)
     except ValueError as error:
         raise Refusal(f"--autoscale (HEADRACE_AUTOSCALE): {error}") from error
-    issuer = _issuer(arguments)
+    issuer, trust = _issuer(arguments), _trust(arguments)
     _trace(arguments.otlp_endpoint)
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
     history = History(arguments.data_dir.resolve() / "runs")
@@ -142,6 +150,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         arguments.data_dir.resolve(),
         bounds=bounds,
         cooldown_s=arguments.autoscale_cooldown,
+        trust=trust,
     )
     coordinator.scheduler.after_run = give_back_memory
     if is_tracing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_schema.images import MOST_PROMPT_IMAGE_BYTES
+from headrace_schema.stores import remote_paths, with_paths
 from headrace_servicekit.instance import Instance, host_memory
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.memory.blobs import BlobStore
@@ -26,6 +28,8 @@ from headrace_servicekit.rpc.requests import (
     json_object,
 )
 from headrace_servicekit.rpc.streams import unordered
+from headrace_servicekit.stores.files import local
+from headrace_servicekit.stores.problems import StoreProblem
 
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.pools.gathering import Authority
@@ -99,7 +103,10 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         # The first pool of a run opens the run here; a higher open_id closes the pools of the opening before.
         await self._instance.open_run(request.header, None, _ready, lambda: self._pools.close_run(run))
         try:
+            plan = await asyncio.to_thread(_fetched, plan)
             pool = await self._pools.open(run, request.header.request_id, plan)
+        except StoreProblem as problem:
+            raise _invalid(f"{problem.key}: {problem}", key=problem.key) from problem
         except HostFault as fault:
             raise _invalid(f"{fault.field}: {fault.message}", key=fault.field) from fault
         except HostLost as lost:
@@ -276,6 +283,18 @@ def _plan(request: simulator_pb2.OpenPoolRequest, settings: SimulatorSettings) -
         vectorized=request.vectorized,
         variables=tuple(request.variables),
     )
+
+
+def _fetched(plan: PoolPlan) -> PoolPlan:
+    """The plan with local paths in place of its options' addresses of stores. Raises StoreProblem with its key."""
+    places: dict[str, str] = {}
+    for key, url in remote_paths(plan.options):
+        try:
+            places[url] = str(local(url))
+        except StoreProblem as problem:
+            problem.key = f"options_json.{key}"
+            raise
+    return replace(plan, options=with_paths(plan.options, places.__getitem__))
 
 
 def _invalid(message: str, **metadata: str) -> ServiceError:

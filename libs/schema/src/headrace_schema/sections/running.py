@@ -213,11 +213,14 @@ class SessionSection(Section):
 class SchedulingSection(Section):
     """Which run goes first when several want the same instances.
 
-    Priority decides; among equal priorities the run with the least device-seconds over weight; then who came first.
+    Priority decides; among equal priorities the team, then the user, then the run with the least device-seconds over
+    weight; then who came first.
     """
 
     priority: Annotated[int, Field(strict=True, ge=-100, le=100)] = Field(
-        default=0, description="a run of higher priority goes before all runs of lower priority"
+        default=0,
+        description="a run of higher priority goes before all runs of lower priority; above 0 it takes the scope "
+        "operate, or a quota",
     )
     weight: PositiveFloat = Field(
         default=1.0,

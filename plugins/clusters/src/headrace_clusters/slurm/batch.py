@@ -127,7 +127,7 @@ class JobRun:
         )
         self._address = own_address(options.interface, told)
         self._port = free_ports(self._address, int(job), options.port)
-        self._steps = Steps(job, self._own)
+        self._steps = Steps(own_name(), self._own)
         self._run: Run | None = None
         self._began = self._step = 0
 
@@ -191,7 +191,7 @@ class JobRun:
             problem = f"no step was made within it, so the job is not queued again; {run}"
             raise user_error("--time", problem, "give a longer one")
         console().print(f"the time limit is near; {run}, and the job is queued again")
-        ask("scontrol", "requeue", self._job)
+        ask("scontrol", "requeue", own_name())
         time.sleep(REQUEUED_S)  # Slurm ends this process.
         return 0
 
@@ -335,6 +335,11 @@ def gpus_of_each() -> int:
 def default_data_dir() -> str:
     """In the directory of submission."""
     return "headrace-%A_%a" if "SLURM_ARRAY_TASK_ID" in os.environ else "headrace-%j"
+
+
+def own_name() -> str:
+    """What names this job alone to Slurm's programs: one job of an array has the array's id, which names all of it."""
+    return completed("%A_%a" if "SLURM_ARRAY_TASK_ID" in os.environ else "%j")
 
 
 def completed(text: str) -> str:

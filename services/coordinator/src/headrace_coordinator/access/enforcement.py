@@ -35,8 +35,8 @@ class Enforcement:
         """Refuses, or lets the route answer.
 
         Raises:
-            Refused: FORBIDDEN for a scope that is missing, or for a run that the caller knows of and may not touch.
-                Of a run that the caller may not know of nothing is said here: it is not found, as one that is not.
+            Refused: FORBIDDEN for a scope that is missing, or for a run that the caller knows of and may not touch;
+                NOT_FOUND for one that it may not know of, as for one that is not there.
         """
         scope = request.scope
         name = scope["route"].name
@@ -57,8 +57,12 @@ class Enforcement:
         if allowed is None:
             return
         owned = self._coordinator.reads.owned(run)
-        if owned is None or allowed(caller, owned) or not caller.knows(owned):
-            return  # What is not there, or must not be known of, the route finds missing: in the same words.
+        if owned is None and row.gone:
+            return
+        if owned is None or not caller.knows(owned):
+            raise self._coordinator.reads.missing(run)
+        if allowed(caller, owned):
+            return
         whose = f"{owned.owner}'s ({owned.visibility})"
         raise Refused("FORBIDDEN", f"run {run} is {whose}; this is for {row.rule.value}, or an admin")
 

@@ -17,11 +17,13 @@ from headrace_schema.resources.access import QuotaView, UsageView
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import quotas
-from headrace_coordinator.domain.access import OPERATE, Principal
+from headrace_coordinator.domain.access import OPERATE, Owned, Principal
 from headrace_coordinator.domain.quotas import DISK, PRIORITY, REQUESTS, RUNS, STREAMS, subjects
 from headrace_coordinator.domain.run_states import QUEUED
 
 if TYPE_CHECKING:
+    from limits.strategies import SlidingWindowCounterRateLimiter
+
     from headrace_coordinator.store.event_log import EventLog
 
 GB = 1e9
@@ -33,13 +35,11 @@ class Quotas:
     """The quotas of the event log; `runs_directory` has the runs' files."""
 
     def __init__(self, event_log: EventLog, runs_directory: Path) -> None:
-        from limits.storage import MemoryStorage
-        from limits.strategies import SlidingWindowCounterRateLimiter
-
         self._event_log = event_log
         self._runs = runs_directory
         self._streams: Counter[str] = Counter()
-        self._rates = SlidingWindowCounterRateLimiter(MemoryStorage())
+        self._rates: SlidingWindowCounterRateLimiter | None = None
+        """Made for the first quota of requests."""
         self._sizes: dict[str, tuple[float, float]] = {}
         """By subject: when it was measured, in seconds of a monotonic clock, and bytes."""
 
@@ -106,32 +106,43 @@ class Quotas:
         """(why a request is one too many, seconds until another is answered); ("", 0.0) for one that is answered."""
         if not self._event_log.state.quotas:
             return "", 0.0
-        from limits import RateLimitItemPerMinute
-
         for subject in subjects(caller.name, caller.team):
             most = self.limit(subject, REQUESTS)
             if most is None:
                 continue
-            rate = RateLimitItemPerMinute(int(most))
-            if not self._rates.hit(rate, subject):
-                left = max(1.0, self._rates.get_window_stats(rate, subject).reset_time - time.time())
+            if (left := self._wait_s(subject, int(most))) > 0:
                 why = _beyond(subject, REQUESTS, most, "all are used", f"it frees in {left:.0f} s")
                 return why.message, left
         return "", 0.0
+
+    def _wait_s(self, subject: str, most: int) -> float:
+        """Counts a request; seconds until another is answered where it is one too many, else 0."""
+        from limits import RateLimitItemPerMinute
+
+        if self._rates is None:
+            from limits.storage import MemoryStorage
+            from limits.strategies import SlidingWindowCounterRateLimiter
+
+            self._rates = SlidingWindowCounterRateLimiter(MemoryStorage())
+        rate = RateLimitItemPerMinute(most)
+        if self._rates.hit(rate, subject):
+            return 0.0
+        return max(1.0, self._rates.get_window_stats(rate, subject).reset_time - time.time())
 
     async def disk(self, subject: str) -> float:
         """Bytes of a subject's runs on disk, at most SIZED_S old."""
         measured, size = self._sizes.get(subject, (float("-inf"), 0.0))
         if time.monotonic() - measured > SIZED_S:
-            state = self._event_log.state
-            names = [
-                name
-                for name, run in (*state.runs.items(), *state.ended.items())
-                if subject in subjects(run.owner, run.team)
-            ]
+            owned = self._owned().items()
+            names = [name for name, run in owned if subject in subjects(run.owner, run.team)]
             size = await asyncio.to_thread(_size, [self._runs / name for name in names])
             self._sizes[subject] = time.monotonic(), size
         return size
+
+    def _owned(self) -> dict[str, Owned]:
+        """All runs by id."""
+        state = self._event_log.state
+        return {**state.ended, **state.runs}
 
     # --- what is used
 
@@ -139,8 +150,7 @@ class Quotas:
         """What the caller and its teams use and may use; of everybody for those who operate the fleet."""
         state = self._event_log.state
         mine = {f"user:{caller.name}", *(f"team:{team}" for team in caller.teams)}
-        runs = [*state.runs.values(), *state.ended.values()]
-        known = {subject for run in runs for subject in subjects(run.owner, run.team)}
+        known = {subject for run in self._owned().values() for subject in subjects(run.owner, run.team)}
         known |= {name for name in state.quotas if not name.endswith(":*")} | state.usage.keys() | mine
         return [await self._used(name) for name in sorted(known) if name in mine or caller.may(OPERATE)]
 

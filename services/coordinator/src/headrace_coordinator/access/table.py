@@ -33,6 +33,8 @@ class Row:
     audited: bool = True
     """Whether a request that succeeded is written down; one that was refused always is."""
     of: str = "run_id"
+    gone: bool = False
+    """Whether the route answers for a run that is gone: a deletion that is repeated under its key."""
 
 
 def _read(rule: Rule, of: str = "run_id") -> Row:
@@ -108,7 +110,7 @@ TABLE: Mapping[str, Row] = {
     "set_run": OWNED,
     "label_run": OWNED,
     "share_run": OWNED,
-    "delete_run": OWNED,
+    "delete_run": Row(SUBMIT, Rule.OWNED, gone=True),
     "record_step": OWNED,
     "get_endpoint": OWNED,
     # Sessions, which are runs: `session` is the run's id. Calls are too many to be written down.

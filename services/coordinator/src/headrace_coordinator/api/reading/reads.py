@@ -23,6 +23,7 @@ from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.access import OPERATE, Owned
 from headrace_coordinator.domain.devices.demand import instances_wanted
+from headrace_coordinator.domain.pipelines import pipeline
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.state import EndedRun, InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
@@ -68,10 +69,15 @@ class Reads:
         run = self.find(run_id)
         plan = self._scheduler.plan
         queue = list(plan.waiting)
-        place = queue.index(run_id) + 1 if run_id in queue and run.state == run_states.QUEUED else None
+        place = (
+            queue.index(run_id) + 1
+            if run_id in queue and not run.awaited and run.state == run_states.QUEUED
+            else None
+        )
         view = run_view(run, self._waiting_for(run), place, plan.gifts.get(run_id))
+        view = view.model_copy(update={"pipeline": pipeline(self._event_log.state, run)})
         if not CALLER.get().may(OPERATE):
-            texts = view.model_dump(include={"reason", "ranks_reason", "waiting_for", "warnings"})
+            texts = view.model_dump(include={"reason", "ranks_reason", "waiting_for", "warnings", "pipeline"})
             view = view.model_copy(update=self.discreet(texts))
         return self._labels.shown(view)
 
@@ -122,9 +128,13 @@ class Reads:
             return run
         if ended := self._ended(run_id):
             raise Refused("CONFLICT", f"run {run_id} is {ended.state}; nothing can change it any more")
+        raise self.missing(run_id)
+
+    def missing(self, run_id: str) -> Refused:
+        """What is said of a run that is not there, or that the caller may not know of."""
         close = nearest(run_id, self.newest_first()[:200])
         hint = f"; did you mean {close}?" if close else ""
-        raise Refused("NOT_FOUND", f"there is no run {run_id}{hint}")
+        return Refused("NOT_FOUND", f"there is no run {run_id}{hint}")
 
     def _ended(self, run_id: str) -> EndedRun | None:
         """An archived run that the caller may know of."""

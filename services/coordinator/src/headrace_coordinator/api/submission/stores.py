@@ -25,6 +25,8 @@ ANSWER_S = 45.0
 MODELS = ("path", "critic_path", "model")
 """Last words of keys that name a model."""
 _DATA = ("data.", "evaluation.data.")
+_NO_MODELS = ("reward.", "environment.options.", "environment.variants.", "agent.options.")
+"""Sections whose `path` and `model` may be anything."""
 
 
 async def check_stores(asked: RunSpec | EvaluationSpec) -> list[KeyProblemView]:
@@ -47,7 +49,7 @@ async def _look(key: str, url: str) -> list[KeyProblemView]:
         return [problem(key, found.reason, found.fix)]
     except ValueError as error:
         return [problem(key, str(error), "correct the address")]
-    is_model = key.rpartition(".")[2] in MODELS and not key.startswith("reward")
+    is_model = key.rpartition(".")[2] in MODELS and not key.startswith(_NO_MODELS)
     return [*_no_model(key, url, names)] if is_model else []
 
 

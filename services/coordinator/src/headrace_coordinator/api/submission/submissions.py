@@ -17,6 +17,7 @@ from headrace_schema.stores import is_remote
 
 from headrace_coordinator.access.callers import CALLER
 from headrace_coordinator.access.quotas import Quotas
+from headrace_coordinator.access.trust import Trust
 from headrace_coordinator.api.idempotency import Keys, digest
 from headrace_coordinator.api.reading.past import Past
 from headrace_coordinator.api.reading.reads import Reads
@@ -27,6 +28,7 @@ from headrace_coordinator.api.submission.evaluations import (
     suite_evaluation,
 )
 from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.following import following
 from headrace_coordinator.api.submission.foreign import foreign_paths
 from headrace_coordinator.api.submission.local_rules import fork
 from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of
@@ -37,7 +39,7 @@ from headrace_coordinator.aside import CHECKING
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
-from headrace_coordinator.domain.access import PRIVATE
+from headrace_coordinator.domain.access import ADMIN, PRIVATE, TEAM
 from headrace_coordinator.fleet.deaths import RESTART_S
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.waits import WaitTimeout
@@ -65,6 +67,7 @@ class Submissions:
         open_dataset: Callable[[RunSpec], Awaitable[Dataset]],
         new_id: Callable[[], str],
         quotas: Quotas,
+        trust: Trust,
     ) -> None:
         """`trials` are names under which instances are asked before there is a run."""
         self._event_log = fleet.event_log
@@ -77,6 +80,7 @@ class Submissions:
         self._open_dataset = open_dataset
         self._new_id = new_id
         self._quotas = quotas
+        self._trust = trust
 
     async def submit(
         self, asked: RunSpec | EvaluationSpec, idempotency_key: str, visibility: str = PRIVATE
@@ -93,6 +97,10 @@ class Submissions:
         async with self._keys.held(idempotency_key):
             if made := self._keys.made(idempotency_key, body):
                 return made
+            if visibility == TEAM and not CALLER.get().team:
+                reason = "your token has no team"
+                fix = "use private or fleet, or a token with a team"
+                raise Refused("INVALID", reason, [problem("visibility", reason, fix)])
             await self._quotas.admit(CALLER.get(), asked.scheduling.priority)
             try:
                 submission = await self.check(asked)
@@ -107,7 +115,14 @@ class Submissions:
         Raises:
             Impossible: with every problem, in the keys of what was asked.
         """
-        problems = [*foreign_paths(asked.model_dump(mode="json"), self._data_dir, self._reads.sees)]
+        given = asked.model_dump(mode="json", exclude_unset=True)
+        problems = [*foreign_paths(given, self._data_dir, self._reads.sees)]
+        if not CALLER.get().may(ADMIN):
+            free = (
+                self._data_dir / "models",
+                self._data_dir / "runs",
+            )  # of runs: what `foreign_paths` lets pass
+            problems += self._trust.problems(given, free)
         if problems := problems or await check_stores(asked):
             raise Impossible(problems)
         submission = await self._resolve(asked)
@@ -128,6 +143,10 @@ class Submissions:
         return submission
 
     async def _resolve(self, asked: RunSpec | EvaluationSpec) -> Submission:
+        follows: list[str] = []
+        if isinstance(asked, RunSpec) and asked.after is not None:
+            names = [each for each in self._reads.newest_first() if self._reads.sees(each)]
+            asked, follows = following(asked, names, self._reads.run)
         named = asked.from_checkpoint if isinstance(asked, RunSpec) else asked.checkpoint
         if isinstance(asked, EvaluationSpec) and named is not None and is_remote(named.run):
             fix = "export the checkpoint, and give the model's path in place of checkpoint"
@@ -139,7 +158,7 @@ class Submissions:
             data = await self._open_dataset(spec)
         except Impossible as error:
             data = error
-        return Submission(spec, FleetView.of(self._reads.instances()), data, origin, evaluated)
+        return Submission(spec, FleetView.of(self._reads.instances()), data, origin, evaluated, follows)
 
     async def _origin(self, name: str) -> Origin:
         if is_remote(name):
@@ -179,6 +198,7 @@ class Submissions:
             spec=spec.model_dump(mode="json"),
             directory=str(self._data_dir / "runs" / run),
             evaluation=None if evaluation is None else msgspec.to_builtins(evaluation),
+            follows=submission.follows,
             owner=caller.name,
             team=caller.team,
             visibility=visibility,

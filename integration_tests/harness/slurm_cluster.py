@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
 from harness.hosts import BOOT_ID, Host, can_make_hosts, hosts
 from harness.processes import ROOT, clean_environment, mentioning
 from harness.waiting import wait_for
@@ -32,13 +33,15 @@ MUNGE_FILES = {
 }
 KILL_WAIT_S = 30
 """From SIGTERM to SIGKILL of what Slurm ends: its own default."""
+REQUEUE_S = 40
+"""Until a job that is queued again may start, and so long a step may take to begin. Slurm's default is 120."""
 CONF = """
 ClusterName=headrace
 SlurmctldHost={machine}({control})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge/socket,cred_expire={requeue_s}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -127,6 +130,7 @@ class Slurm:
             control=self.control.address,
             folder=self.folder,
             kill_wait_s=KILL_WAIT_S,
+            requeue_s=REQUEUE_S,
             parameters="CommunicationParameters=EnableIPv6" if ":" in self.control.address else "",
             nodes="\n".join(described),
         )
