@@ -149,7 +149,7 @@ def measure(folder: Path, number: int, port: int, *, saves: bool) -> dict[str, f
         }
     )
     group = join_trainer_group(1, number, RANKS, f"127.0.0.1:{port}", 120.0, torch.device("cpu"))
-    rank = Rank(config, group, runs=folder)
+    rank = Rank(config, group, directory=folder / "run")
     before, started = peak_from_here(), time.monotonic()
     rank.execute(RestoreRound("", 1))
     load_s, load_bytes = time.monotonic() - started, peak_bytes() - before

@@ -53,7 +53,7 @@ def go(job: dict[str, Any], runs: Path, generation: int, number: int, stage: dic
     where = f"127.0.0.1:{job['ports'][generation - 1]}"
     group = join_trainer_group(generation, number, stage["ranks"], where, 60.0, torch.device("cpu"))
     config = TrainerConfig.model_validate(job["config"])
-    rank = Rank(config, group, runs=runs / "nowhere" if stage["apart"] and number else runs)
+    rank = Rank(config, group, directory=(runs / "nowhere" if stage["apart"] and number else runs) / "run")
     if generation == 1:
         rank.execute(RestoreRound("", 1))
         rank.backend.micro([[sequence] for sequence in random_sequences(2)])

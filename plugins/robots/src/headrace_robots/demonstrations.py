@@ -25,6 +25,8 @@ from torch import Tensor
 
 VERSION = "v3."
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
+REWARD, SUCCESS, DONE = "next.reward", "next.success", "next.done"
+"""Of a step, where they are stated: what its action earned, whether it succeeded, and whether it was the last."""
 IMAGE = "observation.image"
 """Of a data set with one camera, which is called `image` here, or by this name as converted policies call it."""
 
@@ -41,6 +43,9 @@ class Demonstration:
     action_TA: Tensor
     state_TS: Tensor | None
     images: Mapping[str, Tensor]
+    reward_T: Tensor | None = None
+    terminated: bool = False
+    """Whether it ended by itself: next.done is true at its last step, and next.success too where there is one."""
 
     def horizons(self, length: int) -> tuple[Tensor, Tensor]:
         """(T, H, A) next `length` actions of each step, the last one repeated, and which of them there are."""
@@ -93,7 +98,9 @@ class Demonstrations:
         row = self._episodes[index]
         place = {"chunk_index": row["data/chunk_index"], "file_index": row["data/file_index"]}
         name = str(self._info["data_path"]).format(**place)
-        columns = [ACTION, "task_index", "frame_index", *([STATE] if STATE in self._info["features"] else [])]
+        known = self._info["features"]
+        told = [name for name in (STATE, REWARD, SUCCESS, DONE) if name in known]
+        columns = [ACTION, "task_index", "frame_index", *told]
         columns += [self._cameras[camera] for camera in self._cameras if not self._filmed(camera)]
         table = self._table(name, columns, [("episode_index", "==", row["episode_index"])])
         table = table.sort_by("frame_index")
@@ -114,7 +121,24 @@ class Demonstrations:
                 else self._pictures(table, feature, where)
                 for camera, feature in self._cameras.items()
             },
+            reward_T=self._numbers(table, REWARD, where)[:, 0] if REWARD in told else None,
+            terminated=DONE in told
+            and all(
+                bool(np.asarray(table[name].to_pylist()[-1]).reshape(-1)[0])
+                for name in (SUCCESS, DONE)
+                if name in told
+            ),
         )
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether it states the reward of each step."""
+        return REWARD in self._info["features"]
+
+    @property
+    def fps(self) -> float:
+        """Steps a second that it states."""
+        return float(self._info.get("fps") or 0)
 
     @property
     def action_size(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_robots.policies.directory import load_policy, policy_config
-from headrace_robots.trainer.algorithms import EPISODE_ALGORITHMS, build_episode_algorithm
+from headrace_robots.trainer.algorithms import EPISODE_ALGORITHMS, OFF_POLICY, build_episode_algorithm
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import AlgorithmSection
 from headrace_servicekit.registry import Registry
@@ -164,7 +164,7 @@ async def test_grpo_learns_from_groups_and_nothing_behind_a_success(
 @pytest.mark.parametrize(
     ("name", "options", "key"),
     [
-        ("dapo", {}, "use grpo or ppo"),
+        ("dapo", {}, "use crossq, dagger, grpo,"),
         ("ppo", {"kl_loss_coef": 0.1}, "kl_loss_coef"),
         ("ppo", {"critic": "model"}, "critic"),
         ("ppo", {"minibatches": 2, "minibatch_size": 8}, "minibatch_size"),
@@ -280,7 +280,7 @@ async def test_answers_are_refused_where_episodes_are_learned(client, robot_conf
 
 def test_the_facets_name_what_learns_from_episodes(client):
     facets = client.instance.capabilities
-    assert facets["episode_algorithms"] == ["grpo", "ppo"]
+    assert facets["episode_algorithms"] == sorted(("grpo", "ppo", *OFF_POLICY))
     schemas = dict(text.split("=", 1) for text in facets["episode_algorithm_options"])
     assert "minibatch_size" in json.loads(schemas["ppo"])["properties"]
     assert "kl_loss_coef" not in json.loads(schemas["ppo"])["properties"]
@@ -291,7 +291,8 @@ def test_the_algorithms_correct_for_older_samples():
         section = AlgorithmSection(name=name, group_size=2).model_copy(update={"max_staleness": 1})
         algorithm = build_episode_algorithm(section)
         assert "off_policy" in EPISODE_ALGORITHMS.find(name).features
-        assert algorithm.options.correction == "truncate"
+        # Those that learn from the replay store have no ratio to correct.
+        assert name in OFF_POLICY or algorithm.options.correction == "truncate"
 
 
 def test_without_the_plugin_a_robot_policy_is_refused_by_its_key(robot_config, monkeypatch):

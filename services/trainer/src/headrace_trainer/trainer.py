@@ -311,8 +311,7 @@ class Trainer:
         """Makes a rank once both a run and a trainer group are there."""
         if self._config is None or self._ranks is None or self._rank is not None:
             return
-        where = self._directory.parent
-        self._rank = rank = Rank(self._config, self._ranks, self.device, where, self._reduced)
+        self._rank = rank = Rank(self._config, self._ranks, self.device, self._directory, self._reduced)
         if self._config.weights.publish == "ranks":
             rank.own_part = RankPart(self._store(), self._run, self._ranks.rank, self._ranks.world_size)
         self._rounds = rounds = Rounds(

@@ -253,6 +253,11 @@ class _Player:
             found = await self._exchange(actions)
             lost |= going.keys() - found.keys()
             succeeded |= {place for place, outcome in found.items() if outcome.success}
+            if not self._wanted.noise:  # else what is kept is not what was done, and has not earned this
+                for place, outcome in found.items():
+                    episodes[place].rewards.append(outcome.reward)
+                    episodes[place].successes.append(outcome.success)
+                    episodes[place].ends.append(outcome.terminated)
             going = {
                 place: outcome
                 for place, outcome in found.items()

@@ -34,12 +34,18 @@ COUNTERS = ("frame_index", "episode_index", "index", "task_index")
 
 @dataclass
 class EpisodeData:
-    """One episode: a row a step. `images_T` are PNG files by camera, of `image_shapes` (H, W, 3)."""
+    """One episode: a row a step. `images_T` are PNG files by camera, of `image_shapes` (H, W, 3).
+
+    `rewards`, `successes` and `ends` are those of the steps' actions; none where these are not what was done.
+    """
 
     task: str
     states: list[np.ndarray] = field(default_factory=list)
     actions: list[np.ndarray] = field(default_factory=list)
     images: dict[str, list[bytes]] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    successes: list[bool] = field(default_factory=list)
+    ends: list[bool] = field(default_factory=list)
 
     def __len__(self) -> int:
         """T."""
@@ -87,6 +93,12 @@ def _frames(episodes: Sequence[EpisodeData], tasks: Sequence[str], *, images: bo
         cells = [{"bytes": png, "path": None} for episode in episodes for png in episode.images[camera]]
         kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
         columns[f"observation.images.{camera}"] = pa.array(cells, kind)
+    if episodes[0].rewards:
+        rewards = [reward for episode in episodes for reward in episode.rewards]
+        columns["next.reward"] = pa.array(np.array(rewards, np.float32))
+        for column, name in (("next.success", "successes"), ("next.done", "ends")):
+            flags = [flag for episode in episodes for flag in getattr(episode, name)]
+            columns[column] = pa.array(flags, pa.bool_())
     columns["timestamp"] = pa.array((frame / FPS).astype(np.float32))
     counters = (frame, np.concatenate(numbers), np.arange(total), np.concatenate(kinds))
     columns |= {
@@ -195,6 +207,9 @@ def _info(
                 "video.is_depth_map": False,
                 "has_audio": False,
             }
+    if episodes[0].rewards:
+        features["next.reward"] = _feature("float32", (1,))
+        features |= {name: _feature("bool", (1,)) for name in ("next.success", "next.done")}
     features["timestamp"] = _feature("float32", (1,))
     features |= {name: _feature("int64", (1,)) for name in COUNTERS}
     return {

@@ -85,6 +85,12 @@ class ActionHead(nn.Module):
             return chosen_BCD.long()
         return self._in_order([self.scaling(drawn_BCA)[..., self.gaussian_G], chosen_BCD])
 
+    def drawn_of(self, executed: Tensor) -> Tensor:
+        """Undoes `executed`, of actions inside the bounds: what would have been drawn."""
+        drawn = self.scaling.drawn(executed.float())
+        drawn[..., self.category_D] = (executed[..., self.category_D] - self.first_D).round().float()
+        return drawn
+
     def score(self, outputs_BCO: Tensor, drawn_BCA: Tensor) -> tuple[Tensor, Tensor]:
         """(B, C, A) log-probs of what was drawn and entropies in nats, differentiable."""
         log_probs, entropies = list[Tensor](), list[Tensor]()

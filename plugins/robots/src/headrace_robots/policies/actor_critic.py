@@ -34,6 +34,7 @@ from headrace_robots.policies.policy import (
     state_of,
 )
 from headrace_robots.policies.scaling import ActionBounds
+from headrace_robots.policies.squashed import DeterministicHead, SquashedHead
 
 GAIN = 2**0.5
 PATCH_PIXELS = 14 * 14
@@ -69,6 +70,29 @@ class _ActorCriticConfig(PolicyConfig):
     normalizer: NormalizerConfig | None = Field(
         default=NormalizerConfig(), description="running normaliser of the state; null: none"
     )
+    head: Literal["gaussian", "squashed", "deterministic"] = Field(
+        default="gaussian",
+        description="how numbers are drawn: gaussian, of a width of its own, cut at the bounds; squashed, a Gaussian "
+        "through tanh whose width the actor gives (SAC); deterministic, tanh with noise to explore (TD3). The last two "
+        "have no critic here: algorithms that learn off policy have critics of their own",
+    )
+    exploration: float = Field(
+        default=0.1,
+        ge=0,
+        le=2,
+        description="width of the noise of a deterministic head, in units of the bounds",
+    )
+    activation: Literal["tanh", "relu"] = Field(
+        default="tanh", description="of the layers; relu: begun as torch begins them, tanh: orthogonally"
+    )
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if self.head != "gaussian" and (any(self.categories) or None in self.bounds.low):
+            raise ValueError(
+                f"head: {self.head} needs bounds of each number and no categories; set head: gaussian"
+            )
+        return self
 
     @model_validator(mode="after")
     def _category_bounds(self) -> Self:
@@ -138,10 +162,10 @@ class _ActorCritic(RobotPolicy):
         self.normalizer = (
             Normalizer((state_size,), config.normalizer) if config.normalizer and state_size else None
         )
-        self.head = ActionHead(config.bounds, config.categories, config.chunk_length, config.log_std)
+        self.head = _head(config)
         outputs = self.chunk_length * self.head.outputs
-        self.actor = _layers(features, config.hidden, outputs, last_gain=0.01)
-        self.critic = _layers(features, config.hidden, 1, last_gain=1.0)
+        self.actor = _layers(features, config, outputs, last_gain=0.01)
+        self.critic = _layers(features, config, 1, last_gain=1.0) if config.head == "gaussian" else None
 
     @abstractmethod
     def features(self, observation: Observation) -> Tensor:
@@ -150,7 +174,7 @@ class _ActorCritic(RobotPolicy):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return next(self.critic.parameters()).device
+        return next(self.actor.parameters()).device
 
     def state(self, observation: Observation) -> Tensor:
         """The normalised (B, S) state."""
@@ -158,10 +182,17 @@ class _ActorCritic(RobotPolicy):
         return state_BS if self.normalizer is None else self.normalizer(state_BS)
 
     def forward(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        """(B, C, O) outputs of the actor, the means where all numbers are Gaussian, and (B,) values."""
+        """(B, C, O) outputs of the actor, the means where all are Gaussian, and (B,) values, 0 without a critic."""
         features_BF = self.features(observation)
         outputs_BCO = self.actor(features_BF).view(-1, self.chunk_length, self.head.outputs)
+        if self.critic is None:
+            return outputs_BCO, outputs_BCO.new_zeros(len(outputs_BCO))
         return outputs_BCO, self.critic(features_BF)[:, 0]
+
+    def outputs(self, observation: Observation) -> Tensor:
+        """(B, C, O) outputs of the actor alone."""
+        outputs_BO: Tensor = self.actor(self.features(observation))
+        return outputs_BO.view(-1, self.chunk_length, self.head.outputs)
 
     @torch.no_grad()
     @override
@@ -239,9 +270,21 @@ class CnnPolicy(_ActorCritic):
         return torch.cat([features_BF, self.state(observation)], -1) if self.state_size else features_BF
 
 
-def _layers(inputs: int, hidden: Sequence[int], outputs: int, *, last_gain: float) -> nn.Sequential:
-    sizes = [inputs, *hidden]
+def _head(config: _ActorCriticConfig) -> ActionHead | SquashedHead:
+    if config.head == "squashed":
+        return SquashedHead(config.bounds, config.chunk_length)
+    if config.head == "deterministic":
+        return DeterministicHead(config.bounds, config.chunk_length, config.exploration)
+    return ActionHead(config.bounds, config.categories, config.chunk_length, config.log_std)
+
+
+def _layers(inputs: int, config: _ActorCriticConfig, outputs: int, *, last_gain: float) -> nn.Sequential:
+    sizes = [inputs, *config.hidden]
     layers: list[nn.Module] = []
+    if config.activation == "relu":
+        for width, following in pairwise(sizes):
+            layers += [nn.Linear(width, following), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
     for width, following in pairwise(sizes):
         layers += [_orthogonal(nn.Linear(width, following), GAIN), nn.Tanh()]
     return nn.Sequential(*layers, _orthogonal(nn.Linear(sizes[-1], outputs), last_gain))

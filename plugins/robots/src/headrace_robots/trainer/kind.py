@@ -41,6 +41,10 @@ from headrace_robots.trainer.backend.cloning import check_demonstrations
 from headrace_robots.trainer.backend.sharded import ShardedRobot
 from headrace_robots.trainer.backend.whole import WholeRobot
 from headrace_robots.trainer.learner import EpisodeLearner
+from headrace_robots.trainer.off_policy.algorithm import OffPolicyAlgorithm
+from headrace_robots.trainer.off_policy.backend import OffPolicyRobot
+from headrace_robots.trainer.off_policy.checks import check_off_policy
+from headrace_robots.trainer.off_policy.learner import OffPolicyLearner
 from headrace_robots.trainer.sizes import robot_sizes
 from headrace_robots.trainer.wire import Spaces, read_episodes
 
@@ -58,6 +62,8 @@ class EpisodesRun(PolicyKind):
     @override
     def check(self) -> Algorithm:
         algorithm = self.algorithm()
+        if isinstance(algorithm, OffPolicyAlgorithm):
+            check_off_policy(self.config, self._policy, algorithm)
         if self._policy.large:
             self._check_large(algorithm)
         else:
@@ -97,6 +103,8 @@ class EpisodesRun(PolicyKind):
 
     @override
     def backend(self, algorithm: Algorithm, ranks: TrainerGroup) -> Backend:
+        if isinstance(algorithm, OffPolicyAlgorithm):
+            return OffPolicyRobot(self.config, algorithm, ranks, self.directory)
         episodes = cast(EpisodeAlgorithm, algorithm)
         if not self._policy.large:
             return WholeRobot(self.config, episodes, ranks)
@@ -112,6 +120,8 @@ class EpisodesRun(PolicyKind):
 
     @override
     def learner(self, algorithm: Algorithm, rounds: EpisodeRounds) -> AnyLearner:
+        if isinstance(algorithm, OffPolicyAlgorithm):
+            return OffPolicyLearner(self.config, algorithm, rounds)
         return EpisodeLearner(self.config, cast(EpisodeAlgorithm, algorithm), rounds)
 
     @override

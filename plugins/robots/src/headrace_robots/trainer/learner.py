@@ -117,7 +117,7 @@ class EpisodeLearner(PassesLearner[Plan, int]):
         """The state after these groups; each one's record is in `state.groups`. Raises Refusal CONFLICT."""
         state, fresh = admitted(state, groups, self._config.algorithm.max_staleness)
         for kept in self._read(fresh):
-            record = _record(state, kept.group)
+            record = record_of(state, kept.group)
             if problem := kept.problem():
                 record = steps.not_finite(record, problem)
             self._kept[kept.group.digest] = kept
@@ -138,13 +138,13 @@ class EpisodeLearner(PassesLearner[Plan, int]):
         """The groups with what the policy thinks of their episodes."""
         if not groups:
             return []
-        data = [_data(key, member) for group in groups for key, member in _keyed(group)]
+        data = [data_of(key, member) for group in groups for key, member in keyed(group)]
         owners = {each.key: self._owner(each) for each in data}
         scores = {found.key: found for found in self._rounds.read(data, [*owners.values()])}
         return [
             _Kept(
                 group,
-                [_kept(member, scores[key], owners[key]) for key, member in _keyed(group)],
+                [_kept(member, scores[key], owners[key]) for key, member in keyed(group)],
             )
             for group in groups
         ]
@@ -225,11 +225,13 @@ def _members(group: Group) -> list[EpisodeMember]:
     return [member for member in group.members if isinstance(member, EpisodeMember)]
 
 
-def _keyed(group: Group) -> list[tuple[EpisodeKey, EpisodeMember]]:
+def keyed(group: Group) -> list[tuple[EpisodeKey, EpisodeMember]]:
+    """A group's episodes by their keys."""
     return [((group.prompt_ordinal, member.sample_index), member) for member in _members(group)]
 
 
-def _data(key: EpisodeKey, member: EpisodeMember) -> EpisodeData:
+def data_of(key: EpisodeKey, member: EpisodeMember) -> EpisodeData:
+    """An episode as ranks are given it."""
     episode = member.episode
     return EpisodeData(
         key=key,
@@ -260,7 +262,7 @@ def _kept(member: EpisodeMember, scores: EpisodeScores, owner: int) -> KeptEpiso
     )
 
 
-def _record(state: steps.StepState, group: Group) -> GroupRecord:
+def record_of(state: steps.StepState, group: Group) -> GroupRecord:
     """Counts are of executed actions."""
     members = _members(group)
     by_version = Counter(version for m in members if not m.masked for version in m.versions)

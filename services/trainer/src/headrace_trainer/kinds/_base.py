@@ -52,6 +52,8 @@ class PolicyKind(RunKind, Protocol):
     """What one policy learns from: also a run of it alone."""
 
     config: TrainerConfig
+    directory: Path | None = None
+    """The run's, on this host, for what a backend keeps beside checkpoints; known once ranks are."""
 
     @property
     def policies(self) -> Mapping[str, PolicyKind]:

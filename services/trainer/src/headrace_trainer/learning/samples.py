@@ -258,7 +258,8 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 class EpisodeData(msgspec.Struct, frozen=True):
     """What a policy scores of an episode. `final` is the observation behind the last action of one that was cut.
 
-    `unseen` has the shape of each picture that another rank has.
+    `unseen` has the shape of each picture that another rank has. `outcome` is what an algorithm learns from beside it,
+    by name.
     """
 
     key: EpisodeKey
@@ -268,6 +269,7 @@ class EpisodeData(msgspec.Struct, frozen=True):
     valid_TC: Packed
     final: dict[str, Packed]
     unseen: dict[str, tuple[int, ...]] = {}
+    outcome: dict[str, Packed] = {}
 
     def without_pictures(self) -> EpisodeData:
         """What ranks have of it that neither score it nor own its pictures."""

@@ -73,10 +73,10 @@ class Rank:
         config: TrainerConfig,
         ranks: TrainerGroup,
         device: LeasedDevice | None = None,
-        runs: Path | None = None,
+        directory: Path | None = None,
         reduced: Reduced | None = None,
     ) -> None:
-        self._runs = runs or Path()
+        self._runs = directory.parent if directory is not None else Path()
         self._writer = PartWriter()
         self.config = config
         self.reduced = reduced or Reduced(config)
@@ -84,6 +84,8 @@ class Rank:
         self._device = device
         self.ranks = ranks
         self.kind = run_kind(config)
+        for kind in self.kind.policies.values():
+            kind.directory = directory
         self.algorithms = {name: kind.algorithm() for name, kind in self.kind.policies.items()}
         """Of the run's policies by name; "" is the run's own, and in most runs the only one."""
         self.reader: StateReader | None = None

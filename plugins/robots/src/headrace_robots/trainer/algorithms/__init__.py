@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
     from headrace_robots.trainer.algorithms._base import EpisodeAlgorithm
 
+OFF_POLICY = ("sac", "rlpd", "crossq", "td3_bc", "iql", "dagger", "success_cloning")
+"""Those that learn from the replay store."""
+
 EPISODE_ALGORITHMS: Registry[EpisodeAlgorithm] = Registry(
     "headrace.episode_algorithms",
     "algorithm of episodes",
     "algorithm.name",
     "algorithm.options",
-    {name: f"headrace_robots.trainer.algorithms.plugins:{name.upper()}" for name in ("grpo", "ppo")},
+    {name: f"headrace_robots.trainer.algorithms.plugins:{name.upper()}" for name in ("grpo", "ppo")}
+    | {name: f"headrace_robots.trainer.off_policy.plugins:{name.upper()}" for name in OFF_POLICY},
 )
 
 
@@ -29,9 +33,7 @@ def build_episode_algorithm(section: AlgorithmSection) -> EpisodeAlgorithm:
     """The algorithm that the section names, with its options. Raises Refusal INVALID, naming the key."""
     known = EPISODE_ALGORITHMS.names()
     if section.name not in known and section.name in ALGORITHMS.names():
-        raise _unfit(
-            "name", f"{section.name} learns from answers, not from episodes; use {' or '.join(known)}"
-        )
+        raise _unfit("name", f"{section.name} learns from answers, not from episodes; use {', '.join(known)}")
     algorithm = built(EPISODE_ALGORITHMS, section)
     if section.group_size < algorithm.least_group:
         raise _unfit(

@@ -29,16 +29,17 @@ KEY = "trainer.warmup.demonstrations"
 def check_demonstrations(config: TrainerConfig) -> None:
     """Raises Refusal INVALID where the demonstrations of a warm-up cannot be read, or are of another robot."""
     policy = policy_of(config.model)
-    if not config.trainer.warmup.steps or policy is None:
+    warmup = config.trainer.warmup
+    if policy is None or not (warmup.steps or warmup.demonstrations):
         return
-    data = _open(config, policy)
+    data = open_demonstrations(config, policy)
     sizes = {
         "numbers of an action": (data.action_size, policy.bounds.size),
         "numbers of a state": (data.state_size * policy.moments, policy.state_numbers),
     }
     for what, (given, wanted) in sizes.items():
         if wanted and given != wanted:
-            raise _refused(f"has {given} {what}, and the policy {wanted}; give demonstrations of this robot")
+            raise refused(f"has {given} {what}, and the policy {wanted}; give demonstrations of this robot")
 
 
 def read_demonstrations(config: TrainerConfig, policy: RobotPolicy) -> Chunks:
@@ -48,7 +49,7 @@ def read_demonstrations(config: TrainerConfig, policy: RobotPolicy) -> Chunks:
     """
     from headrace_robots.demonstrations import DemonstrationsNotReadable
 
-    data = _open(config, policy.config)
+    data = open_demonstrations(config, policy.config)
     encode = instruction_encoder(policy.config, config.model.path)
     count = min(len(data), config.trainer.warmup.episodes or len(data))
     try:
@@ -56,7 +57,7 @@ def read_demonstrations(config: TrainerConfig, policy: RobotPolicy) -> Chunks:
             [_moments(data[place], policy, encode, config.instruction) for place in range(count)]
         )
     except DemonstrationsNotReadable as error:
-        raise _refused(str(error)) from error
+        raise refused(str(error)) from error
 
 
 def drawn_moments(seed: int, step: int, batch: int, count: int) -> list[int]:
@@ -86,24 +87,26 @@ def _rendered(template: str, task: str) -> str:
     )
 
 
-def _open(config: TrainerConfig, policy: PolicyConfig) -> Demonstrations:
+def open_demonstrations(config: TrainerConfig, policy: PolicyConfig) -> Demonstrations:
+    """The data set of a run. Raises Refusal INVALID."""
     try:
         from headrace_robots.demonstrations import Demonstrations, DemonstrationsNotReadable
     except ImportError as error:
-        raise _refused(
+        raise refused(
             f"reading them needs pip install 'headrace-robots[demonstrations]' ({error})"
         ) from error
     directory = Path(config.trainer.warmup.demonstrations)
     if not directory.is_dir():
-        raise _refused(
+        raise refused(
             f"there is no {str(directory)!r} where the trainer runs; `headrace demonstrations collect` writes one, and "
             "a path in a spec is relative to the spec or to where the command runs"
         )
     try:
         return Demonstrations(directory, policy.cameras)
     except DemonstrationsNotReadable as error:
-        raise _refused(str(error)) from error
+        raise refused(str(error)) from error
 
 
-def _refused(reason: str) -> Refusal:
+def refused(reason: str) -> Refusal:
+    """What is said of a data set that cannot be taken."""
     return invalid(f"{KEY}: {reason}", key=KEY)

@@ -211,9 +211,15 @@ class WholeRobot(RobotBackend):
         self._parameters = dict(policy.named_parameters())
         for _, tensor in state_tensors(policy):
             self._ranks.share(tensor.data)
-        decays = {name for name, parameter in policy.named_parameters() if parameter.dim() > 1}
-        critic = frozenset(name for name in self._shards() if name.startswith(CRITIC))
-        self._optimizer = ShardedAdamW(self._config.optimizer, self._shards(), decays=decays, critic=critic)
+        self._optimizer = self._optimizer_of(policy)
+
+    def _optimizer_of(self, policy: RobotPolicy) -> ShardedAdamW:
+        """One without state."""
+        own = dict(policy.named_parameters())
+        decays = {name for name, parameter in own.items() if parameter.dim() > 1}
+        critic = frozenset(name for name in own if name.startswith(CRITIC))
+        shards = {name: parameter.data for name, parameter in own.items()}
+        return ShardedAdamW(self._config.optimizer, shards, decays=decays, critic=critic)
 
     @override
     def _shards(self) -> dict[str, Tensor]:
