@@ -8,8 +8,8 @@ import algorithm_losses as losses
 import pytest
 import torch
 from headrace_schema.rules.asked import COMPARING_TWO, IMITATING
-from headrace_schema.workflow import SESSION
 from headrace_schema.sections.learning import AlgorithmSection
+from headrace_schema.workflow import SESSION
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm, functional
 from headrace_trainer.algorithms._base import Barrier, Outcomes, Refill, TokenBatch
 from headrace_trainer.algorithms.contract import check_algorithm
