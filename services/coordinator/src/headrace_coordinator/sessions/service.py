@@ -22,6 +22,7 @@ from headrace_schema.sessions import (
 from headrace_schema.spec import RunSpec
 from headrace_schema.workflow import SESSION
 from pydantic import ValidationError
+from typing_extensions import override
 
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.refusal import Refused
@@ -31,6 +32,7 @@ from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.run.asked.calls import IDLE
 from headrace_coordinator.sessions.desk import MOST_WAITING, Desk
+from headrace_coordinator.sessions.interface import Sessions
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.waits import WaitTimeout
 
@@ -39,14 +41,14 @@ FAR_AHEAD = 10_000
 """How far a call's number may be above the lowest that is not used."""
 
 
-class SessionService:
-    """Implements `interface.Sessions`."""
+class SessionService(Sessions):
+    """Over the event log, and the desks between callers and runs."""
 
     def __init__(self, event_log: EventLog, fleet: Fleet, reads: Reads, submissions: Submissions) -> None:
         self._event_log, self._fleet, self._reads, self._submissions = event_log, fleet, reads, submissions
 
+    @override
     async def create(self, spec: Mapping[str, Any], idempotency_key: str = "") -> str:
-        """See `interface.Sessions`."""
         try:
             asked = RunSpec.model_validate({"workflow": SESSION, **spec})
         except ValidationError as error:
@@ -56,8 +58,8 @@ class SessionService:
             raise Refused("INVALID", "this is no session", [fix])
         return await self._submissions.submit(asked, idempotency_key)
 
+    @override
     def info(self, session: str) -> SessionView:
-        """See `interface.Sessions`."""
         view, desk = self._view(session), self._desk(session)
         spec = view.spec
         head = self._event_log.state.runs.get(session)
@@ -77,8 +79,8 @@ class SessionService:
             next_seq=desk.next_seq,
         )
 
+    @override
     async def submit(self, session: str, seq: int, operation: Operation) -> str:
-        """See `interface.Sessions`."""
         run, desk = self._open(session), self._desk(session)
         if not 1 <= seq < desk.next_seq + FAR_AHEAD:
             fix = f"calls count from 1; the next one is {desk.next_seq}"
@@ -91,8 +93,8 @@ class SessionService:
         await self._resume(run)
         return f"{session}:{CALL}:{seq}"
 
+    @override
     async def sample(self, session: str, request: Sample, key: str = "") -> str:
-        """See `interface.Sessions`."""
         run, desk = self._open(session), self._desk(session)
         if len(desk.waiting) + desk.at_work >= MOST_WAITING:
             raise Refused(
@@ -104,8 +106,8 @@ class SessionService:
         await self._resume(run)
         return f"{session}:{SAMPLE}:{made}"
 
+    @override
     async def result(self, future: str, timeout_s: float) -> Result:
-        """See `interface.Sessions`."""
         session, _, rest = future.partition(":")
         kind, _, name = rest.partition(":")
         if kind not in (CALL, SAMPLE) or (kind == CALL and not name.isdigit()):
@@ -144,8 +146,8 @@ class SessionService:
         view = self._view(session)
         return Failure(category="server", message=f"session {session} is {view.state}: {view.reason}")
 
+    @override
     def checkpoints(self, session: str) -> list[CheckpointView]:
-        """See `interface.Sessions`."""
         self._view(session)
         named = self._desk(session).journal.named
         found = [
@@ -158,16 +160,16 @@ class SessionService:
         ]
         return sorted(found, key=lambda each: each.created)
 
+    @override
     async def delete_checkpoint(self, session: str, name: str) -> None:
-        """See `interface.Sessions`."""
         self._view(session)
         journal = self._desk(session).journal
         if name not in journal.named:
             raise Refused("NOT_FOUND", f"session {session} has no checkpoint {name!r}")
         await asyncio.to_thread(journal.name, name, None)
 
+    @override
     async def close(self, session: str) -> None:
-        """See `interface.Sessions`."""
         self._view(session)
         run, desk = self._event_log.state.runs.get(session), self._desk(session)
         if run is None or run.state in run_states.TERMINAL:
@@ -176,8 +178,8 @@ class SessionService:
         desk.wake()
         await self._resume(run)
 
+    @override
     def listed(self) -> list[str]:
-        """See `interface.Sessions`."""
         return [name for name in reversed(self._reads.newest_first()) if self._is_session(name)]
 
     # --- parts
