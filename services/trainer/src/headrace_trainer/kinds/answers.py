@@ -13,8 +13,8 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.experts import FAMILIES, expert_shape
 from headrace_modelkit.exporting import export_model, save_adapter
+from headrace_modelkit.families.mixtures import expert_shape, no_shape
 from headrace_modelkit.loading import load_architecture, load_model, reads_images
 from headrace_modelkit.lora import is_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
@@ -213,11 +213,15 @@ class AnswersRun(PolicyKind):
             return
         key = f"algorithm.options.{chosen[0]}"
         architecture = load_architecture(self.config.model)
-        if expert_shape(architecture) is None:
-            families = ", ".join(FAMILIES)
+        shape = expert_shape(architecture)
+        if shape is None:
             raise invalid(
-                f"{key}: {self.config.model.path!r} is a {architecture.model_type} model without experts that the "
-                f"trainer routes (families: {families}); leave it out",
+                f"{key}: {self.config.model.path!r} {no_shape(architecture)}; leave it out", key=key
+            )
+        if not shape.routed:
+            raise invalid(
+                f"{key}: {self.config.model.path!r} is a {architecture.model_type} model, whose routers weigh experts "
+                "in a way that Headrace does not know; leave it out",
                 key=key,
             )
 

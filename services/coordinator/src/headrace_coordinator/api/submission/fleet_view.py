@@ -27,8 +27,9 @@ EXTRAS = ("vllm", "sglang")
 """Engines that are an extra of headrace-rollout, the one that `auto` prefers first."""
 SMALLEST_HEAD = 32
 """Numbers of a head that vLLM's and SGLang's kernels take."""
-ATTENTION = {"full_attention", "sliding_attention"}
-"""Kinds of layers that the built-in engine runs."""
+LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "mamba"}
+LAYERS |= {"hybrid", "attention", "moe", "mlp"}
+"""Kinds of layers that the built-in engine runs (`headrace_modelkit.attending`)."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def has_gpus(spec: RunSpec, fleet: FleetView) -> bool:
 
 def _unusual_layers(model: ModelSection) -> set[str]:
     kinds = text_config(model).get("layer_types")
-    return {str(kind) for kind in kinds} - ATTENTION if isinstance(kinds, list) else set()
+    return {str(kind) for kind in kinds} - LAYERS if isinstance(kinds, list) else set()
 
 
 def _head_size(model: ModelSection) -> int:
