@@ -97,7 +97,10 @@ class Load(Message):
 
     kind: Literal["load"] = "load"
     checkpoint: str
-    optimizer: bool = Field(default=True, description="false: Adam's moments begin anew")
+    optimizer: bool = Field(
+        default=True,
+        description="Adam's moments come with the weights; false is not honoured yet: they come all the same",
+    )
 
 
 class Publish(Message):
