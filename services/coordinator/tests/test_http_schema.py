@@ -29,7 +29,7 @@ OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for 
 TOKEN = "of-this-test"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 EXAMPLES = 6
-SLOW = {"/v1/runs": 2, "/v1/evaluations": 3}
+SLOW = {"/v1/runs": 2, "/v1/sessions": 2, "/v1/evaluations": 3}
 """Fewer examples of bodies that take long to make: the run spec has some two hundred keys."""
 REFUSED_VALUES = {
     "page_token": "a token that the list did not give, or whose entry is gone, would begin somewhere else",
@@ -41,8 +41,8 @@ REFUSED_VALUES = {
 REFUSED_BODIES = {
     "/v1/runs": "its names are looked up in the fleet: model, data, scorers, devices",
     "/v1/evaluations": "its names are looked up in the fleet: model, suite, checkpoint",
-    "/v1/sessions": "a spec's keys belong together, as those of /v1/runs",
     "/v1/quotas": "a count is written as an integer: 2, not 2.0",
+    "/v1/sessions": "as /v1/runs, and its workflow is session",
     "/v1/plans": "a workflow must be a graph, and its stages must fit the cluster",
 }
 """Operations whose bodies are judged beyond their schema, and why."""

@@ -6,7 +6,7 @@ log-prob of `targets[i]` is that of the model which has read `tokens[: i + 1]`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -30,10 +30,16 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 CheckpointName = Annotated[str, Field(pattern=NAME)]
 
 
+def _tagged(schema: dict[str, Any]) -> None:
+    """Who sends a message says which it is."""
+    if "kind" in schema.get("properties", {}):
+        schema["required"] = sorted({*schema.get("required", []), "kind"})
+
+
 class Message(BaseModel):
     """Unknown keys and numbers that are not finite are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, json_schema_extra=_tagged)
 
 
 class Datum(Message):
@@ -91,7 +97,10 @@ class Load(Message):
 
     kind: Literal["load"] = "load"
     checkpoint: str
-    optimizer: bool = Field(default=True, description="false: Adam's moments begin anew")
+    optimizer: bool = Field(
+        default=True,
+        description="Adam's moments come with the weights; false is not honoured yet: they come all the same",
+    )
 
 
 class Publish(Message):
@@ -134,7 +143,7 @@ class Sample(Message):
 class ForwardResult(Message):
     """Of `Forward` and `ForwardBackward`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(allow_inf_nan=True)
     kind: Literal["forward", "forward_backward"]
     log_probs: list[list[float]] = Field(description="of each datum's targets")
     metrics: dict[str, float] = Field(description='"loss:sum", "tokens:sum" (with a weight), …')
@@ -143,7 +152,7 @@ class ForwardResult(Message):
 class OptimStepResult(Message):
     """A policy version is made and in the ledger."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(allow_inf_nan=True)
     kind: Literal["optim_step"] = "optim_step"
     version: int
     step: int = Field(description="optimizer steps of the session so far")
@@ -175,7 +184,7 @@ class PublishResult(Message):
 class SampledSequence(Message):
     """One sample."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(allow_inf_nan=True)
     tokens: list[int]
     log_probs: list[float] = Field(description="of each, under the distribution that it was drawn from")
     stop_reason: Literal["stop", "length"]
@@ -184,7 +193,7 @@ class SampledSequence(Message):
 class SampleResult(Message):
     """All samples of one `Sample`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(allow_inf_nan=True)
     kind: Literal["sample"] = "sample"
     version: int = Field(
         description="policy version that sampled; 0: weights of the model or of a checkpoint"

@@ -11,11 +11,8 @@ from headrace_schema.model_size import text_config
 from headrace_schema.problems import explain, problem
 from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sessions import (
-    LOSS_OPTIONS,
     CheckpointView,
     Failure,
-    Forward,
-    ForwardBackward,
     Load,
     Operation,
     Pending,
@@ -26,6 +23,7 @@ from headrace_schema.sessions import (
 from headrace_schema.spec import RunSpec
 from headrace_schema.workflow import SESSION
 from pydantic import ValidationError
+from typing_extensions import override
 
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.refusal import Refused
@@ -35,6 +33,7 @@ from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.run.asked.calls import IDLE
 from headrace_coordinator.sessions.desk import MOST_WAITING, Desk
+from headrace_coordinator.sessions.interface import Sessions
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.waits import WaitTimeout
 
@@ -43,14 +42,14 @@ FAR_AHEAD = 10_000
 """How far a call's number may be above the lowest that is not used."""
 
 
-class SessionService:
-    """Implements `interface.Sessions`."""
+class SessionService(Sessions):
+    """Over the event log, and the desks between callers and runs."""
 
     def __init__(self, event_log: EventLog, fleet: Fleet, reads: Reads, submissions: Submissions) -> None:
         self._event_log, self._fleet, self._reads, self._submissions = event_log, fleet, reads, submissions
 
+    @override
     async def create(self, spec: Mapping[str, Any], idempotency_key: str = "") -> str:
-        """See `interface.Sessions`."""
         try:
             asked = RunSpec.model_validate({"workflow": SESSION, **spec})
         except ValidationError as error:
@@ -60,8 +59,8 @@ class SessionService:
             raise Refused("INVALID", "this is no session", [fix])
         return await self._submissions.submit(asked, idempotency_key)
 
+    @override
     def info(self, session: str) -> SessionView:
-        """See `interface.Sessions`."""
         view, desk = self._view(session), self._desk(session)
         spec = view.spec
         head = self._event_log.state.runs.get(session)
@@ -81,8 +80,8 @@ class SessionService:
             next_seq=desk.next_seq,
         )
 
+    @override
     async def submit(self, session: str, seq: int, operation: Operation) -> str:
-        """See `interface.Sessions`."""
         run, desk = self._open(session), self._desk(session)
         if not 1 <= seq < desk.next_seq + FAR_AHEAD:
             fix = f"calls count from 1; the next one is {desk.next_seq}"
@@ -90,7 +89,6 @@ class SessionService:
                 "INVALID", f"seq: {seq} is no number of a call; {fix}", [problem("seq", f"{seq}", fix)]
             )
         if seq not in desk.journal.kinds:
-            _check(operation)
             if isinstance(operation, Load):
                 self._check_seen(session, operation.checkpoint, "checkpoint")
             if desk.journal.closed:
@@ -99,8 +97,8 @@ class SessionService:
         await self._resume(run)
         return f"{session}:{CALL}:{seq}"
 
+    @override
     async def sample(self, session: str, request: Sample, key: str = "") -> str:
-        """See `interface.Sessions`."""
         run, desk = self._open(session), self._desk(session)
         self._check_seen(session, request.weights, "weights")
         if len(desk.waiting) + desk.at_work >= MOST_WAITING:
@@ -113,8 +111,8 @@ class SessionService:
         await self._resume(run)
         return f"{session}:{SAMPLE}:{made}"
 
+    @override
     async def result(self, future: str, timeout_s: float) -> Result:
-        """See `interface.Sessions`."""
         session, _, rest = future.partition(":")
         kind, _, name = rest.partition(":")
         if kind not in (CALL, SAMPLE) or (kind == CALL and not name.isdigit()):
@@ -153,8 +151,8 @@ class SessionService:
         view = self._view(session)
         return Failure(category="server", message=f"session {session} is {view.state}: {view.reason}")
 
+    @override
     def checkpoints(self, session: str) -> list[CheckpointView]:
-        """See `interface.Sessions`."""
         self._view(session)
         named = self._desk(session).journal.named
         found = [
@@ -167,16 +165,16 @@ class SessionService:
         ]
         return sorted(found, key=lambda each: each.created)
 
+    @override
     async def delete_checkpoint(self, session: str, name: str) -> None:
-        """See `interface.Sessions`."""
         self._view(session)
         journal = self._desk(session).journal
         if name not in journal.named:
             raise Refused("NOT_FOUND", f"session {session} has no checkpoint {name!r}")
         await asyncio.to_thread(journal.name, name, None)
 
+    @override
     async def close(self, session: str) -> None:
-        """See `interface.Sessions`."""
         self._view(session)
         run, desk = self._event_log.state.runs.get(session), self._desk(session)
         if run is None or run.state in run_states.TERMINAL:
@@ -185,8 +183,8 @@ class SessionService:
         desk.wake()
         await self._resume(run)
 
+    @override
     def listed(self) -> list[str]:
-        """See `interface.Sessions`."""
         return [name for name in reversed(self._reads.newest_first()) if self._is_session(name)]
 
     # --- parts
@@ -195,7 +193,8 @@ class SessionService:
         """Raises Refused INVALID for a checkpoint, SESSION/NAME, of a session that its caller may not see."""
         other = checkpoint.rpartition("/")[0]
         if other not in ("", session) and not self._reads.sees(other):
-            _refuse(key, f"there is no session {other[:80]!r}", "name one that you see: GET /v1/sessions")
+            reason, fix = f"there is no session {other[:80]!r}", "name one that you see: GET /v1/sessions"
+            raise Refused("INVALID", f"{key}: {reason}; {fix}", [problem(key, reason, fix)])
 
     def _is_session(self, name: str) -> bool:
         run = self._event_log.state.runs.get(name)
@@ -228,37 +227,10 @@ class SessionService:
 
     def _waits_for(self, session: str, kind: str, name: str) -> Any:
         run = self._event_log.state.runs[session]
+        if kind == CALL and int(name) > self._desk(session).journal.end:
+            return "predecessor"
         if run.state == run_states.QUEUED:
             return "queue"
         if run.state == run_states.PAUSED:
             return "paused"
-        return "predecessor" if kind == CALL and int(name) > self._desk(session).journal.end else "active"
-
-
-def _check(operation: Operation) -> None:
-    """Raises Refused INVALID for what no trainer need be asked about."""
-    if not isinstance(operation, Forward | ForwardBackward):
-        return
-    known = LOSS_OPTIONS[operation.loss]
-    if strange := sorted(operation.options.keys() - known.keys()):
-        fix = f"use {', '.join(known)}" if known else "leave it out"
-        _refuse(f"options.{strange[0]}", f"{operation.loss} has no such option", fix)
-    for place, each in enumerate(operation.data):
-        where, count = f"data[{place}]", len(each.targets)
-        if not count or count % len(each.tokens):
-            reason = f"{count} targets of {len(each.tokens)} tokens"
-            _refuse(f"{where}.targets", reason, "give one, or as many, for each token")
-        for name in ("weights", "advantages", "log_probs"):
-            values = getattr(each, name)
-            if values and len(values) != count:
-                _refuse(
-                    f"{where}.{name}", f"{len(values)} values of {count} targets", "give one for each target"
-                )
-        if operation.loss != "cross_entropy":
-            for name in ("advantages", "log_probs"):
-                if not getattr(each, name):
-                    _refuse(f"{where}.{name}", f"{operation.loss} needs them", "give one for each target")
-
-
-def _refuse(key: str, reason: str, fix: str) -> None:
-    raise Refused("INVALID", f"{key}: {reason}; {fix}", [problem(key, reason, fix)])
+        return "active"

@@ -56,6 +56,9 @@ class CommitReport:
 class StepRounds(Protocol):
     """The rounds in which a policy computes, as its learner asks for them. Each may raise Quiesced: none began it."""
 
+    optimizer: OptimizerSection | None
+    """Parameters of AdamW that stand in for those that steps were made with so far."""
+
     @property
     def replicas(self) -> int:
         """Copies of the model, each of which gets an entry of work."""

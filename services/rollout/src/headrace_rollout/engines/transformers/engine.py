@@ -158,7 +158,7 @@ class TransformersEngine(ThreadedHolder, Engine):
     async def likeliest(
         self, sequences: Sequence[tuple[Sequence[int], int]], top: int, authority: Authority = allowed
     ) -> list[list[tuple[list[int], list[float]]]]:
-        """See `TellsLikeliest`."""
+        """The `top` likeliest ids and log-probs of each position, by the model's own distribution, in one pass."""
         check_scored(sequences, Distribution(), self.max_context_tokens, self.vocabulary_size)
 
         def compute() -> list[list[tuple[list[int], list[float]]]]:
