@@ -37,6 +37,7 @@ from headrace_servicekit.tracing import (
 )
 
 from headrace_coordinator.api.http import make_app
+from headrace_coordinator.api.http.tinker.offers import read_models
 from headrace_coordinator.app import Coordinator
 from headrace_coordinator.autoscaler import parse_bounds
 from headrace_coordinator.data.dataset import forget_items
@@ -114,6 +115,10 @@ async def serve(arguments: argparse.Namespace) -> None:
         bounds = parse_bounds(arguments.autoscale)
     except ValueError as error:
         raise Refusal(f"--autoscale (HEADRACE_AUTOSCALE): {error}") from error
+    try:
+        arguments.tinker_models = read_models(arguments.tinker_models)
+    except ValueError as error:
+        raise Refusal(f"--tinker-models (HEADRACE_TINKER_MODELS): {error}") from error
     _trace(arguments.otlp_endpoint)
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
     history = History(arguments.data_dir.resolve() / "runs")
@@ -228,7 +233,12 @@ async def _serve_http(
 ) -> None:
     host, port = split_address(arguments.http)
     watch({CHECKPOINTS: arguments.data_dir})
-    app = make_app(coordinator, runs_directory=arguments.data_dir / "runs", token=token)
+    app = make_app(
+        coordinator,
+        runs_directory=arguments.data_dir / "runs",
+        token=token,
+        tinker_models=arguments.tinker_models,
+    )
     folder = tls_dir()
     http = make_server(
         app,

@@ -10,7 +10,9 @@ import hashlib
 import hmac
 import ipaddress
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -38,6 +40,9 @@ from headrace_coordinator.api.http.routes.overviews import overview_routes
 from headrace_coordinator.api.http.routes.recordings import recording_routes, video_routes
 from headrace_coordinator.api.http.routes.runs import run_routes
 from headrace_coordinator.api.http.routes.service import plan_routes, service_routes
+from headrace_coordinator.api.http.tinker import KEY_PREFIX, PREFIX
+from headrace_coordinator.api.http.tinker.routes import tinker_routes
+from headrace_coordinator.api.http.tinker.service import Tinker
 from headrace_coordinator.api.idempotency import CALLER
 
 if TYPE_CHECKING:
@@ -68,8 +73,11 @@ def make_app(
     runs_directory: Path,
     token: str | None = None,
     heartbeat_s: float = HEARTBEAT_S,
+    tinker_models: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> FastAPI:
     """The API of a coordinator; trajectories are read from `runs_directory`/RUN, logs from the `logs` beside it.
+
+    `tinker_models`: specs of the models that clients of Tinker ask for by name.
 
     With a `token` every request but /healthz and those for the dashboard's files must bear it. Without one, only
     requests that name this machine by an address or as localhost, and that come from no other site's web page, are
@@ -99,6 +107,7 @@ def make_app(
     app.include_router(link_routes(token, links))
     app.include_router(page_routes())
     app.include_router(plan_routes())
+    app.include_router(tinker_routes(Tinker(coordinator.sessions, coordinator.reads.find, tinker_models)))
     app.add_middleware(Guard, token=token, links=links, relay=relay)
     add_error_handlers(app)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
@@ -205,13 +214,16 @@ class Guard:
         code = QueryParams(scope["query_string"]).get("code")
         if is_relayed(path) or (code and DOWNLOAD.fullmatch(path) and self._links.redeem(code, path)):
             return None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if path.startswith(f"{PREFIX}/"):
+            scheme, given = "bearer", headers.get("x-api-key", "").removeprefix(KEY_PREFIX)
+            form = f"X-API-Key: {KEY_PREFIX}TOKEN"
+        else:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            form = "Authorization: Bearer TOKEN"
         if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._token or b""):
             return None
         wrong = "wrong" if given else "missing"
-        return error_response(
-            "UNAUTHENTICATED", f"the API token is {wrong}; send Authorization: Bearer TOKEN"
-        )
+        return error_response("UNAUTHENTICATED", f"the API token is {wrong}; send {form}")
 
 
 def _from_elsewhere(scope: Scope) -> Response | None:
