@@ -184,6 +184,12 @@ def _of_run_spec(spec: dict[str, Any]) -> dict[str, Any]:
 
     check_schema(spec)
     run = RunSpec.model_validate(spec)
+    if run.is_session:
+        raise user_error(
+            "workflow",
+            "the loop of a session says what is done when: there is nothing to plan",
+            "set placement.mode: collocated, where its sides take turns, or disaggregated",
+        )
     if run.has_given_answers:
         raise user_error(
             "workflow",

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
         Video,
     )
     from headrace.client.specs import fork_spec, load_spec
+    from headrace.client.training import Training
     from headrace.client.workflow import Workflow
+    from headrace_schema.sessions import Datum
 
 __all__ = [
     "Certificate",
@@ -38,6 +40,7 @@ __all__ = [
     "Client",
     "Comparison",
     "Counts",
+    "Datum",
     "Device",
     "Evaluation",
     "EvaluationRun",
@@ -50,6 +53,7 @@ __all__ = [
     "Problem",
     "Run",
     "Step",
+    "Training",
     "Trajectory",
     "Video",
     "Workflow",
@@ -61,6 +65,8 @@ _ELSEWHERE = {
     "Client": "client",
     "HeadraceError": "errors",
     "Problem": "errors",
+    "Datum": "training",
+    "Training": "training",
     "Workflow": "workflow",
     "fork_spec": "specs",
     "load_spec": "specs",

@@ -96,6 +96,10 @@ class Transport:
         timeout = httpx.Timeout(self._timeout_s, read=max(answer_s, self._timeout_s))
         return self._send("POST", path, params=params, json=body, headers=headers, timeout=timeout)
 
+    def delete(self, path: str) -> None:
+        """DELETE with an Idempotency-Key; its answer says nothing."""
+        self._answer("DELETE", path, headers={"Idempotency-Key": uuid.uuid4().hex})
+
     def pages(self, path: str, key: str, **params: Any) -> Iterator[dict[str, Any]]:
         """Items under `key` over all pages of a list."""
         token = ""

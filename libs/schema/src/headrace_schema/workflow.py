@@ -104,6 +104,8 @@ REASONING = "reasoning"
 """The built-in workflow of a language model that speaks with environments."""
 SUPERVISED, PREFERENCE = "supervised", "preference"
 """Workflows whose answers the data gives: to be imitated, and to be compared with each other."""
+SESSION = "session"
+"""The workflow whose steps a loop of the user's own asks for."""
 LEARN_ALONE = GraphSection(stages={"learn": GraphStage(service="trainer")}, edges=[])
 BUILT_IN = {
     REASONING: GraphSection(
@@ -145,6 +147,10 @@ BUILT_IN = {
     ),
     SUPERVISED: LEARN_ALONE,
     PREFERENCE: LEARN_ALONE,
+    SESSION: GraphSection(
+        stages={"generate": GraphStage(service="rollout"), "learn": GraphStage(service="trainer")},
+        edges=[GraphEdge(source="generate", target="learn")],
+    ),
 }
 """Workflows that a spec can name."""
 COMPARING = {name: graph.with_whole_groups() for name, graph in BUILT_IN.items()}
@@ -161,12 +167,19 @@ def has_given_answers(workflow: object) -> bool:
     return workflow in (SUPERVISED, PREFERENCE)
 
 
+def has_scorers(workflow: object) -> bool:
+    """Whether scorers judge answers in a run of this workflow."""
+    return not has_given_answers(workflow) and workflow != SESSION
+
+
 def _form(given: Any) -> str:
     return "<graph>" if isinstance(given, (dict, GraphSection)) else "<name>"
 
 
 WorkflowChoice = Annotated[
-    Annotated[Literal["reasoning", "embodied", "agentic", "supervised", "preference"], Tag("<name>")]
+    Annotated[
+        Literal["reasoning", "embodied", "agentic", "supervised", "preference", "session"], Tag("<name>")
+    ]
     | Annotated[GraphSection, Tag("<graph>")],
     Discriminator(_form),
 ]

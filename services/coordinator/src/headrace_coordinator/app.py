@@ -25,6 +25,7 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.reconciler import Reconciler
 from headrace_coordinator.projections.projection import RunProjection
 from headrace_coordinator.scheduler import MakeProjection, OpenDataset, Scheduler
+from headrace_coordinator.sessions.service import SessionService
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.vitals import Vitals
 
@@ -66,6 +67,7 @@ class Coordinator:
         )
         self.run_changes = RunChanges(event_log, self.reads, keys, labels)
         self.instance_changes = InstanceChanges(fleet, keys)
+        self.sessions = SessionService(event_log, fleet, self.reads, self.submissions)
         self.autoscaler = Autoscaler(event_log, self._scale, dict(bounds), cooldown_s)
 
     async def _scale(self, kind: str, count: int) -> None:

@@ -26,12 +26,12 @@ from headrace_servicekit.session_marks import mark_of
 from headrace_servicekit.weights.versions import base_name
 
 from headrace_rollout.endpoint.server import Endpoint
-from headrace_rollout.engines.base import Authority, Refused, Scope, oldest_of
+from headrace_rollout.engines.base import Authority, Refused, Scope, TellsLikeliest, oldest_of
 from headrace_rollout.engines.hosts import Hosts
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.moving import MovedCaches
 from headrace_rollout.runs.installing import PolicyInstaller
-from headrace_rollout.runs.opened import OnlineRun, OpenedRun
+from headrace_rollout.runs.opened import OnlineRun, OpenedRun, TextRun
 from headrace_rollout.runs.opening import Place, devices_of, memory_on, open_run, place_in
 from headrace_rollout.streams.base import RESPONSE_BYTES, Opening, ResponseT, SampleStream, Serving
 from headrace_rollout.streams.generation import Generation
@@ -197,14 +197,32 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if wanted.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
             wanted = common_pb2.SamplingDistribution(temperature=1.0)
         sequences = [(list(sequence.token_ids), sequence.start) for sequence in request.sequences]
+        top = await self._top(run, sequences, request) if request.top else [[] for _ in sequences]
         with refusals():
             scored, number = await run.engine.score(
                 sequences, distribution_of(wanted), self._authority(request.header)
             )
         return rollout_pb2.ScoreResponse(
-            sequences=[rollout_pb2.ScoredSequence(log_probs=values) for values in scored],
+            sequences=[
+                rollout_pb2.ScoredSequence(log_probs=values, top=likeliest)
+                for values, likeliest in zip(scored, top, strict=True)
+            ],
             policy_number=number,
         )
+
+    async def _top(
+        self, run: TextRun, sequences: list[tuple[list[int], int]], request: rollout_pb2.ScoreRequest
+    ) -> list[list[rollout_pb2.TopTokens]]:
+        """The likeliest ids of each position that is scored."""
+        if not isinstance(run.engine, TellsLikeliest):
+            name = run.config.rollout.engine
+            reason = f"rollout.engine: {name} does not tell the likeliest tokens; ask for none, or use transformers"
+            raise ServiceError(grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED", reason)
+        with refusals():
+            found = await run.engine.likeliest(sequences, request.top, self._authority(request.header))
+        return [
+            [rollout_pb2.TopTokens(token_ids=ids, log_probs=values) for ids, values in own] for own in found
+        ]
 
     async def InstallPolicy(
         self, request: rollout_pb2.InstallPolicyRequest, context: Context

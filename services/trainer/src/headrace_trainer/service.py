@@ -38,6 +38,7 @@ from headrace_trainer.learning.samples import LearnItem
 from headrace_trainer.learning.step import Begin, Commit, StepState
 from headrace_trainer.trainer import Trainer
 from headrace_trainer.wire import messages as wire
+from headrace_trainer.wire.asked import AskedCalls, optimizer_of
 from headrace_trainer.wire.calls import ComputeThread, Context, check_path, check_step, elsewhere, refusals
 from headrace_trainer.wire.learn import LearnQueue, LearnStream, fetch_bodies
 from headrace_trainer.wire.outputs import HelpingCalls, OutputCalls
@@ -46,7 +47,7 @@ JOIN_TIMEOUT_S = 60.0
 FOLLOW_TIMEOUT_S = 55.0
 
 
-class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[misc]
+class TrainerServicer(AskedCalls, HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[misc]
     """The calls of trainer.proto; `instance` has the fence, the weight store and the lease."""
 
     def __init__(self, instance: Instance) -> None:
@@ -223,6 +224,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
             request.next_number,
             request.set_digest,
             digest_bytes(request.step_manifest),
+            optimizer_of(request),
         )
         self._awake()
         self._committing = True

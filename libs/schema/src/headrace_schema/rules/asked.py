@@ -25,7 +25,7 @@ from headrace_schema.sections.learning import AlgorithmSection
 from headrace_schema.sections.policies import adapters_of
 from headrace_schema.sections.run import RunSections
 from headrace_schema.sections.running import SIDES
-from headrace_schema.workflow import CONVERSATIONS, EMBODIED, PREFERENCE, REASONING, SUPERVISED
+from headrace_schema.workflow import CONVERSATIONS, EMBODIED, PREFERENCE, REASONING, SESSION, SUPERVISED
 
 EPISODES = "episodes"
 """The data source of start states, and what is short for it: `data: {heldout: 48}`."""
@@ -115,6 +115,8 @@ IMITATES = value("workflow", SUPERVISED, undo="")
 PREFERS = value("workflow", PREFERENCE, undo="")
 NO_IMITATION = unlike("workflow", SUPERVISED, undo=f"set workflow: {SUPERVISED}")
 NO_PREFERENCE = unlike("workflow", PREFERENCE, undo=f"set workflow: {PREFERENCE}")
+ASKED = value("workflow", SESSION, undo=f"set workflow: {REASONING}")
+NOT_ASKED = unlike("workflow", SESSION, undo=f"set workflow: {SESSION}")
 ONLINE = when("`agent.online`", "agent.online", lambda spec: spec.is_online, "")
 NOT_ONLINE = when("no `agent.online`", "agent.online", lambda spec: not spec.is_online, "")
 AGENT, ENVIRONMENT = key("agent"), key("environment")
@@ -220,6 +222,11 @@ REMAX = value(NAME, "remax", undo="set reinforce_pp")
 SFT = value(NAME, *IMITATING, undo="use another algorithm, such as grpo")
 PAIRWISE = value(NAME, *COMPARING_TWO, undo="use another algorithm, such as grpo")
 NOT_SFT = unlike(NAME, *IMITATING, undo=f"set algorithm.name: {IMITATING[0]}")
+ASKED_LOSSES = value(NAME, SESSION, undo="use another algorithm, such as grpo")
+NOT_ASKED_LOSSES = unlike(NAME, SESSION, undo="leave {it} out")
+MORE_PROMPTS = unlike("algorithm.prompts_per_step", 1, undo="leave {it} out")
+OTHER_MODES = unlike(MODE, "collocated", "disaggregated", undo="leave {it} out")
+SESSION_KEY = key("session", "remove session")
 NOT_PAIRWISE = unlike(NAME, *COMPARING_TWO, undo=f"set algorithm.name: {COMPARING_TWO[0]}")
 ONE_ANSWER = unlike("algorithm.group_size", 1, undo="leave {it} out")
 TWO_ANSWERS = unlike("algorithm.group_size", 2, undo="leave {it} out")

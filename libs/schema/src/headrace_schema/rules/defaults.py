@@ -10,8 +10,16 @@ from pydantic import ValidationError
 from headrace_schema.rules.agentic import CONVERSATION
 from headrace_schema.rules.asked import EPISODES
 from headrace_schema.sections.agent import AGENT_SECONDS, AGENTS, ONLINE, AgentSection
-from headrace_schema.workflow import CONVERSATIONS, SUPERVISED, acts_in_environments, has_given_answers
+from headrace_schema.workflow import (
+    CONVERSATIONS,
+    SESSION,
+    SUPERVISED,
+    acts_in_environments,
+    has_given_answers,
+)
 
+ENDLESS = 2**31 - 1
+"""Steps of a session: it ends when its loop says so."""
 ONLINE_STEP_S = 30 * 86400.0
 _RETURN = {"scorers": [{"name": "episode"}]}
 _OUTCOME = {"evaluation": [{"name": "episode", "options": {"of": "outcome"}}]}
@@ -30,6 +38,8 @@ def with_defaults(given: Any) -> Any:
         return given
     if acts_in_environments(given.get("workflow")):
         return _embodied(dict(given))
+    if given.get("workflow") == SESSION:
+        return _session(dict(given))
     if has_given_answers(given.get("workflow")):
         return _given_answers(dict(given))
     return _agentic(dict(given)) if given.get("workflow") == CONVERSATIONS else given
@@ -58,6 +68,21 @@ def _given_answers(spec: dict[str, Any]) -> dict[str, Any]:
         if isinstance(own := spec.get(key, {}), Mapping):
             spec[key] = {**section, **own}
     return spec
+
+
+def _session(spec: dict[str, Any]) -> dict[str, Any]:
+    """No data, no scorer, no last step, and no evaluation but the loop's own."""
+    follows: dict[str, dict[str, Any]] = {
+        "algorithm": {"name": "session", "group_size": 1, "prompts_per_step": 1},
+        "data": {"source": "copy_digits", "options": {"digits": 1}},
+        "placement": {"mode": "collocated"},
+        "reward": {"scorers": []},
+        "session": {},
+    }
+    for key, section in follows.items():
+        if isinstance(own := spec.get(key, {}), Mapping):
+            spec[key] = {**section, **own}
+    return {"steps": ENDLESS, **spec}
 
 
 def _agentic(spec: dict[str, Any]) -> dict[str, Any]:

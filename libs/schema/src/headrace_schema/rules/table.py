@@ -92,6 +92,28 @@ _OF_SAMPLED = {
 """Keys of runs that sample answers, and why a run whose data gives them has none."""
 
 
+_EACH_SAYS, _LOOP_JUDGES = "each sample says how it is drawn", "its loop judges samples by itself"
+_OF_RUNS_BY_THEMSELVES = {
+    **{f"sampling.{name}": _EACH_SAYS for name in SamplingSection.model_fields},
+    **{f"reward.{name}": _LOOP_JUDGES for name in ("evaluation", "stages", "give", "truncated_reward")},
+    **{
+        f"evaluation.{name}": _LOOP_JUDGES
+        for name in ("every", "temperature", "samples", "max_new_tokens", "baseline_prefill", "data")
+    },
+    "data.heldout": _LOOP_JUDGES,
+    "data.curriculum": "its loop chooses what is asked",
+    "algorithm.max_staleness": "its loop says which version samples",
+    "algorithm.truncated": "its loop says which tokens count",
+    "rollout.chunk_tokens": "samples come whole",
+    "rollout.helpers": "its loop says when samples are made",
+    "trainer.helpers": "its loop says when gradients are made",
+    "trainer.reference": "open a session of the reference, and ask it for log-probs",
+    "trainer.warmup.steps": "its loop makes such steps with cross_entropy",
+    "optimizer.schedule": "each step brings its learning rate",
+}
+"""Keys of runs that make their steps by themselves, and why a session has none of them."""
+
+
 @dataclass(frozen=True)
 class Row:
     """`what` does not go with `beside`. `reason` is a format of the run; `fix` stands in place of both undos."""
@@ -183,6 +205,21 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.PREFERS: {
         f.NOT_PAIRWISE: "preference runs compare two answers of the data, and {spec.algorithm.name} does not",
         f.TWO_ANSWERS: "a row has two answers that are compared",
+    },
+    f.ASKED: {
+        **{key(name): f"a session has none: {why}" for name, why in _OF_RUNS_BY_THEMSELVES.items()},
+        f.GIVEN_SCORERS: f"a session has none: {_LOOP_JUDGES}",
+        f.NOT_ASKED_LOSSES: "in a session each call names its loss",
+        f.ONE_ANSWER: "in a session a call brings any number of sequences",
+        f.MORE_PROMPTS: "in a session a step takes what its loop sends",
+        f.OTHER_MODES: "sides of a session take turns or have devices of their own",
+        f.SHARE: "its loop says when devices idle: it pauses after session.idle_s",
+        f.DETERMINISTIC: "calls are computed as they come",
+        f.OTHER_BACKEND: "{spec.trainer.backend} computes no losses that calls name",
+    },
+    f.NOT_ASKED: {
+        f.ASKED_LOSSES: "its losses are named by the calls of a session, and workflow is {spec.kind}",
+        f.SESSION_KEY: "is of session runs, and workflow is {spec.kind}",
     },
     f.NO_IMITATION: {
         f.SFT: "{spec.algorithm.name} imitates the answers of the data, and workflow is {spec.kind}"

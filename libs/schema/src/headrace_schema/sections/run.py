@@ -30,6 +30,7 @@ from headrace_schema.sections.running import (
     PlacementSection,
     RecordingSection,
     SchedulingSection,
+    SessionSection,
     StoreSection,
 )
 from headrace_schema.sections.scoring import RewardSection
@@ -39,10 +40,12 @@ from headrace_schema.workflow import (
     BUILT_IN,
     COMPARING,
     CONVERSATIONS,
+    SESSION,
     GraphSection,
     WorkflowChoice,
     acts_in_environments,
     has_given_answers,
+    has_scorers,
 )
 
 
@@ -59,7 +62,8 @@ class RunSections(Section):
         default="reasoning",
         description="reasoning (generate → score → learn), embodied (a robot policy acts in simulators), agentic (a "
         "language model speaks with environments and tools), supervised (imitates the answers of the data), preference "
-        "(compares two answers of the data), or stages and edges of one's own",
+        "(compares two answers of the data), session (a loop of one's own asks for each step and sample), or stages "
+        "and edges of one's own",
     )
     steps: Count = Field(default=10, description="policy updates")
     seed: Seed = Field(default=0, description="of the order of items and of all sampling")
@@ -79,6 +83,7 @@ class RunSections(Section):
         description="of an agentic run: a program that speaks with the model through an OpenAI-compatible endpoint, in "
         "place of an environment",
     )
+    session: SessionSection | None = Field(default=None, description="of a session run: when it pauses")
     policies: dict[PolicyName, PolicySection] = Field(
         default_factory=dict,
         max_length=FEW,
@@ -86,7 +91,7 @@ class RunSections(Section):
         "name; environment.roles says who plays which role",
     )
     data: DataSection = Field(
-        description="where prompts come from; needed but for an embodied or agentic run"
+        description="where prompts come from; needed but for an embodied, agentic or session run"
     )
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -95,7 +100,7 @@ class RunSections(Section):
     rollout: RolloutSection = RolloutSection()
     weights: WeightsSection = WeightsSection()
     reward: RewardSection = Field(
-        description="what judges an answer; needed but for embodied, agentic, supervised and preference runs"
+        description="what judges an answer; needed but for embodied, agentic, supervised, preference and session runs"
     )
     placement: PlacementSection = PlacementSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -127,6 +132,16 @@ class RunSections(Section):
     def has_given_answers(self) -> bool:
         """Whether the data gives the answers: no rollout and no scorer takes part."""
         return has_given_answers(self.workflow)
+
+    @property
+    def is_session(self) -> bool:
+        """Whether a loop of the user's own asks for each step."""
+        return self.workflow == SESSION
+
+    @property
+    def has_scorers(self) -> bool:
+        """Whether scorers judge answers."""
+        return has_scorers(self.workflow)
 
     @property
     def speaks_with_environments(self) -> bool:

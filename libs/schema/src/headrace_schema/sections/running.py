@@ -201,6 +201,15 @@ class PlacementSection(Section):
         return made
 
 
+class SessionSection(Section):
+    """A run whose steps a loop of the user's own asks for."""
+
+    idle_s: Seconds = Field(
+        default=600.0,
+        description="without a call for so long, the run pauses and others get its devices; the next call resumes it",
+    )
+
+
 class SchedulingSection(Section):
     """Which run goes first when several want the same instances.
 

@@ -312,14 +312,16 @@ class EpisodeVideo(_message.Message):
     def __init__(self, sample: _Optional[_Union[_common_pb2.SlotKey, _Mapping]] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("header", "sequences", "distribution")
+    __slots__ = ("header", "sequences", "distribution", "top")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     sequences: _containers.RepeatedCompositeFieldContainer[ScoreSequence]
     distribution: _common_pb2.SamplingDistribution
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[ScoreSequence, _Mapping]]] = ..., distribution: _Optional[_Union[_common_pb2.SamplingDistribution, _Mapping]] = ...) -> None: ...
+    top: int
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[ScoreSequence, _Mapping]]] = ..., distribution: _Optional[_Union[_common_pb2.SamplingDistribution, _Mapping]] = ..., top: _Optional[int] = ...) -> None: ...
 
 class ScoreSequence(_message.Message):
     __slots__ = ("token_ids", "start")
@@ -338,10 +340,20 @@ class ScoreResponse(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[ScoredSequence, _Mapping]]] = ..., policy_number: _Optional[int] = ...) -> None: ...
 
 class ScoredSequence(_message.Message):
-    __slots__ = ("log_probs",)
+    __slots__ = ("log_probs", "top")
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
     log_probs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
+    top: _containers.RepeatedCompositeFieldContainer[TopTokens]
+    def __init__(self, log_probs: _Optional[_Iterable[float]] = ..., top: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ...) -> None: ...
+
+class TopTokens(_message.Message):
+    __slots__ = ("token_ids", "log_probs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class InstallPolicyRequest(_message.Message):
     __slots__ = ("header", "version", "manifest", "sources", "files", "in_flight", "prefetch")

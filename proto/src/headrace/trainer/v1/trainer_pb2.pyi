@@ -251,8 +251,83 @@ class GroupOutcome(_message.Message):
     advantages: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, prompt_ordinal: _Optional[int] = ..., disposition: _Optional[_Union[GroupDisposition, str]] = ..., digest: _Optional[str] = ..., detail: _Optional[str] = ..., advantages: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class ComputeLossRequest(_message.Message):
+    __slots__ = ("header", "step", "attempt", "prompt_ordinal", "slot_attempt", "sequences", "loss", "options", "learn", "digest")
+    class OptionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    SLOT_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    LEARN_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    step: int
+    attempt: int
+    prompt_ordinal: int
+    slot_attempt: int
+    sequences: _containers.RepeatedCompositeFieldContainer[LossSequence]
+    loss: str
+    options: _containers.ScalarMap[str, float]
+    learn: bool
+    digest: str
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_ordinal: _Optional[int] = ..., slot_attempt: _Optional[int] = ..., sequences: _Optional[_Iterable[_Union[LossSequence, _Mapping]]] = ..., loss: _Optional[str] = ..., options: _Optional[_Mapping[str, float]] = ..., learn: _Optional[bool] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class LossSequence(_message.Message):
+    __slots__ = ("token_ids", "targets", "weights", "advantages", "log_probs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    targets: _containers.RepeatedScalarFieldContainer[int]
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    advantages: _containers.RepeatedScalarFieldContainer[float]
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ..., advantages: _Optional[_Iterable[float]] = ..., log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class ComputeLossResponse(_message.Message):
+    __slots__ = ("sequences", "loss", "finite", "policy_number", "metrics")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    FINITE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[InferredSequence]
+    loss: float
+    finite: bool
+    policy_number: int
+    metrics: _common_pb2.StageMetrics
+    def __init__(self, sequences: _Optional[_Iterable[_Union[InferredSequence, _Mapping]]] = ..., loss: _Optional[float] = ..., finite: _Optional[bool] = ..., policy_number: _Optional[int] = ..., metrics: _Optional[_Union[_common_pb2.StageMetrics, _Mapping]] = ...) -> None: ...
+
+class AdamParams(_message.Message):
+    __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    GRAD_CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., grad_clip_norm: _Optional[float] = ...) -> None: ...
+
 class CommitStepRequest(_message.Message):
-    __slots__ = ("header", "step", "attempt", "base_number", "next_number", "set_digest", "step_manifest")
+    __slots__ = ("header", "step", "attempt", "base_number", "next_number", "set_digest", "step_manifest", "adam")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +335,7 @@ class CommitStepRequest(_message.Message):
     NEXT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     SET_DIGEST_FIELD_NUMBER: _ClassVar[int]
     STEP_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    ADAM_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     step: int
     attempt: int
@@ -267,7 +343,8 @@ class CommitStepRequest(_message.Message):
     next_number: int
     set_digest: str
     step_manifest: bytes
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., base_number: _Optional[int] = ..., next_number: _Optional[int] = ..., set_digest: _Optional[str] = ..., step_manifest: _Optional[bytes] = ...) -> None: ...
+    adam: AdamParams
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., base_number: _Optional[int] = ..., next_number: _Optional[int] = ..., set_digest: _Optional[str] = ..., step_manifest: _Optional[bytes] = ..., adam: _Optional[_Union[AdamParams, _Mapping]] = ...) -> None: ...
 
 class CommitStepResponse(_message.Message):
     __slots__ = ("result", "version", "group_count", "sequence_count", "token_count", "max_staleness", "tokens_by_version", "figures")

@@ -71,6 +71,11 @@ class TrainerServiceStub:
                 request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.LearnRequest.SerializeToString,
                 response_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.LearnResponse.FromString,
                 _registered_method=True)
+        self.ComputeLoss = channel.unary_unary(
+                '/headrace.trainer.v1.TrainerService/ComputeLoss',
+                request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.ComputeLossRequest.SerializeToString,
+                response_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.ComputeLossResponse.FromString,
+                _registered_method=True)
         self.CommitStep = channel.unary_unary(
                 '/headrace.trainer.v1.TrainerService/CommitStep',
                 request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.CommitStepRequest.SerializeToString,
@@ -198,6 +203,13 @@ class TrainerServiceServicer:
 
     def Learn(self, request_iterator, context):
         """Accumulates settled groups; each is acknowledged once its gradient is in.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ComputeLoss(self, request, context):
+        """Log-probs of given sequences; with `learn`, the gradient of a loss is accumulated too, all of it or none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -346,6 +358,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.Learn,
                     request_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.LearnRequest.FromString,
                     response_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.LearnResponse.SerializeToString,
+            ),
+            'ComputeLoss': grpc.unary_unary_rpc_method_handler(
+                    servicer.ComputeLoss,
+                    request_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.ComputeLossRequest.FromString,
+                    response_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.ComputeLossResponse.SerializeToString,
             ),
             'CommitStep': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitStep,
@@ -614,6 +631,33 @@ class TrainerService:
             '/headrace.trainer.v1.TrainerService/Learn',
             headrace_dot_trainer_dot_v1_dot_trainer__pb2.LearnRequest.SerializeToString,
             headrace_dot_trainer_dot_v1_dot_trainer__pb2.LearnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ComputeLoss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.trainer.v1.TrainerService/ComputeLoss',
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.ComputeLossRequest.SerializeToString,
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.ComputeLossResponse.FromString,
             options,
             channel_credentials,
             insecure,

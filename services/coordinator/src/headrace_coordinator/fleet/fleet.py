@@ -32,6 +32,7 @@ from headrace_coordinator.fleet.sessions import (
     Supervisor,
 )
 from headrace_coordinator.fleet.silence import Silences
+from headrace_coordinator.sessions.desk import Desks
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.waits import Waits, WaitTimeout
 
@@ -62,6 +63,8 @@ class Fleet:
         self._silences = Silences(self.sessions, settings, event_log.monotonic)
         self.online: defaultdict[str, OnlineSessions] = defaultdict(OnlineSessions)
         """Sessions of online runs, by run."""
+        self.desks = Desks(event_log.wake)
+        """Calls and samples of session runs."""
         self._swept_at = event_log.monotonic()
         self._refused: set[str] = set()
         self.lease_manager = LeaseManager(event_log, self, self.waits, settings.lease_ttl, settings.notice)

@@ -208,6 +208,9 @@ class Checkpointer:
             ledger = await ledger_of(context.event_log, context.run_id)
             retained = await wanted_by_others(context.event_log, context.run_id)
             retained += [*context.recording.bases(), *context.uploads.names]
+            if context.spec.is_session:
+                journal = context.fleet.desks.of(context.run_id, context.state.directory).journal
+                retained += [each["checkpoint"] for each in journal.named.values()]
             response = await context.workers.leader.save(number, ledger, wait, retained)
         except CallRefused as refused:
             self._failed(refused.message)

@@ -112,6 +112,8 @@ class RunContext:
         """The run's user was told of an answer that a scorer failed at."""
         self.failed_in_a_row = 0
         """Groups that environments failed at since the last episode that ended well."""
+        self.closed = False
+        """The loop of a session has ended it, and all of its calls are executed."""
         self.regrouping = False
         """The trainer group is being changed: its leader may carry the head from one group to the next."""
         self.tail = Tail()
@@ -148,7 +150,7 @@ class RunContext:
     @property
     def finished(self) -> bool:
         """Whether all steps are made."""
-        return self.state.ledger.step >= self.spec.steps
+        return self.closed or self.state.ledger.step >= self.spec.steps
 
     def steps_to_boundary(self) -> int:
         """Steps, from the one that is learned on, of which answers may be made: those behind an evaluation wait."""

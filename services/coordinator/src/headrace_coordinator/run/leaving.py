@@ -73,8 +73,8 @@ async def finish(context: RunContext, checkpointer: Checkpointer) -> Outcome:
             raise Unwritable(f"export: {refused.message}; make room and resume") from refused
         number, now = context.state.lineage.head, context.event_log.now()
         await context.event_log.commit(ev.ModelExported(at=now, run=context.run_id, path=path, number=number))
-    steps = context.spec.steps
-    return Outcome(run_states.SUCCEEDED, f"{steps} step{'s' if steps > 1 else ''} done")
+    steps = context.state.ledger.step if context.closed else context.spec.steps
+    return Outcome(run_states.SUCCEEDED, f"{steps} step{'' if steps == 1 else 's'} done")
 
 
 async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcome) -> None:

@@ -18,6 +18,7 @@ from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.devices.placement import first_mode
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused, InstanceDown
+from headrace_coordinator.run.asked.calls import Calls
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.context import RunContext, Unwritable
 from headrace_coordinator.run.converge import Misplaced, converge, form_trainer_group
@@ -63,6 +64,7 @@ class RunLoop:
         self._timer = StepTimer(context.event_log.monotonic)
         context.leases.waited = self._timer.waited
         self._checkpointer = Checkpointer(context)
+        self._calls = Calls(context, self._checkpointer, self._timer) if context.spec.is_session else None
         self._autoplan = Autoplan(context)
         self._regrouping = Regrouping(context)
         self._plan: ev.PlanAdopted | None = None
@@ -157,6 +159,8 @@ class RunLoop:
             # The origin may delete the checkpoint that this run began with.
             await self._checkpointer.save(wait=True)
         context.agreement_due = True
+        if self._calls is not None:
+            await self._calls.begin(self._published)
         if context.state.state in (run_states.PLANNING, run_states.RECOVERING):
             self._move(run_states.RUNNING, "training")
         context.keep_time("prepare", context.state.ledger.step, self._timer)
@@ -176,7 +180,7 @@ class RunLoop:
     async def _generate_ready(self) -> Published:
         """The base version, once the rollouts hold their devices with it installed."""
         assert self._published is not None
-        if self.context.spec.has_given_answers:
+        if self.context.spec.has_given_answers or self._calls is not None:
             return self._published
         await self.context.staffing.staff_rollouts()
         self.context.leases.assign()
@@ -187,6 +191,12 @@ class RunLoop:
     async def _work_on(self) -> None:
         """One step. Where answers may be older, steps follow each other until a boundary, and generation goes on."""
         assert self._published is not None
+        if self._calls is not None:
+            self._published = await self._calls.work(self._boundary_due)
+            self._steps = self._calls.done
+            if self._calls.idle:
+                self._intend_pause(self._calls.idle)
+            return
         generation = answers_for(self.context, self._published, self._timer)
         try:
             await self._step(generation)
@@ -275,7 +285,8 @@ class RunLoop:
     def _at_boundary(self) -> Outcome | None:
         """Between two steps: whether the run pauses, or yields after at least one step."""
         if self._obey() == run_states.STOP_AT_BOUNDARY:
-            return Outcome(run_states.PAUSED, "paused; resume goes on from here")
+            idle = self._calls.idle if self._calls is not None else ""
+            return Outcome(run_states.PAUSED, idle or "paused; resume goes on from here")
         waiting = any(run.state == run_states.QUEUED for run in self._event_log.state.active_runs())
         if not waiting or not self._steps or self._event_log.monotonic() < self._keeps_until:
             return None

@@ -51,6 +51,9 @@ class Staffing:
         """Every worker is alive and has the run open; raises `Unstaffed` when one is missing for too long."""
         if self.workers.spec.has_given_answers:
             return await self.staff_trainers()
+        if not self.workers.spec.has_scorers:
+            await gather_all(self.staff_trainers(), self.staff_rollouts())
+            return None
         # Instances of different kinds open the run side by side: each loads libraries or starts processes for seconds.
         await gather_all(self._modality.open_environments(), self.staff_rewards())
         demand = demand_of(self.workers.state)

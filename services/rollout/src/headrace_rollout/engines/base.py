@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from headrace_schema.sections.generating import ModelSection
 
@@ -329,6 +329,16 @@ class Engine(PolicyHolder, Protocol):
         authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
         """Log-probs of the ids from each start on, and the version that scored."""
+
+
+@runtime_checkable
+class TellsLikeliest(Protocol):
+    """What an engine can do besides when it tells which tokens are the likeliest at a position."""
+
+    async def likeliest(
+        self, sequences: Sequence[tuple[Sequence[int], int]], top: int, authority: Authority = allowed
+    ) -> list[list[tuple[list[int], list[float]]]]:
+        """The `top` likeliest ids and their log-probs at each position from each start on, likeliest first."""
 
 
 def device_of(holder: PolicyHolder, *, maps: bool = False) -> torch.device | None:

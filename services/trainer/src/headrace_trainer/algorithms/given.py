@@ -97,3 +97,8 @@ KTO = Plugin(
     KtoOptions,
     "single answers that are labelled good or bad (workflow: preference)",
 )
+SESSION = Plugin(
+    f"{_HERE}.asked:AskedLosses",
+    Options,
+    "the losses that a loop of the user's own asks for (workflow: session)",
+)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
+from headrace_schema.sections.learning import OptimizerSection
 from torch import Tensor
 
 from headrace_trainer.checkpoints.reader import ADAPTER_KIND as ADAPTER_KIND
@@ -130,11 +131,15 @@ class Backend(Protocol):
     def zero(self) -> None:
         """Drops accumulated gradients and figures."""
 
-    def micro(self, rows: Rows) -> bool:
+    def micro(self, rows: Rows, told: list[float] | None = None) -> bool:
         """Accumulates the loss gradient of a micro-batch; no rows: a zero-weight dummy.
 
-        Whether it was finite on every rank: else no rank has accumulated anything.
+        Whether it was finite on every rank: else no rank has accumulated anything. `told` gets the log-probs of the
+        trained tokens.
         """
+
+    def use(self, optimizer: OptimizerSection) -> None:
+        """Steps with these parameters of AdamW from now on; rates come with each commit."""
 
     def gradient_is_finite(self) -> bool:
         """Whether what is accumulated so far has a finite norm over all ranks. Costs a reduction."""

@@ -42,7 +42,7 @@ from headrace_trainer.backends._base import Backend
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.kinds._base import AnyLearner, PolicyKind
-from headrace_trainer.learning.given import GivenReader
+from headrace_trainer.learning.given import GivenReader, positions_of
 from headrace_trainer.learning.learner import BatchLearner, Learner
 from headrace_trainer.learning.passes import StepRounds
 from headrace_trainer.learning.reading import is_given, read_given_group, read_group, read_sequence
@@ -78,6 +78,11 @@ class AnswersRun(PolicyKind):
     def vocabulary(self) -> int:
         """How many tokens the model knows. Raises ModelNotReadable."""
         return _vocabulary(self.config.model)
+
+    @cached_property
+    def positions(self) -> int | None:
+        """The longest line of tokens that the model reads, where there is a limit. Raises ModelNotReadable."""
+        return positions_of(self.config.model)
 
     @override
     def algorithm(self) -> Algorithm:

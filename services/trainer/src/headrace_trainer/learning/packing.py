@@ -189,7 +189,7 @@ def pack(
         assert path is not None
         paths.append((row, path))
         nodes.append(path[trained - 1])
-        targets.append(tokens[trained])
+        targets.append(np.asarray(sequence.targets, np.int64) if sequence.targets else tokens[trained])
     counts = [len(sequence.trained) for sequence in own]
     rows_K = np.repeat([row for row, _ in sequences], counts)
     temperatures_K, kinds_K = _temperatures(own)

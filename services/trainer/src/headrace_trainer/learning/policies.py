@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.learning import OptimizerSection
 from headrace_schema.sections.policies import OWN as OWN_NAME
 
 from headrace_trainer.algorithms._base import Algorithm, batch_figures_of
@@ -60,10 +61,14 @@ class Learning:
     learner: AnyLearner
     rounds: StepRounds
     records: Mapping[int, GroupRecord] = field(default_factory=dict)
+    optimizer: OptimizerSection | None = None
+    """In place of the run's own, and of its schedule."""
 
     def rates(self, state: steps.StepState) -> tuple[float, float]:
         """Learning rates of the open step, of the policy and of its critic's own weights."""
         assert state.begun is not None
+        if self.optimizer is not None:
+            return self.optimizer.lr, 0.0
         return step_rates(self.config.optimizer, self.algorithm.critic, state.begun.step, self.config.steps)
 
     def reset(self) -> None:

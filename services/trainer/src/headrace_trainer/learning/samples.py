@@ -72,6 +72,8 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     """A limit has cut it."""
     slot: tuple[int, int] = (-1, -1)
     """Prompt ordinal and sample index; ranks are told them."""
+    targets: list[int] = []
+    """Ids whose log-probs are taken where `trained` are; empty: those that stand there."""
 
     @property
     def role(self) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from headrace_schema.sections.learning import OptimizerSection
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_trainer.checkpoints.state import Version as Version
@@ -55,6 +56,8 @@ class Commit:
     next_number: int
     set_digest: str
     manifest_digest: str
+    optimizer: OptimizerSection | None = None
+    """In place of the run's own."""
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ class MicroRound(Round, frozen=True):
 
     work: list[Rows]
     algorithm_state: dict[str, float]
+    tells: bool = False
+    """The leader gets the log-probs of the trained tokens."""
 
 
 class CountRound(Round, frozen=True):
@@ -130,6 +132,8 @@ class CommitRound(Round, frozen=True):
     denominator: float
     learning_rate: float
     critic_rate: float
+    optimizer: bytes = b""
+    """The section of the spec, as JSON, that stands in for the run's own from now on."""
 
 
 class PublishRound(Round, frozen=True):

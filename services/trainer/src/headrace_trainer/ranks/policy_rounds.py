@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 
+from headrace_schema.sections.learning import OptimizerSection
 from headrace_servicekit.failpoints import failpoint_sync
 from typing_extensions import override
 
@@ -36,6 +37,8 @@ class PolicyRounds(EpisodeRounds):
 
     def __init__(self, rounds: Rounds, policy: str = "") -> None:
         self._rounds, self._policy = rounds, policy
+        self.optimizer: OptimizerSection | None = None
+        """Parameters of AdamW that stand in for those that steps were made with so far."""
         self._together = 1
         """How many micro-batches are announced at once: as many as take TOGETHER_S."""
 
@@ -96,6 +99,21 @@ class PolicyRounds(EpisodeRounds):
             each_s = (time.monotonic() - started) / len(some)
             self._together = max(1, min(MOST_TOGETHER, int(TOGETHER_S / max(each_s, 1e-6))))
         return found
+
+    def compute(self, work: Many[list[Rows]]) -> tuple[bool, dict[int, list[float]]]:
+        """As `micro`; whether all were finite, and the log-probs of each sample's trained tokens, by its `id`."""
+        finite, found = True, dict[int, list[float]]()
+        for micro in work:
+            state = dict(self._algorithm_state)
+            with self._reducing(divisible=any(map(_divisible, micro))):
+                [(fits, values)] = self._rounds.lead(
+                    [messages.MicroRound([rows], state, tells=True, policy=self._policy) for rows in micro]
+                )
+            self._rounds.micro_rounds += 1
+            finite = finite and fits
+            for rows, own in zip(micro, values, strict=True):
+                found.update(zip((id(each) for row in rows for each in row), own, strict=True))
+        return finite, found
 
     @override
     def balance(self, works: Many[list[Rows]], denominator: float) -> None:
@@ -164,7 +182,13 @@ class PolicyRounds(EpisodeRounds):
     @override
     def apply(self, denominator: float, rate: float, critic_rate: float) -> CommitReport:
         report: CommitReport = self._rounds.lead(
-            messages.CommitRound(denominator, rate, critic_rate, policy=self._policy)
+            messages.CommitRound(
+                denominator,
+                rate,
+                critic_rate,
+                self.optimizer.model_dump_json().encode() if self.optimizer is not None else b"",
+                policy=self._policy,
+            )
         )
         if report.differs:
             raise differing(self._rounds.attempt[0], report.differs)

@@ -16,6 +16,7 @@ from headrace.common.v1 import common_pb2
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.weights import CheckpointNames, below, own_name
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.learning import OptimizerSection
 from headrace_servicekit.rpc.errors import ServiceError
 from torch import Tensor
 
@@ -180,6 +181,8 @@ class Rank:
                 case messages.MicroRound():
                     if not self.ranks.leads:
                         self.algorithms[round.policy].load_state(round.algorithm_state)
+                    if round.tells:
+                        return self._told(round)
                     return [self.backends[round.policy].micro(rows) for rows in round.work]
                 case messages.CountRound():
                     self._balancing(round.policy).count_experts(round.work)
@@ -198,6 +201,9 @@ class Rank:
                 case messages.EndEpisodesRound():
                     self._episodes.end_episodes(learned=round.learned)
                 case messages.CommitRound():
+                    if round.optimizer:
+                        section = OptimizerSection.model_validate_json(round.optimizer)
+                        self.backends[round.policy].use(section)
                     rates = round.learning_rate, round.critic_rate
                     return self.backends[round.policy].commit(round.denominator, *rates)
                 case messages.SnapshotRound():
@@ -348,6 +354,20 @@ class Rank:
         finally:
             self.reader = None
         self._loaded_with(backends)
+
+    def _told(self, round: messages.MicroRound) -> list[tuple[bool, list[list[list[float]]]]]:
+        """Of each micro-batch whether it was finite, and by replica the log-probs of each sequence, on the leader."""
+        backend, found = self.backends[round.policy], list[tuple[bool, list[list[float]]]]()
+        for rows in round.work:
+            told: list[float] = []
+            finite = backend.micro(rows, told)
+            values = iter(told)
+            found.append((finite, [[next(values) for _ in own.trained] for row in rows for own in row]))
+        parts = self.ranks.gather_on_leader(msgspec.msgpack.encode((backend.replica, found)))
+        kind = tuple[int, list[tuple[bool, list[list[float]]]]]
+        by_replica = dict(msgspec.msgpack.decode(part, type=kind) for part in parts)
+        mine = [by_replica[replica] for replica in sorted(by_replica)]
+        return [(each[0][0], [values for _, values in each]) for each in zip(*mine, strict=True)]
 
     def _infer(self, round: messages.InferRound) -> list[list[Columns]]:
         """The columns of each replica's rows, by replica, on the leader."""

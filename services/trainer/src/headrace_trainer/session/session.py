@@ -34,6 +34,7 @@ from headrace_trainer.learning.policies import OWN, Learning, finish, learn_part
 from headrace_trainer.learning.samples import GroupRecord, LearnItem, Sample
 from headrace_trainer.ranks.policy_rounds import PolicyRounds
 from headrace_trainer.ranks.rounds import Rounds
+from headrace_trainer.session.calls import Call, CallReply, compute
 from headrace_trainer.session.copies import CARRIED, Carried, export_run, write_carried
 from headrace_trainer.session.helping import (
     Contribution,
@@ -266,6 +267,22 @@ class Session:
         [found] = self._policies[0].rounds.infer([sequences], [column])
         return [own[column] for own in found]
 
+    def compute(self, call: Call) -> CallReply:
+        """Log-probs and loss of a call; if it learns, its gradient is in the open attempt, or the attempt is over."""
+        started, rounds = time.monotonic(), self.rounds.micro_rounds
+        try:
+            self._state, reply = compute(self.state, self._policies[0], call)
+        except Quiesced as quiesced:
+            if self.rounds.micro_rounds == rounds:
+                raise
+            lost = steps.attempt_lost(self.state, quiesced)
+            self.abort(*self.rounds.attempt)
+            raise lost from quiesced
+        except OutOfMemory as short:
+            raise self._after(short, in_attempt=call.learns) from short
+        self._learn_seconds += time.monotonic() - started
+        return reply
+
     def abort(self, step: int, attempt: int) -> None:
         """Drops the accumulators of an attempt."""
         before = self.state
@@ -302,6 +319,8 @@ class Session:
     def _apply(self, command: steps.Commit) -> steps.CommitReply:
         config, started = self.rounds.rank.config, time.monotonic()
         records, counts = self.state.accumulated, steps.totals(self.state)
+        if command.optimizer is not None:
+            self._policies[0].optimizer = self._policies[0].rounds.optimizer = command.optimizer
         compared = self._compared(records)
         failpoint_sync("trainer.commit.before_optimizer")
         finished, figures = finish(self._policies, self.rounds, self.state)

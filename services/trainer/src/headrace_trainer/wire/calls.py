@@ -108,6 +108,7 @@ class Calls:
 _StepRequest = (
     trainer_pb2.BeginStepRequest
     | trainer_pb2.LearnRequest
+    | trainer_pb2.ComputeLossRequest
     | trainer_pb2.CommitStepRequest
     | trainer_pb2.RecordStepRequest
     | trainer_pb2.AbortStepRequest

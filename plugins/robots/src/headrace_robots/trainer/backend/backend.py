@@ -242,7 +242,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
 
     # Answers of a language model
 
-    def micro(self, rows: Rows) -> bool:
+    def micro(self, rows: Rows, told: list[float] | None = None) -> bool:
         """Refused: there are no tokens to learn from."""
         raise invalid("this run learns from episodes, not from answers")
 

@@ -20,6 +20,7 @@ from fastapi.openapi.utils import get_openapi
 from headrace_planner.documents import PlanRequest
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.sessions import Sample
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.http_server import admit, guarded
 from headrace_servicekit.rpc.addresses import parse_address
@@ -40,6 +41,7 @@ from headrace_coordinator.api.http.routes.overviews import overview_routes
 from headrace_coordinator.api.http.routes.recordings import recording_routes, video_routes
 from headrace_coordinator.api.http.routes.runs import run_routes
 from headrace_coordinator.api.http.routes.service import plan_routes, service_routes
+from headrace_coordinator.api.http.routes.sessions import CallRequest, session_routes
 from headrace_coordinator.api.http.tinker import KEY_PREFIX, PREFIX
 from headrace_coordinator.api.http.tinker.routes import tinker_routes
 from headrace_coordinator.api.http.tinker.service import Tinker
@@ -95,6 +97,7 @@ def make_app(
     relay = Relay(coordinator)
     app.router.routes.append(relay.route)
     app.include_router(run_routes(coordinator, runs_directory))
+    app.include_router(session_routes(coordinator))
     app.include_router(recording_routes(coordinator))
     app.include_router(event_routes(coordinator, heartbeat_s))
     app.include_router(evaluation_routes(coordinator))
@@ -129,6 +132,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
                     ScaleRequest,
                     DeviceRelease,
                     PlanRequest,
+                    CallRequest,
+                    Sample,
                 )
             ],
             ref_template=REFERENCE,

@@ -28,7 +28,7 @@ def instances(submission: Submission) -> Iterator[KeyProblemView]:
     wanted = [
         ("rollout.instances", "rollout", 0 if spec.has_given_answers else spec.rollout.instances),
         ("trainer.ranks", "trainer", spec.trainer.ranks),
-        ("reward.scorers", "reward", 0 if spec.has_given_answers else 1),
+        ("reward.scorers", "reward", 1 if spec.has_scorers else 0),
         *([("environment", "simulator", 1)] if spec.environment else []),
     ]
     for key, kind, count in wanted:

@@ -45,7 +45,7 @@ ROUNDS = 100
 
 def foreseen(spec: RunSpec, data: Dataset) -> Iterator[str]:
     """Sentences for people; none of environments, which make their own tasks."""
-    if spec.environment is not None or spec.has_given_answers:
+    if spec.environment is not None or not spec.has_scorers:
         return
     items, most = data.spread(LOOKED_AT), spec.sampling.max_new_tokens
     context = spec.model.max_context or text_config(spec.model).get("max_position_embeddings")

@@ -8,7 +8,7 @@ import msgspec
 from headrace_schema.sections.generating import engine_hosts, engines_apart, instance_gpus
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
-from headrace_schema.workflow import acts_in_environments, has_given_answers
+from headrace_schema.workflow import acts_in_environments, has_given_answers, has_scorers
 
 from headrace_coordinator.domain.devices.leases import all_gpus
 from headrace_coordinator.domain.devices.placement import placement_of
@@ -100,7 +100,7 @@ def demand_of(run: RunState) -> Demand:
         engines=engines,
         engine_gpus=engines * instance_gpus(options),
         engine_hosts=hosts,
-        scores=not given,
+        scores=has_scorers(spec["workflow"]),
     )
 
 

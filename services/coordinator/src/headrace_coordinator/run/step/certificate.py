@@ -41,8 +41,7 @@ def certify(
     """
     run = context.state
     trained = [slot for slot in slots if slot.state == ACCUMULATED]
-    given = context.spec.has_given_answers
-    passed, judged = _pass_rates(slots), [] if given else slots
+    passed, judged = _pass_rates(slots), slots if context.spec.has_scorers else []
     by_stage = list(stage_figures(context.spec.graph, _stage_rewards(trained, trajectories)))
     return ev.Certificate(
         number=opened.number,
@@ -135,9 +134,10 @@ def step_view(
     sampled = [slot.reward for slot in trained if not is_baseline(slot.sample)]
     filtered = sum(slot.reason == FILTERED for slot in slots)
     # Where nobody judged an answer, every reward is the spec's own failed_reward.
-    given = context.spec.has_given_answers
     unjudged = (
-        REWARD_FIGURES if given or 0 < len(trained) + filtered <= timer.figures.get(UNJUDGED, 0.0) else ()
+        REWARD_FIGURES
+        if not context.spec.has_scorers or 0 < len(trained) + filtered <= timer.figures.get(UNJUDGED, 0.0)
+        else ()
     )
     wall, stages, generate_open = timer.wall, timer.stages(), timer.open("generate")
     if (

@@ -92,7 +92,7 @@ class Warnings:
     def _all_cut(self, steps: Sequence[StepView]) -> str:
         longest, lengths = self._spec.sampling.max_new_tokens, _all(steps, "answer_length_mean")
         # Answers of a few tokens may well be all of one length; no limit cuts the data's.
-        short = longest < 16 or self._spec.has_given_answers
+        short = longest < 16 or not self._spec.has_scorers
         if short or self._spec.environment is not None or not lengths or min(lengths) < CUT_SHARE * longest:
             return ""
         return (
@@ -103,7 +103,7 @@ class Warnings:
     def _entropy_gone(self, steps: Sequence[StepView]) -> str:
         entropies = _all(steps, "entropy")
         began = self._entropy or 0.0  # below 0: of continuous actions, whose entropy has no end to fall to
-        if self._spec.has_given_answers:
+        if not self._spec.has_scorers:
             return ""  # It is to become sure of what the data says.
         if not entropies or began <= 0 or max(entropies) > COLLAPSED * began:
             return ""

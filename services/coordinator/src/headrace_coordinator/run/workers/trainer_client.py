@@ -27,6 +27,8 @@ class TrainerClient(WorkerClient):
     greedy_first: bool = False
     by_turn: bool = False
     """Groups go to it with rewards by turn."""
+    adam: trainer.AdamParams | None = None
+    """The optimizer's parameters of the next commit, where the spec's are not meant."""
     joined: bool = False
     """Whether a helper has formed its own trainer group."""
 
@@ -130,8 +132,16 @@ class TrainerClient(WorkerClient):
             next_number=number,
             set_digest=set_digest,
             step_manifest=manifest,
+            adam=self.adam,
         )
         response: trainer.CommitStepResponse = await self.call("CommitStep", request, max(LOAD_S, timeout))
+        return response
+
+    async def compute_loss(
+        self, request: trainer.ComputeLossRequest, timeout: float
+    ) -> trainer.ComputeLossResponse:
+        """Log-probs and a loss of given sequences, and maybe its gradient."""
+        response: trainer.ComputeLossResponse = await self.call("ComputeLoss", request, max(LOAD_S, timeout))
         return response
 
     async def infer(self, answers: Iterable[common.Trajectory], kind: int) -> list[list[float]]:

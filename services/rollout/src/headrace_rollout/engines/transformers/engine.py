@@ -154,6 +154,18 @@ class TransformersEngine(ThreadedHolder, Engine):
             results.update(zip(chosen, found, strict=True))
         return [results[index] for index in range(len(sequences))], policy.number
 
+    async def likeliest(
+        self, sequences: Sequence[tuple[Sequence[int], int]], top: int, authority: Authority = allowed
+    ) -> list[list[tuple[list[int], list[float]]]]:
+        """See `TellsLikeliest`."""
+        check_scored(sequences, Distribution(), self.max_context_tokens, self.vocabulary_size)
+
+        def compute() -> list[list[tuple[list[int], list[float]]]]:
+            authority()
+            return self._model.likeliest(sequences, min(top, self.vocabulary_size))
+
+        return await self._call(compute)
+
     def _go_on(self) -> None:
         self._decoder.begin_again()
 

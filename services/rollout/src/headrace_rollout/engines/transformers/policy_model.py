@@ -313,6 +313,15 @@ class PolicyModel(HeldModel):
             found += chosen_log_probs(scores_NV, part_N).tolist()
         return _split(found, counts)
 
+    def likeliest(self, sequences: Sequence[Scored], top: int) -> list[list[tuple[list[int], list[float]]]]:
+        """The `top` likeliest ids of each position from a sequence's start on, and their log-probs."""
+        found = []
+        for ids, start in sequences:
+            hidden_TD = self.hidden(padded([ids], self.device))[0, start - 1 : len(ids) - 1]
+            best = self.head.logits(hidden_TD).float().log_softmax(-1).topk(top)
+            found.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+        return found
+
     def install(
         self,
         policy: Policy,

@@ -17,6 +17,7 @@ from headrace_modelkit.devices import used_bytes
 from headrace_modelkit.experts import Counts, ExpertShape, Routing
 from headrace_modelkit.pinned import rooms_of
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.learning import OptimizerSection
 from headrace_servicekit.lease.devices import FIXED_WORKSPACES, WORKSPACES
 from torch import Tensor
 from typing_extensions import override
@@ -144,6 +145,12 @@ class LearnedModel(Backend):
         self._drop_gradients()
         return norm, critic_norm
 
+    @override
+    def use(self, optimizer: OptimizerSection) -> None:
+        if optimizer != self._config.optimizer:
+            self._config = self._config.model_copy(update={"optimizer": optimizer})
+            self._adamw.use(optimizer)
+
     def _clip(self, norm: float) -> float:
         return min(1.0, self._config.optimizer.grad_clip / (norm + 1e-6))
 
@@ -270,11 +277,13 @@ class LanguageModel(LearnedModel, BalancingBackend):
         return WarmUp(warmup.steps)
 
     @override
-    def micro(self, rows: Rows) -> bool:
+    def micro(self, rows: Rows, told: list[float] | None = None) -> bool:
         found = TokenFigures()
 
         def loss_of(forward: Forward, batch: MicroBatch) -> Tensor:
             tokens = token_batch(forward, batch)
+            if told is not None:
+                told.extend(forward[0].detach().tolist())
             sums = self._algorithm.loss(tokens)
             found.add(sums, tokens)
             found.add_entropy(forward[1].detach())

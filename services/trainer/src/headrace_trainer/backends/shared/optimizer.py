@@ -44,14 +44,19 @@ class ShardedAdamW:
     ) -> None:
         self._moments_on_host = moments_on_host
         self._shards = {name: nn.Parameter(shard) for name, shard in shards.items() if shard.numel()}
-        if not config.weight_decay:  # fewer groups are fewer kernels
-            decays = set()
+        self._decays, self._critic = decays, critic
+        self._adamw = self._with(config)
+        self.steps = 0
+        self._places: dict[tuple[str, str], Tensor] = {}
+
+    def _with(self, config: OptimizerSection) -> Any:
+        decays = self._decays if config.weight_decay else set()  # fewer groups are fewer kernels
         groups = [
             {
                 "params": [
                     p
                     for name, p in self._shards.items()
-                    if (name in decays) is decayed and (name in critic) is of_critic
+                    if (name in decays) is decayed and (name in self._critic) is of_critic
                 ],
                 "weight_decay": config.weight_decay if decayed else 0.0,
                 "critic": of_critic,
@@ -59,15 +64,19 @@ class ShardedAdamW:
             for of_critic in (False, True)
             for decayed in (True, False)
         ]
-        self._adamw: Any = torch.optim.AdamW(
+        return torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             fused=True,
         )
-        self.steps = 0
-        self._places: dict[tuple[str, str], Tensor] = {}
+
+    def use(self, config: OptimizerSection) -> None:
+        """Steps with other parameters from now on; moments and counters stay."""
+        state = self._adamw.state
+        self._adamw = self._with(config)
+        self._adamw.state = state
 
     def step(
         self, gradients: dict[str, Tensor], divisor: float, rate: float, critic_rate: float = 0.0

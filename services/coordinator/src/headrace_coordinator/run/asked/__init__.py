@@ -1,0 +1,1 @@
+"""What a session run does for its loop: calls in their order, and samples."""
