@@ -37,13 +37,34 @@ def test_a_body_is_read_as_the_call_that_it_is():
     asked = request("ppo", advantages=vector([0, 1, -1]), logprobs=vector([-0.5, -1, -2]))
     asked.loss_fn_config["clip_low_threshold"] = 0.5
     asked.loss_fn_config_v2["clip_low_threshold"] = b"\x09\x00\x00\x00\x00\x00\x00\xe0\x3f"
-    found = operation(asked)
+    found, width = operation(asked)
     assert (found.kind, found.loss, found.options) == ("forward_backward", "ppo", {"clip_low_threshold": 0.5})
     (datum,) = found.data
     assert (datum.tokens, datum.targets) == ([5, 6, 7], [6, 7, 8])
     assert (datum.advantages, datum.log_probs, datum.weights) == ([0, 1, -1], [-0.5, -1, -2], [])
     asked.forward_only = True
-    assert operation(asked).kind == "forward"
+    assert operation(asked)[0].kind == "forward" and width == 1
+
+
+def sparse(begins: list[int], columns: list[int], width: int = 2) -> pb.Tensor:
+    as_bytes = [np.array(each, "<i8").tobytes() for each in ([7, 9], begins, columns)]
+    names = ("values", "crow_indices", "col_indices")
+    matrix = pb.SparseCsr(**dict(zip(names, as_bytes, strict=True)))
+    return pb.Tensor(sparse_csr=matrix, dtype=INT, shape=[3, width])
+
+
+def test_several_targets_at_a_position_are_read_with_and_without_their_zeros():
+    weights = vector([0.5, 0, 0, 0, 0, 0.25], shape=[3, 2])
+    made, width = operation(request(target_tokens=sparse([0, 1, 1, 2], [0, 1]), weights=weights))
+    assert width == 2
+    assert made.data[0].targets == [7, 0, 0, 0, 0, 9] and made.data[0].weights == [0.5, 0, 0, 0, 0, 0.25]
+    several = request(target_tokens=vector([1] * 6, INT, [3, 2]))
+    several.data.append(request().data[0])
+    with pytest.raises(Refused, match="different numbers of targets"):
+        operation(several)
+    result = ForwardResult(kind="forward", log_probs=[[-1, -2, -3, -4]], metrics={})
+    (record,) = pb.ForwardBackwardOutput.FromString(forward_output(result, 2)).loss_fn_outputs
+    assert list(record.fields["logprobs"].trailing_shape) == [2]
 
 
 def with_text(option: str) -> pb.ForwardBackwardRequest:
@@ -69,7 +90,7 @@ def with_number(option: str) -> pb.ForwardBackwardRequest:
         (
             request(weights=vector([1, 1])),
             "data[0].loss_fn_inputs.weights",
-            "2 values, and model_input has 3",
+            "the shape (2,), and model_input has 3",
         ),
         (request(weights=vector([1, float("nan"), 1])), "weights", "finite"),
         (
@@ -98,7 +119,7 @@ def test_what_no_session_can_do_is_refused_by_the_name_that_the_client_gave(aske
 
 def test_log_probs_are_written_one_sequence_after_the_other_with_where_each_begins():
     figures = {"loss:sum": 2.5, "without": 1.0}
-    made = forward_output(ForwardResult(kind="forward", log_probs=[[-1, -2], [], [-3]], metrics=figures))
+    made = forward_output(ForwardResult(kind="forward", log_probs=[[-1, -2], [], [-3]], metrics=figures), 1)
     found = pb.ForwardBackwardOutput.FromString(made)
     (record,) = found.loss_fn_outputs
     field = record.fields["logprobs"]

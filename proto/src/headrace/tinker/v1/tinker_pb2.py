@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fheadrace/tinker/v1/tinker.proto\x12\x12headrace.tinker.v1\"\xa7\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12\'\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x19.headrace.tinker.v1.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12T\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32<.headrace.tinker.v1.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12Y\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32>.headrace.tinker.v1.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x35\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xcd\x01\n\x05\x44\x61tum\x12.\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x19.headrace.tinker.v1.Chunk\x12\x43\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32+.headrace.tinker.v1.Datum.LossFnInputsEntry\x1aO\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.headrace.tinker.v1.Tensor:\x02\x38\x01\"o\n\x05\x43hunk\x12<\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32$.headrace.tinker.v1.EncodedTextChunkH\x00\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x12\x0e\n\x04\x64mel\x18\x03 \x01(\x0cH\x00\x42\x07\n\x05\x63hunk\"\"\n\x10\x45ncodedTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"w\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12\x14\n\nsparse_csr\x18\x02 \x01(\x0cH\x00\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.headrace.tinker.v1.DataType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\n\n\x08\x65ncoding\"\xe7\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x38\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x1f.headrace.tinker.v1.ArrayRecord\x12G\n\x07metrics\x18\x03 \x03(\x0b\x32\x36.headrace.tinker.v1.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc2\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12;\n\x06\x66ields\x18\x02 \x03(\x0b\x32+.headrace.tinker.v1.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aP\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x30\n\x05value\x18\x02 \x01(\x0b\x32!.headrace.tinker.v1.BatchedTensor:\x02\x38\x01\"[\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.headrace.tinker.v1.DataType\"\xd8\x01\n\x0eSampleResponse\x12\x36\n\tsequences\x18\x01 \x03(\x0b\x32#.headrace.tinker.v1.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x43\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32 .headrace.tinker.v1.TopkLogprobsH\x01\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobs\"z\n\x0fSampledSequence\x12\x33\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1e.headrace.tinker.v1.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01*Q\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fheadrace/tinker/v1/tinker.proto\x12\x12headrace.tinker.v1\"\xa7\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12\'\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x19.headrace.tinker.v1.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12T\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32<.headrace.tinker.v1.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12Y\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32>.headrace.tinker.v1.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x35\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xcd\x01\n\x05\x44\x61tum\x12.\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x19.headrace.tinker.v1.Chunk\x12\x43\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32+.headrace.tinker.v1.Datum.LossFnInputsEntry\x1aO\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.headrace.tinker.v1.Tensor:\x02\x38\x01\"o\n\x05\x43hunk\x12<\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32$.headrace.tinker.v1.EncodedTextChunkH\x00\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x12\x0e\n\x04\x64mel\x18\x03 \x01(\x0cH\x00\x42\x07\n\x05\x63hunk\"\"\n\x10\x45ncodedTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"\x96\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12\x33\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x1d.headrace.tinker.v1.SparseCsrH\x00\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.headrace.tinker.v1.DataType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\n\n\x08\x65ncoding\"F\n\tSparseCsr\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c\"\xe7\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x38\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x1f.headrace.tinker.v1.ArrayRecord\x12G\n\x07metrics\x18\x03 \x03(\x0b\x32\x36.headrace.tinker.v1.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc2\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12;\n\x06\x66ields\x18\x02 \x03(\x0b\x32+.headrace.tinker.v1.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aP\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x30\n\x05value\x18\x02 \x01(\x0b\x32!.headrace.tinker.v1.BatchedTensor:\x02\x38\x01\"s\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.headrace.tinker.v1.DataType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\xd8\x01\n\x0eSampleResponse\x12\x36\n\tsequences\x18\x01 \x03(\x0b\x32#.headrace.tinker.v1.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x43\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32 .headrace.tinker.v1.TopkLogprobsH\x01\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobs\"z\n\x0fSampledSequence\x12\x33\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1e.headrace.tinker.v1.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01*Q\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,10 +41,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_ARRAYRECORD_FIELDSENTRY']._loaded_options = None
   _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_options = b'8\001'
-  _globals['_STOPREASON']._serialized_start=1906
-  _globals['_STOPREASON']._serialized_end=1964
-  _globals['_DATATYPE']._serialized_start=1966
-  _globals['_DATATYPE']._serialized_end=2047
+  _globals['_STOPREASON']._serialized_start=2034
+  _globals['_STOPREASON']._serialized_end=2092
+  _globals['_DATATYPE']._serialized_start=2094
+  _globals['_DATATYPE']._serialized_end=2175
   _globals['_FORWARDBACKWARDREQUEST']._serialized_start=56
   _globals['_FORWARDBACKWARDREQUEST']._serialized_end=479
   _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_start=373
@@ -59,22 +59,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHUNK']._serialized_end=800
   _globals['_ENCODEDTEXTCHUNK']._serialized_start=802
   _globals['_ENCODEDTEXTCHUNK']._serialized_end=836
-  _globals['_TENSOR']._serialized_start=838
-  _globals['_TENSOR']._serialized_end=957
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=960
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1191
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1145
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1191
-  _globals['_ARRAYRECORD']._serialized_start=1194
-  _globals['_ARRAYRECORD']._serialized_end=1388
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1308
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=1388
-  _globals['_BATCHEDTENSOR']._serialized_start=1390
-  _globals['_BATCHEDTENSOR']._serialized_end=1481
-  _globals['_SAMPLERESPONSE']._serialized_start=1484
-  _globals['_SAMPLERESPONSE']._serialized_end=1700
-  _globals['_SAMPLEDSEQUENCE']._serialized_start=1702
-  _globals['_SAMPLEDSEQUENCE']._serialized_end=1824
-  _globals['_TOPKLOGPROBS']._serialized_start=1826
-  _globals['_TOPKLOGPROBS']._serialized_end=1904
+  _globals['_TENSOR']._serialized_start=839
+  _globals['_TENSOR']._serialized_end=989
+  _globals['_SPARSECSR']._serialized_start=991
+  _globals['_SPARSECSR']._serialized_end=1061
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1064
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1295
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1249
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1295
+  _globals['_ARRAYRECORD']._serialized_start=1298
+  _globals['_ARRAYRECORD']._serialized_end=1492
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1412
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=1492
+  _globals['_BATCHEDTENSOR']._serialized_start=1494
+  _globals['_BATCHEDTENSOR']._serialized_end=1609
+  _globals['_SAMPLERESPONSE']._serialized_start=1612
+  _globals['_SAMPLERESPONSE']._serialized_end=1828
+  _globals['_SAMPLEDSEQUENCE']._serialized_start=1830
+  _globals['_SAMPLEDSEQUENCE']._serialized_end=1952
+  _globals['_TOPKLOGPROBS']._serialized_start=1954
+  _globals['_TOPKLOGPROBS']._serialized_end=2032
 # @@protoc_insertion_point(module_scope)

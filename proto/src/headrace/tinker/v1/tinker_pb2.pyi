@@ -93,10 +93,20 @@ class Tensor(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     dense: bytes
-    sparse_csr: bytes
+    sparse_csr: SparseCsr
     dtype: DataType
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, dense: _Optional[bytes] = ..., sparse_csr: _Optional[bytes] = ..., dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, dense: _Optional[bytes] = ..., sparse_csr: _Optional[_Union[SparseCsr, _Mapping]] = ..., dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SparseCsr(_message.Message):
+    __slots__ = ("values", "crow_indices", "col_indices")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    CROW_INDICES_FIELD_NUMBER: _ClassVar[int]
+    COL_INDICES_FIELD_NUMBER: _ClassVar[int]
+    values: bytes
+    crow_indices: bytes
+    col_indices: bytes
+    def __init__(self, values: _Optional[bytes] = ..., crow_indices: _Optional[bytes] = ..., col_indices: _Optional[bytes] = ...) -> None: ...
 
 class ForwardBackwardOutput(_message.Message):
     __slots__ = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
@@ -133,14 +143,16 @@ class ArrayRecord(_message.Message):
     def __init__(self, type_tag: _Optional[str] = ..., fields: _Optional[_Mapping[str, BatchedTensor]] = ..., num_datums: _Optional[int] = ...) -> None: ...
 
 class BatchedTensor(_message.Message):
-    __slots__ = ("data", "offsets", "dtype")
+    __slots__ = ("data", "offsets", "dtype", "trailing_shape")
     DATA_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TRAILING_SHAPE_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     offsets: bytes
     dtype: DataType
-    def __init__(self, data: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., dtype: _Optional[_Union[DataType, str]] = ...) -> None: ...
+    trailing_shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, data: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., dtype: _Optional[_Union[DataType, str]] = ..., trailing_shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SampleResponse(_message.Message):
     __slots__ = ("sequences", "prompt_logprobs", "topk_prompt_logprobs")

@@ -159,17 +159,18 @@ def _training(routes: APIRouter, tinker: Tinker) -> None:
     async def forward_backward(request: Request) -> dict[str, Any]:
         body = await _body(request)
         asked = await PARSING.run(lambda: parsed(pb.ForwardBackwardRequest, body))
+        width, refused = 1, None
         try:
-            made, refused = await PARSING.run(lambda: operation(asked)), None
+            made, width = await PARSING.run(lambda: operation(asked))
         except Refused as error:
-            made, refused = None, error
+            refused = error
 
         def make() -> Any:
             if refused is not None:
                 raise refused
             return made
 
-        return _told(await tinker.call(asked.model_id, asked.seq_id, make, "forward_backward"))
+        return _told(await tinker.call(asked.model_id, asked.seq_id, make, "forward_backward", str(width)))
 
     @routes.post("/optim_step")
     async def optim_step(request: Request) -> dict[str, Any]:
@@ -267,7 +268,7 @@ def _told(promise: Promise) -> dict[str, Any]:
 def _answer(tinker: Tinker, promise: Promise, result: Result) -> Response:
     """A result as the client reads it; the two large ones as protobuf."""
     if isinstance(result, ForwardResult):
-        return Response(forward_output(result), media_type=PROTOBUF)
+        return Response(forward_output(result, int(promise.extra)), media_type=PROTOBUF)
     if isinstance(result, SampleResult):
         return Response(sample_output(result, int(promise.extra)), media_type=PROTOBUF)
     if isinstance(result, Pending):

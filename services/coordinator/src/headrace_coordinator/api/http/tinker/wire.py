@@ -33,6 +33,9 @@ INPUTS = {
 }
 """What the losses take, and how a session run calls it."""
 NUMPY = {pb.DATA_TYPE_FLOAT32: np.dtype("<f4"), pb.DATA_TYPE_INT64: np.dtype("<i8")}
+Array = np.ndarray[Any, np.dtype[Any]]
+MOST = 32 << 20
+"""Elements of a matrix whose zeros are not sent."""
 NO_LOG_PROB = -99999.0
 NO_IMAGES = "images and sound are not read by a loop of one's own; only tokens are"
 
@@ -50,16 +53,21 @@ def parsed(message: type[Message], body: bytes) -> Any:
         raise wrong("body", "this is no protobuf of forward_backward", "use the package tinker") from error
 
 
-def operation(request: pb.ForwardBackwardRequest) -> Forward | ForwardBackward:
-    """The call of a body."""
-    options = _options(request)
-    data = [_datum(datum, f"data[{at}]") for at, datum in enumerate(request.data)]
+def operation(request: pb.ForwardBackwardRequest) -> tuple[Forward | ForwardBackward, int]:
+    """The call of a body, and how many targets it has at each position."""
+    options, widths = _options(request), set[int]()
+    data = [_datum(datum, f"data[{at}]", widths) for at, datum in enumerate(request.data)]
+    if len(widths) > 1:
+        raise wrong(
+            "data", "its sequences have different numbers of targets at a position", "send them apart"
+        )
     kind = Forward if request.forward_only else ForwardBackward
     try:
-        return kind.model_validate({"data": data, "loss": request.loss_fn, "options": options})
+        made = kind.model_validate({"data": data, "loss": request.loss_fn, "options": options})
     except ValidationError as error:
         found = explain(error, kind)[0]
         raise wrong(found.key, found.problem, found.fix) from error
+    return made, max(widths, default=1)
 
 
 def _options(request: pb.ForwardBackwardRequest) -> dict[str, float]:
@@ -78,50 +86,77 @@ def _options(request: pb.ForwardBackwardRequest) -> dict[str, float]:
     return given
 
 
-def _datum(datum: pb.Datum, key: str) -> dict[str, list[Any]]:
-    given = {}
+def _datum(datum: pb.Datum, key: str, widths: set[int]) -> dict[str, list[Any]]:
+    tokens = [token for chunk in datum.model_input for token in _tokens(chunk, f"{key}.model_input")]
+    given: dict[str, list[Any]] = {"tokens": tokens}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in datum.loss_fn_inputs.items():
+        where = f"{key}.loss_fn_inputs.{name}"
         if name not in INPUTS:
-            fix = f"losses take {', '.join(INPUTS)}"
-            raise wrong(f"{key}.loss_fn_inputs.{name}", "no loss of this fleet takes it", fix)
-        given[INPUTS[name]] = _vector(tensor, f"{key}.loss_fn_inputs.{name}")
+            raise wrong(where, "no loss of this fleet takes it", f"losses take {', '.join(INPUTS)}")
+        found = _array(tensor, where)
+        if found.ndim > 2 or len(found) != len(tokens):
+            reason = f"it has the shape {found.shape}, and model_input has {len(tokens)} tokens"
+            raise wrong(where, reason, "give one value, or a row, for each token")
+        given[INPUTS[name]], shapes[name] = found.ravel().tolist(), found.shape
     if "targets" not in given:
         raise wrong(
             f"{key}.loss_fn_inputs.target_tokens", "it is missing", "give the target of each position"
         )
-    tokens = [token for chunk in datum.model_input for token in _tokens(chunk, f"{key}.model_input")]
-    for name, ours in INPUTS.items():
-        if ours in given and len(given[ours]) != len(tokens):
-            reason = f"it has {len(given[ours])} values, and model_input has {len(tokens)} tokens"
-            raise wrong(f"{key}.loss_fn_inputs.{name}", reason, "give one for each token")
-    return {"tokens": tokens, **given}
+    for name, shape in shapes.items():
+        if shape != shapes["target_tokens"]:
+            reason = f"it has the shape {shape}, and target_tokens {shapes['target_tokens']}"
+            raise wrong(f"{key}.loss_fn_inputs.{name}", reason, "give one for each target")
+    widths.add((*shapes["target_tokens"], 1)[1])
+    return given
 
 
 def _tokens(chunk: pb.Chunk, key: str) -> list[int]:
     if chunk.WhichOneof("chunk") != "encoded_text":
         raise wrong(key, NO_IMAGES, "leave them out")
-    return _numbers(chunk.encoded_text.tokens, np.dtype("<i4"), key)
-
-
-def _vector(tensor: pb.Tensor, key: str) -> list[Any]:
-    if len(tensor.shape) > 1 or tensor.WhichOneof("encoding") == "sparse_csr":
-        raise wrong(
-            key, "several targets at a position are not supported", "give a vector, one value for each token"
-        )
-    if (dtype := NUMPY.get(tensor.dtype)) is None:
-        raise wrong(key, f"its elements have the type {tensor.dtype}", "send float32 or int64")
-    return _numbers(tensor.dense, dtype, key)
-
-
-def _numbers(data: bytes, dtype: np.dtype[Any], key: str) -> list[Any]:
-    if len(data) % dtype.itemsize:
-        raise wrong(key, f"{len(data)} bytes hold no whole number of {dtype.name}", "use the package tinker")
-    found: list[Any] = np.frombuffer(data, dtype).tolist()
+    found: list[int] = _numbers(chunk.encoded_text.tokens, np.dtype("<i4"), key).tolist()
     return found
 
 
-def forward_output(result: ForwardResult) -> bytes:
-    """The result of forward and forward_backward; the client adds up the figures of its chunks by their names."""
+def _array(tensor: pb.Tensor, key: str) -> Array:
+    if (dtype := NUMPY.get(tensor.dtype)) is None:
+        raise wrong(key, f"its elements have the type {tensor.dtype}", "send float32 or int64")
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        return _dense(tensor, dtype, key)
+    found = _numbers(tensor.dense, dtype, key)
+    try:
+        return found.reshape(tuple(tensor.shape) or (-1,))
+    except ValueError as error:
+        raise wrong(
+            key, f"{found.size} values have no shape {list(tensor.shape)}", "use the package tinker"
+        ) from error
+
+
+def _dense(tensor: pb.Tensor, dtype: np.dtype[Any], key: str) -> Array:
+    values = _numbers(tensor.sparse_csr.values, dtype, key)
+    begins = _numbers(tensor.sparse_csr.crow_indices, np.dtype("<i8"), key)
+    columns = _numbers(tensor.sparse_csr.col_indices, np.dtype("<i8"), key)
+    rows, width = tensor.shape if len(tensor.shape) == 2 else (0, 0)
+    counts = np.diff(begins)
+    fits = len(counts) == rows and begins[0] == 0 and begins[-1] == len(values) == len(columns)
+    if not fits or (counts < 0).any() or rows * width > MOST or ((columns < 0) | (columns >= width)).any():
+        raise wrong(key, "its rows and columns do not fit its shape", "use the package tinker")
+    found = np.zeros((rows, width), dtype)
+    found[np.repeat(np.arange(rows), counts), columns] = values
+    return found
+
+
+def _numbers(data: bytes, dtype: np.dtype[Any], key: str) -> Array:
+    if len(data) % dtype.itemsize:
+        raise wrong(key, f"{len(data)} bytes hold no whole number of {dtype.name}", "use the package tinker")
+    return np.frombuffer(data, dtype)
+
+
+def forward_output(result: ForwardResult, width: int) -> bytes:
+    """The result of forward and forward_backward, with `width` log-probs at each position.
+
+    The client adds up the figures of its chunks by their names.
+    """
     lengths = np.array([0, *(len(each) for each in result.log_probs)], np.int64)
     record = pb.ArrayRecord(
         type_tag="ArrayRecord",
@@ -131,6 +166,7 @@ def forward_output(result: ForwardResult) -> bytes:
                 data=_floats(value for each in result.log_probs for value in each),
                 offsets=(np.cumsum(lengths) * 4).astype("<i8").tobytes(),
                 dtype=pb.DATA_TYPE_FLOAT32,
+                trailing_shape=[width] if width > 1 else [],
             )
         },
     )
