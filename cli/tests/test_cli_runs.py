@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 from itertools import chain, repeat
 
@@ -230,3 +231,37 @@ def test_an_evaluation_is_shown_with_its_interval_and_pass_at_k():
     sure = {"score_low": 0.4, "score_high": 0.6, "pass_at": {"1": 0.5, "4": 0.75}}
     assert confidence(EvaluationView.model_validate(fields | sure)) == " (95%: 0.400 to 0.600; pass@4 0.750)"
     assert confidence(EvaluationView.model_validate(fields)) == ""
+
+
+def test_runs_are_compared_by_what_differs_and_by_what_came_of_them(headrace, coordinator):
+    def step(number, reward):
+        return {"step": number, "reward_mean": reward, "wall_s": 2.0, "tokens_per_s": 100.0 * number}
+
+    slow = view(spec={"name": "a", "steps": 9, "optimizer": {"lr": 1e-5, "beta2": 0.95}})
+    fast = view("r-2", state="SUCCEEDED", spec={"name": "a", "steps": 9, "optimizer": {"lr": 2e-5}})
+    coordinator.routes |= {
+        "GET /v1/runs/r-1": (200, slow),
+        "GET /v1/runs/r-2": (200, fast),
+        "GET /v1/runs/r-1/metrics": (200, {"steps": [step(1, 0.25), step(2, 0.75)]}),
+        "GET /v1/runs/r-2/metrics": (200, {"steps": []}),
+    }
+    found = json.loads(headrace("run", "compare", "r-1", "r-2", "--json").stdout)
+    assert found["spec"] == {"optimizer.lr": [1e-5, 2e-5], "optimizer.beta2": [0.95, None]}
+    assert found["figures"]["reward, last steps"] == [0.5, None]
+    assert found["figures"]["tokens/s, median"] == [150, None] and found["states"] == ["RUNNING", "SUCCEEDED"]
+    for width in ("60", "120"):
+        shown = headrace("run", "compare", "r-1", "r-2", COLUMNS=width).stdout
+        assert "optimizer.lr" in shown and "2e-05" in shown and "name" not in shown
+        assert all(len(line) <= int(width) for line in shown.splitlines())
+    same = headrace("run", "compare", "r-1", "r-1")
+    assert same.returncode == 2 and "name two or more" in same.stderr
+
+
+def test_a_fork_is_tagged_as_a_submission_is(headrace, coordinator):
+    coordinator.routes |= {
+        "GET /v1/runs/r-1": (200, view()),
+        "POST /v1/runs": (201, view("r-2", forked_from="r-1")),
+        "POST /v1/runs/r-2:label": (200, view("r-2", forked_from="r-1", tags=["try"])),
+    }
+    assert headrace("run", "fork", "r-1", "--tag", "try").returncode == 0
+    assert [got.body for got in coordinator.requests("POST /v1/runs/r-2:label")] == [{"tags": ["try"]}]

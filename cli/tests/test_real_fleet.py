@@ -63,3 +63,23 @@ def test_runs_outlive_the_fleet_and_processes_do_not(real_fleet, tmp_path):
     while real_fleet.processes():
         assert time.monotonic() < deadline, real_fleet.processes()
         time.sleep(0.1)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_the_notebook_runs_as_it_is_written(real_fleet, tmp_path, monkeypatch):
+    """Its cells, one after the other in one namespace, as Jupyter runs them."""
+    real_fleet.up()
+    model = real_fleet.data_dir / "models" / "tiny"
+    subprocess.run([sys.executable, "-m", "headrace_modelkit.presets.tiny", str(model)], check=True)
+    monkeypatch.setenv("HEADRACE_DATA_DIR", str(real_fleet.data_dir))
+    monkeypatch.setenv("HEADRACE_URL", json.loads(real_fleet.run("status", "--json").stdout)["url"])
+    monkeypatch.setenv("HEADRACE_TOKEN", (real_fleet.data_dir / "http-token").read_text())
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.chdir(EXAMPLES.parent)
+    names: dict[str, object] = {}
+    for cell in json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert [run.state for run in names["ended"]] == ["SUCCEEDED", "SUCCEEDED"]
+    assert len(names["steps"]) == 20 and len(names["answers"])

@@ -106,6 +106,8 @@ def test_an_engine_and_the_trainer_go_into_environments_of_their_own(tmp_path):
     """The trainer wants a transformers that vLLM 0.32 refuses: were they one, no host could have both."""
     trainer = TARGET["torch-cuda"].requirements
     assert any(each.startswith("transformers>=5.20") for each in trainer)
+    for package in recorded(TARGET["torch-cuda"]):
+        write_wheel(tmp_path, package)
     with pytest.raises(Unresolved, match=r"conflict|ResolutionImpossible"):
         resolve_recorded(TARGET["vllm-cuda"], [*TARGET["vllm-cuda"].requirements, *trainer], tmp_path)
 

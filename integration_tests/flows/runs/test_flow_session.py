@@ -1,11 +1,14 @@
-"""Session runs on a real fleet: a loop of one's own learns, samples, saves and loads; a killed trainer loses nothing."""
+"""Session runs on a real fleet: a loop learns, samples, saves and loads; a killed trainer loses nothing."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 import torch
 from harness.ledger import audit
-from headrace.client import Datum, Training
+from harness.waiting import wait_for
+from headrace.client import Datum, HeadraceError, Training
 from transformers import AutoModelForCausalLM
 
 ROWS = [[5, 9, 12, 7, 20, 4], [8, 8, 3, 30, 11, 6, 9]]
@@ -60,7 +63,7 @@ def test_a_loop_of_ones_own_learns_what_plain_torch_learns_and_samples_it(fleet,
     published = training.publish().result(60)
     assert published.version == steps[-1].version
     prompt = ROWS[0][:4]
-    asked = dict(samples=3, max_tokens=5, seed=7, prompt_log_probs=True, top_prompt_log_probs=2)
+    asked = {"samples": 3, "max_tokens": 5, "seed": 7, "prompt_log_probs": True, "top_prompt_log_probs": 2}
     found = training.sample(prompt, **asked).result(120)
     assert found.version == published.version and len(found.sequences) == 3
     again = training.sample(prompt, **asked).result(120)
@@ -76,3 +79,139 @@ def test_a_loop_of_ones_own_learns_what_plain_torch_learns_and_samples_it(fleet,
     run = fleet.client.wait(training.session, timeout=120)
     assert run.state == "SUCCEEDED"
     assert len(audit(fleet, run).trained) == 4
+
+
+def post(training, seq, call):
+    return training._http.post(f"/v1/sessions/{training.session}/calls", {"seq": seq, "call": call})["future"]
+
+
+def result(training, future, wait_s=60.0):
+    name = future.partition(":")[2]
+    return training._http.get(f"/v1/sessions/{training.session}/results/{name}", wait_s=min(wait_s, 25.0))
+
+
+def gradient_call():
+    return {"kind": "forward_backward", "data": [each.model_dump() for each in data()]}
+
+
+@pytest.mark.nightly  # quick: the first test; here a trainer dies between the gradients of a step
+def test_a_killed_trainer_is_not_noticed_but_in_time(fleet, session):
+    whole, broken = session(), session(checkpoint={"interval_steps": 2})
+    found = []
+    for training in (whole, broken):
+        for step in range(5):
+            training.forward_backward(data()[:1]).result(240)
+            if training is broken and step == 3:
+                fleet.kill("trainer-0")
+            training.forward_backward(data()[1:])
+            training.optim_step(RATE).result(240)
+        found.append(training.forward(data()).result(240).log_probs)
+        training.close()
+        assert fleet.client.wait(training.session, timeout=240).state == "SUCCEEDED"
+    assert found[0] == [pytest.approx(own, abs=1e-4) for own in found[1]]
+    run = fleet.client.get(broken.session)
+    assert run.recoveries and len(audit(fleet, run).trained) == 10
+
+
+@pytest.mark.nightly  # quick: test_sessions_journal
+def test_a_restarted_coordinator_knows_calls_and_results(own_fleet, tiny_model):
+    with own_fleet() as fleet:
+        spec = {"model": {"path": str(tiny_model), "dtype": "float32"}, "export": False}
+        training = Training(fleet.client, spec)
+        first = training.forward_backward(data()).result(240)
+        fleet.kill("coordinator")
+        training.optim_step(RATE).result(240)
+        assert result(training, f"{training.session}:call:1")["log_probs"] == first.log_probs
+        assert training.info().step == 1
+        training.close()
+        assert fleet.client.wait(training.session, timeout=240).state == "SUCCEEDED"
+
+
+def test_adapters_learn_beside_all_weights_saved_loaded_and_async(fleet, session):
+    training = session(trainer={"lora": {"rank": 4, "alpha": 8}})
+    assert training.info().lora_rank == 4
+
+    async def loop():
+        first = await training.forward_backward(data())
+        await training.optim_step(RATE)
+        saved = await training.save("one")
+        for _ in range(3):
+            training.forward_backward(data())
+            last = training.optim_step(RATE)
+        await last
+        later = await training.forward(data())
+        await training.load("one")
+        again = await training.forward(data())
+        return first, saved, later, again
+
+    first, saved, later, again = asyncio.run(loop())
+    losses = [each.metrics["loss:sum"] for each in (first, again, later)]
+    assert losses[0] > losses[1] > losses[2]
+    assert [each.checkpoint for each in training.checkpoints()] == [saved.checkpoint]
+    prompt = ROWS[0][:3]
+    of_base = training.sample(prompt, weights="base", temperature=0, max_tokens=2, prompt_log_probs=True)
+    of_saved = training.sample(prompt, weights="one", temperature=0, max_tokens=2, prompt_log_probs=True)
+    base, own = of_base.result(240), of_saved.result(240)
+    assert base.version == 0 and base.prompt_log_probs[1:] == pytest.approx(first.log_probs[0][:2], abs=1e-3)
+    assert own.prompt_log_probs[1:] == pytest.approx(again.log_probs[0][:2], abs=1e-3)
+    training.delete("one")
+    assert training.checkpoints() == []
+    with pytest.raises(HeadraceError, match="has no checkpoint 'one'"):
+        training.load("one").result(120)
+
+
+def test_calls_come_in_any_order_and_once(fleet, session):
+    training = session()
+    third = post(training, 3, {"kind": "optim_step", "learning_rate": RATE})
+    assert result(training, third, 0.0) == {"kind": "pending", "waits_for": "predecessor"}
+    second = post(training, 2, gradient_call())
+    first = post(training, 1, gradient_call())
+    assert post(training, 1, {"kind": "publish"}) == first
+    found = [
+        wait_for(lambda each=each: settled(training, each), "a result") for each in (first, second, third)
+    ]
+    assert [each["kind"] for each in found] == ["forward_backward", "forward_backward", "optim_step"]
+    assert found[0]["log_probs"] == found[1]["log_probs"]
+    assert training.info().next_seq == 4
+
+
+def settled(training, future):
+    found = result(training, future)
+    return found if found["kind"] != "pending" else None
+
+
+def test_an_idle_session_gives_its_devices_back_and_a_call_resumes_it(fleet, session):
+    training = session(session={"idle_s": 0.5})
+    before = training.forward_backward(data()).result(240)
+    fleet.state(fleet.client.get(training.session), "PAUSED")
+    assert "idle for 0.5 s (session.idle_s)" in fleet.client.get(training.session).reason
+    step = training.optim_step(RATE).result(240)  # The gradient from before the pause is in it.
+    assert step.metrics["grad_norm"] > 0
+    assert training.forward(data()).result(240).metrics["loss:sum"] < before.metrics["loss:sum"]
+
+
+def test_what_cannot_be_done_is_told_with_its_key_and_the_session_goes_on(fleet, session):
+    training = session()
+    wrong = {
+        "optim_step: no gradient": training.optim_step(RATE),
+        r"data\[0\]: the id 9999 is none of the model's": training.forward(
+            [Datum(tokens=[1], targets=[9999])]
+        ),
+        "checkpoint: session .* has no checkpoint 'nothing'": training.load("nothing"),
+        r"data: the importance_sampling of call \d+ is not finite": training.forward_backward(
+            [Datum(tokens=[5], targets=[9], advantages=[1.0], log_probs=[-1e4])], "importance_sampling"
+        ),
+        r"data\[0\].targets: 1 targets of 2 tokens": training.forward([Datum(tokens=[1, 2], targets=[2])]),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(HeadraceError, match=message):
+            call.result(240)
+    with pytest.raises(HeadraceError, match="weights: version 4711 is not published"):
+        training.sample([5], weights="4711").result(240)
+
+
+def test_a_spec_that_is_no_session_is_refused_by_key(fleet, tiny_model):
+    spec = {"model": {"path": str(tiny_model)}, "data": {"heldout": 8}, "evaluation": {"every": 2}}
+    with pytest.raises(HeadraceError) as caught:
+        Training(fleet.client, spec)
+    assert {each.key for each in caught.value.problems} == {"data.heldout", "evaluation.every"}

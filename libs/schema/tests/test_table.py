@@ -52,6 +52,8 @@ reward:
    stages: {s: [{name: exact}]}}
 placement: {flow: pipelined, joint: {rollout: 0.5, simulator: 0.5}, simulator: "1", reward: "1", measure_steps: 3,
    rollout: "0"}
+optimizer: {schedule: {name: cosine}}
+session: {idle_s: 9}
 evaluation:
   {every: 2, samples: 2, data: {x: {source: y}}, temperature: 0.5, max_new_tokens: 9, baseline_prefill: p}
 """)
@@ -62,6 +64,10 @@ ASKS: dict[str, dict[str, Any]] = {
     "`algorithm.name` other than sft": {"algorithm.name": "grpo"},
     "`algorithm.name` other than dpo or ipo or simpo or orpo or kto": {"algorithm.name": "grpo"},
     "`algorithm.group_size` other than 1": {"algorithm.group_size": 4},
+    "`algorithm.prompts_per_step` other than 1": {"algorithm.prompts_per_step": 4},
+    "`algorithm.name` other than session": {"algorithm.name": "grpo"},
+    "`workflow` other than session": {"workflow": "reasoning"},
+    "`placement.mode` other than collocated or disaggregated": {"placement.mode": "hybrid"},
     "`algorithm.group_size` other than 2": {"algorithm.group_size": 4},
     "`workflow` other than supervised": {"workflow": "reasoning"},
     "`workflow` other than preference": {"workflow": "reasoning"},
@@ -111,6 +117,10 @@ UNDO: dict[str, dict[str, Any]] = {
     "`algorithm.name` other than dpo or ipo or simpo or orpo or kto": {"algorithm.name": "dpo"},
     "`algorithm.group_size` other than 1": {"algorithm.group_size": 1},
     "`algorithm.group_size` other than 2": {"algorithm.group_size": 2},
+    "`algorithm.prompts_per_step` other than 1": {"algorithm.prompts_per_step": 1},
+    "`algorithm.name` other than session": {"algorithm.name": "session"},
+    "`workflow` other than session": {"workflow": "session"},
+    "`placement.mode` other than collocated or disaggregated": {"placement.mode": "collocated"},
     "`workflow` other than embodied": {"workflow": "embodied"},
     "`workflow` other than embodied or agentic": {"workflow": "agentic"},
     "`workflow` other than agentic": {"workflow": "agentic"},

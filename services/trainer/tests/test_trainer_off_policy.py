@@ -218,7 +218,8 @@ def test_every_built_in_algorithm_of_samples_but_one_says_that_it_corrects_for_o
         "simpo",
         "orpo",
         "kto",
-    }  # the last six sample nothing
+        "session",
+    }  # the last seven sample nothing
 
 
 @pytest.fixture

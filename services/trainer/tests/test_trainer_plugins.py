@@ -9,13 +9,14 @@ import pytest
 import torch
 from headrace_schema.rules.asked import COMPARING_TWO, IMITATING
 from headrace_schema.sections.learning import AlgorithmSection
+from headrace_schema.workflow import SESSION
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm, functional
 from headrace_trainer.algorithms._base import Barrier, Outcomes, Refill, TokenBatch
 from headrace_trainer.algorithms.contract import check_algorithm
 from headrace_trainer.errors import Refusal
 
 GIVEN = [*IMITATING, *COMPARING_TWO]
-NAMES = [name for name in ALGORITHMS.names() if name not in GIVEN]
+NAMES = [name for name in ALGORITHMS.names() if name not in (*GIVEN, SESSION)]
 """Of answers that a policy sampled."""
 BATCH = {"clip_cov", "gpg", "kl_cov", "ppo", "reinforce_pp", "reinforce_pp_baseline"}
 ALONE = ["distill", "ppo", "reinforce", "reinforce_pp"]

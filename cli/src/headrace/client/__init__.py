@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headrace.client.client import Client
     from headrace.client.errors import HeadraceError, Problem
+    from headrace.client.frames import frame, live, plot
     from headrace.client.models import (
         Certificate,
         Checkpoint,
@@ -58,7 +59,10 @@ __all__ = [
     "Video",
     "Workflow",
     "fork_spec",
+    "frame",
+    "live",
     "load_spec",
+    "plot",
 ]
 
 _ELSEWHERE = {
@@ -69,7 +73,10 @@ _ELSEWHERE = {
     "Training": "training",
     "Workflow": "workflow",
     "fork_spec": "specs",
+    "frame": "frames",
+    "live": "frames",
     "load_spec": "specs",
+    "plot": "frames",
 }
 
 

@@ -106,6 +106,8 @@ class Training:
         self._seq = self.info().next_seq
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="calls")
         self._numbering = threading.Lock()
+        self._unsent: HeadraceError | None = None
+        """Why a call was not accepted: no later one is sent. Go on by `Training(client, session=…)`."""
 
     def __enter__(self) -> Self:
         return self
@@ -245,7 +247,13 @@ class Training:
             self._seq += 1
 
             def send() -> str:
-                return str(self._http.post(f"{self._path}/calls", body)["future"])
+                if self._unsent is not None:
+                    raise self._unsent
+                try:
+                    return str(self._http.post(f"{self._path}/calls", body)["future"])
+                except HeadraceError as error:
+                    self._unsent = error  # Later calls would wait for this one for ever.
+                    raise
 
             return Call(self, self._sender.submit(send))
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from headrace_servicekit.rpc.addresses import LOOPBACK, host_port
 
+from headrace_cli.commands.doctor import doctor
+from headrace_cli.commands.init import init
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url, grouped
 from headrace_cli.commands.starting import (
     ClusterOptions,
@@ -46,6 +48,8 @@ def add_to(app: typer.Typer) -> None:
     app.command()(down)
     app.command()(status)
     app.command()(repair)
+    app.command()(doctor)
+    app.command()(init)
     app.command("open")(open_dashboard)
 
 

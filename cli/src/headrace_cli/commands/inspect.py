@@ -130,20 +130,18 @@ def drain(
 @asking
 def scale(
     client: Client,
-    wanted: Annotated[str, typer.Argument(metavar="KIND=N", help="Such as rollout=2.")],
+    wanted: Annotated[list[str], typer.Argument(metavar="KIND=N...", help="Such as rollout=2 trainer=2.")],
     host: Annotated[
         str, typer.Option(help="On which host, where several have joined; see headrace instances.")
     ] = "",
 ) -> Answer:
-    """Set how many processes of a service run. Refused (exit code 2), with the figures, for more than the host
-    can hold. Does not wait for them; a later number replaces an earlier one at once.
+    """Set how many processes of services run. Refused (exit code 2), with the figures, for more than the host
+    can hold; those named before it stay. Does not wait for them; a later number replaces an earlier one at once.
     """
-    kind, number = kind_and_count(wanted, "KIND=N")
-    count = client.scale(kind, number, host)
-    return {
-        "kind": kind,
-        "count": count,
-    }, lambda: f"{kind}: {count} wanted; see them come with: headrace instances"
+    pairs = [kind_and_count(each, "KIND=N") for each in wanted]
+    counts = {kind: client.scale(kind, number, host) for kind, number in pairs}
+    words = ", ".join(f"{kind}: {count} wanted" for kind, count in counts.items())
+    return {"counts": counts}, lambda: f"{words}; see them come with: headrace instances"
 
 
 def spec_schema(

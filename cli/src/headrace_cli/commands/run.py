@@ -15,6 +15,7 @@ from headrace_cli.commands.options import (
     Place,
     RunId,
     Url,
+    complete_run,
     grouped,
 )
 from headrace_cli.commands.results import PATIENCE_S, certificates, endpoint, export, logs, trajectories
@@ -50,6 +51,7 @@ class Submitting(Place):
     watch: Annotated[bool, typer.Option("--watch", help="Show the run until it ends.")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the spec and submit nothing.")] = False
     idempotency_key: Annotated[str, typer.Option(help="Same key and spec: the same run.")] = ""
+    tags: Tags = None
 
     @property
     def overrides(self) -> list[str]:
@@ -68,7 +70,6 @@ class Submitting(Place):
 def submit(
     options: Submitting,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Run spec, a YAML file.")],
-    tags: Tags = None,
 ) -> None:
     """Submit a run."""
     from headrace.client import HeadraceError, load_spec
@@ -84,11 +85,7 @@ def submit(
         _show_check(check(spec, target), options.as_json)
         return
     with connect(target, patience_s=options.patience_s) as client:
-        with saying(CHECKING):
-            run = client.submit(spec, idempotency_key=options.idempotency_key or None)
-            if tags:
-                run = client.label(run.id, tags)
-        _show_submitted(client, run, options, "submitted")
+        _show_submitted(client, _submitted(client, spec, options), options, "submitted")
 
 
 @app.command()
@@ -113,9 +110,14 @@ def fork(
         if options.dry_run:
             _show_check(check_with(client, spec), options.as_json)
             return
-        with saying(CHECKING):
-            made = client.submit(spec, idempotency_key=options.idempotency_key or None)
+        made = _submitted(client, spec, options)
         _show_submitted(client, made, options, f"forked from {made.forked_from}")
+
+
+def _submitted(client: Client, spec: dict[str, Any], options: Submitting) -> Run:
+    with saying(CHECKING):
+        run = client.submit(spec, idempotency_key=options.idempotency_key or None)
+    return client.label(run.id, options.tags) if options.tags else run
 
 
 def _show_submitted(client: Client, run: Run, options: Submitting, done: str) -> None:
@@ -164,6 +166,24 @@ def get(client: Client, run: RunId) -> Answer:
         return Group(*tables)
 
     return found.raw, text
+
+
+@app.command()
+@asking
+def compare(
+    client: Client,
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN RUN...", help="Two or more.", autocompletion=complete_run),
+    ],
+) -> Answer:
+    """Show in what the specs of runs differ, and what came of each."""
+    from headrace_cli.show.comparing import comparison, comparison_tables
+
+    if len(set(runs)) < 2:
+        raise user_error("RUN", "one run is nothing to compare", "name two or more")
+    found = comparison([(client.get(run), client.metrics(run)) for run in runs])
+    return found, lambda: comparison_tables(found, console().width)
 
 
 @app.command()

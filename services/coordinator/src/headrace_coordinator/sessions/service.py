@@ -11,11 +11,8 @@ from headrace_schema.model_size import text_config
 from headrace_schema.problems import explain, problem
 from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sessions import (
-    LOSS_OPTIONS,
     CheckpointView,
     Failure,
-    Forward,
-    ForwardBackward,
     Operation,
     Pending,
     Result,
@@ -88,10 +85,8 @@ class SessionService:
             raise Refused(
                 "INVALID", f"seq: {seq} is no number of a call; {fix}", [problem("seq", f"{seq}", fix)]
             )
-        if seq not in desk.journal.kinds:
-            _check(operation)
-            if desk.journal.closed:
-                raise Refused("CONFLICT", f"session {session} was closed; open another one")
+        if seq not in desk.journal.kinds and desk.journal.closed:
+            raise Refused("CONFLICT", f"session {session} was closed; open another one")
         await desk.keep(seq, operation)
         await self._resume(run)
         return f"{session}:{CALL}:{seq}"
@@ -218,37 +213,10 @@ class SessionService:
 
     def _waits_for(self, session: str, kind: str, name: str) -> Any:
         run = self._event_log.state.runs[session]
+        if kind == CALL and int(name) > self._desk(session).journal.end:
+            return "predecessor"
         if run.state == run_states.QUEUED:
             return "queue"
         if run.state == run_states.PAUSED:
             return "paused"
-        return "predecessor" if kind == CALL and int(name) > self._desk(session).journal.end else "active"
-
-
-def _check(operation: Operation) -> None:
-    """Raises Refused INVALID for what no trainer need be asked about."""
-    if not isinstance(operation, Forward | ForwardBackward):
-        return
-    known = LOSS_OPTIONS[operation.loss]
-    if strange := sorted(operation.options.keys() - known.keys()):
-        fix = f"use {', '.join(known)}" if known else "leave it out"
-        _refuse(f"options.{strange[0]}", f"{operation.loss} has no such option", fix)
-    for place, each in enumerate(operation.data):
-        where, count = f"data[{place}]", len(each.targets)
-        if not count or count % len(each.tokens):
-            reason = f"{count} targets of {len(each.tokens)} tokens"
-            _refuse(f"{where}.targets", reason, "give one, or as many, for each token")
-        for name in ("weights", "advantages", "log_probs"):
-            values = getattr(each, name)
-            if values and len(values) != count:
-                _refuse(
-                    f"{where}.{name}", f"{len(values)} values of {count} targets", "give one for each target"
-                )
-        if operation.loss != "cross_entropy":
-            for name in ("advantages", "log_probs"):
-                if not getattr(each, name):
-                    _refuse(f"{where}.{name}", f"{operation.loss} needs them", "give one for each target")
-
-
-def _refuse(key: str, reason: str, fix: str) -> None:
-    raise Refused("INVALID", f"{key}: {reason}; {fix}", [problem(key, reason, fix)])
+        return "active"

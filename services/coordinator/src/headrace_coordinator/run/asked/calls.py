@@ -41,6 +41,7 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.step import RunFailed
 from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.sessions.checking import problem_of
 from headrace_coordinator.sessions.journal import FOLDER, NAMED, Journal
 from headrace_coordinator.waits import WaitTimeout
 
@@ -169,7 +170,7 @@ class Calls:
                 await self._drop("NONFINITE")
             return
         try:
-            result = await self._done(seq, operation)
+            result = problem_of(operation) or await self._done(seq, operation)
         except CallRefused as refused:
             if refused.reason not in USER_ERRORS:
                 raise

@@ -81,10 +81,10 @@ class PaddedAllToAll(Exchange):
     @override
     def __call__(self, rows_SD: Tensor, weights_S: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
         place_S, row_P, order_P, back_P, counts_X = self._places(counts_E, len(rows_SD))
-        here_PD = _swapped(picked(rows_SD, row_P, place_S), self._group)
-        weights_P = _swapped(picked(weights_S, row_P, place_S), self._group)
+        here_PD = _apart(picked(rows_SD, row_P, place_S), self._group)
+        weights_P = _apart(picked(weights_S, row_P, place_S), self._group)
         found_PD = compute(picked(here_PD, order_P, back_P), picked(weights_P, order_P, back_P), counts_X)
-        return picked(_swapped(picked(found_PD, back_P, order_P), self._group), place_S, row_P)
+        return picked(_apart(picked(found_PD, back_P, order_P), self._group), place_S, row_P)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
@@ -121,31 +121,33 @@ class PaddedAllToAll(Exchange):
         return int(most.item())
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _swapped(places_PD: Tensor, group: ProcessGroup) -> Tensor:
+def swapped(parts: Tensor, group: ProcessGroup) -> Tensor:
+    """As much to each rank as to each other one, by the first dimension; the gradient goes the way back."""
     function: Any = _Swap
-    found: Tensor = function.apply(places_PD, group)
+    found: Tensor = function.apply(parts, group)
     return found
 
 
-class _Swap(torch.autograd.Function):
-    """As many places from each rank to each other one; the gradient goes the way back."""
+_apart = torch.compiler.disable(swapped)
 
+
+class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, places_PD: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _swap(places_PD, group)
+        return _swap(parts, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream_PD: Tensor) -> tuple[Tensor | None, ...]:
-        return _swap(upstream_PD, ctx.group), None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return _swap(upstream, ctx.group), None
 
 
-def _swap(places_PD: Tensor, group: ProcessGroup) -> Tensor:
-    found_PD = torch.empty_like(places_PD)
-    dist.all_to_all_single(found_PD, places_PD.contiguous(), group=group)
-    return found_PD
+def _swap(parts: Tensor, group: ProcessGroup) -> Tensor:
+    sent = parts.contiguous()
+    found = torch.empty_like(sent)
+    dist.all_to_all_single(found, sent, group=group)
+    return found
 
 
 def _moved(rows_SD: Tensor, sent: list[int], got: list[int], group: ProcessGroup) -> Tensor:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from headrace_trainer.backends.shared.exchange import swapped
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
 
@@ -61,47 +62,19 @@ class ContextGroup:
         """
         heads = own_1HnD.shape[1]
         own_HnD = own_1HnD.squeeze(0).repeat_interleave(self.size // math.gcd(heads, self.size), 0)
-        parts = _exchanged(own_HnD.reshape(self.size, -1, *own_HnD.shape[1:]), self._group)
+        parts = swapped(own_HnD.reshape(self.size, -1, *own_HnD.shape[1:]), self._group)
         return parts.permute(1, 2, 0, 3).flatten(1, 2).unsqueeze(0)
 
     def to_nodes(self, own_1NHD: Tensor) -> Tensor:
         """(1, n, H, D) all heads of this rank's nodes, from all nodes of its heads."""
         parts = own_1NHD.reshape(-1, self.size, *own_1NHD.shape[2:]).transpose(0, 1)
-        return _exchanged(parts, self._group).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        return swapped(parts, self._group).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def whole(self, own_U: Tensor, batch: MicroBatch) -> Tensor:
         """Values of all pairs of a micro-batch, from those of this rank's."""
         function: Any = _Whole
         found_U: Tensor = function.apply(own_U, batch.mine_U, batch.pairs, self._group)
         return found_U
-
-
-def _exchanged(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """The first dimension is whom a part goes to, and then from whom it came."""
-    function: Any = _Exchange
-    found: Tensor = function.apply(parts, group)
-    return found
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of equal parts, which is its own way back."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(parts, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(upstream, ctx.group), None
-
-
-def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
-    sent = parts.contiguous()
-    got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent, group=group)
-    return got
 
 
 class _Whole(torch.autograd.Function):
