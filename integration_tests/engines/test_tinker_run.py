@@ -108,7 +108,9 @@ def test_the_client_learns_saves_samples_and_goes_on_and_reads_what_is_refused(f
     assert wrong["error"] == "RequestFailedError" and "'stable_reinforce' is not one of" in wrong["message"]
     assert missing["error"] == "NotFoundError" and "sampler_weights/end-not" in missing["message"]
     (run,) = [each for each in fleet.client.list() if each.id.startswith("tk-")]
-    assert fleet.succeed(run).step == 4, "the client said that it was done"
+    ended = fleet.succeed(run)
+    assert ended.step == 4, "the client said that it was done"
+    assert ended.recoveries == 0, "weights are sampled from in any order"
 
     again = Loop(fleet, 2, 0, 7, found["state"]).end()
     assert again["rank"] == 4, "as in the checkpoint"

@@ -33,7 +33,7 @@ def main(steps: int, rank: int, seed: int, path: str) -> None:
     data = [types.Datum(model_input=types.ModelInput.from_ints(ROW[:-1]), loss_fn_inputs=inputs)]
     for step in range(steps):
         loss = training.forward_backward(data, "cross_entropy")
-        training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        training.optim_step(types.AdamParams(learning_rate=3e-3)).result()
         told(step=step, loss=loss.result().metrics["loss:sum"])
     state, saved = training.save_state("end"), training.save_weights_for_sampler("end")
     told(state=state.result().path, sampler=saved.result().path)

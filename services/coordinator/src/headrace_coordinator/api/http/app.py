@@ -110,7 +110,7 @@ def make_app(
     app.include_router(link_routes(token, links))
     app.include_router(page_routes())
     app.include_router(plan_routes())
-    app.include_router(tinker_routes(Tinker(coordinator.sessions, coordinator.reads.find, tinker_models)))
+    app.include_router(tinker_routes(Tinker(coordinator.sessions, coordinator.reads.run, tinker_models)))
     app.add_middleware(Guard, token=token, links=links, relay=relay)
     add_error_handlers(app)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]

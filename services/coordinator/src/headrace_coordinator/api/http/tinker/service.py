@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace_schema.problems import explain
+from headrace_schema.resources.views import RunView
 from headrace_schema.sessions import (
     CheckpointView,
     Load,
@@ -41,7 +42,6 @@ from headrace_coordinator.api.http.tinker.names import (
 )
 from headrace_coordinator.api.http.tinker.wire import NO_IMAGES, wrong
 from headrace_coordinator.api.refusal import Refused
-from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.sessions.interface import Sessions
 
 ALPHA = 32.0
@@ -55,12 +55,12 @@ RUN = re.compile(rf"(tk-[0-9a-f]{{12}})-(\d+)(?:{LOADED})?-[^-]+")
 
 
 class Tinker:
-    """All clients of Tinker. `find` gives the state of a run; `models`, by name, specs of the models on offer."""
+    """All clients of Tinker. `find` gives a run; `models`, by name, specs of the models on offer."""
 
     def __init__(
         self,
         sessions: Sessions,
-        find: Callable[[str], RunState],
+        find: Callable[[str], RunView],
         models: Mapping[str, Mapping[str, Any]],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
