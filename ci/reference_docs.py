@@ -1,4 +1,5 @@
-"""Writes docs/http-api.md from the OpenAPI description and docs/grpc-api.md from the proto files.
+"""Writes docs/http-api.md from the OpenAPI description, docs/grpc-api.md from the proto files, and the table of access
+in docs/security.md.
 
 `python -m ci.reference_docs [--check] FOLDER`. With --check it writes nothing and fails when a page is not current.
 """
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from headrace_coordinator.access.table import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 OPENAPI = ROOT / "services" / "coordinator" / "openapi.json"
@@ -56,6 +59,24 @@ def http_page() -> str:
         if not name.endswith("Section") and name != "RunSpec" and "properties" in schema:
             blocks += [f"### {name}\n", _text(schema.get("description", "")) + "\n", _fields(schema)]
     return "\n".join(blocks).rstrip() + "\n"
+
+
+SECURITY = ROOT / "docs" / "security.md"
+TABLE_HEAD = "<!-- From here on written by `make reference-docs`; change `access/table.py`. -->\n"
+
+
+def security_page() -> str:
+    """The page of who may do what: its own text, and the table of access, a row a route."""
+    text = SECURITY.read_text(encoding="utf-8").partition(TABLE_HEAD)[0]
+    description = json.loads(OPENAPI.read_text(encoding="utf-8"))
+    rows = ["| route | scope | for | audited |", "| --- | --- | --- | --- |"]
+    for path, methods in description["paths"].items():
+        for method, route in methods.items():
+            row = TABLE[route["operationId"]]
+            scope = f"`{row.scope}`" if row.scope else "none: no token"
+            audited = "yes" if row.audited else "refusals"
+            rows.append(f"| {method.upper()} `{path}` | {scope} | {row.rule.value} | {audited} |")
+    return text + TABLE_HEAD + "\n" + "\n".join(rows) + "\n"
 
 
 def _route(method: str, path: str, route: dict[str, Any]) -> str:
@@ -149,7 +170,9 @@ def main(arguments: list[str]) -> int:
     """Writes or checks the pages; exit status 1 when one is not current."""
     check, folder = "--check" in arguments, Path(arguments[-1])
     stale = 0
-    for name, fresh in (("http-api.md", http_page()), ("grpc-api.md", grpc_page())):
+    pages = {"http-api.md": http_page, "grpc-api.md": grpc_page, "security.md": security_page}
+    for name, made in pages.items():
+        fresh = made()
         file = folder / name
         if not check:
             file.write_text(fresh, encoding="utf-8")

@@ -12,7 +12,7 @@ import headrace.client.specs
 import headrace.client.transport
 import pytest
 from headrace.client import Client, HeadraceError, Run
-from headrace.client.client import CHECK_S, checking_s
+from headrace.client.specs import CHECK_S, checking_s
 
 
 @pytest.fixture

@@ -167,3 +167,37 @@ def test_a_page_goes_on_without_gap_or_repeat_when_the_coordinator_was_away(flee
     wait_for(lambda: plotted_step(page) == 6, "the last step in the plot")
     page.locator("#link:empty").wait_for(state="attached")
     shows_whole(page, fleet, held.id)
+
+
+def test_a_chart_of_ones_own_is_in_the_address_and_any_chart_is_saved(crowd, open_page):
+    page = open_page(f"{crowd.url}/#/runs/live-1")
+    page.locator("#own-figure").select_option("train/reward")
+    button(page, "Add").click()
+    page.locator("#own-figure").select_option("speed/step_seconds")
+    page.locator("#own-chart").select_option("0")
+    button(page, "Add").click()
+    own = page.locator(".chart", has=page.get_by_role("heading", name="reward, step seconds"))
+    own.wait_for()
+    page = open_page(page.url)  # a link that somebody else opens
+    own = page.locator(".chart", has=page.get_by_role("heading", name="reward, step seconds"))
+    with page.expect_download() as found:
+        own.get_by_role("button", name="as CSV").click()
+    rows = found.value.path().read_text(encoding="utf-8").splitlines()
+    assert found.value.suggested_filename == "reward-step-seconds.csv"
+    assert rows[0] == "step,reward,step seconds" and len(rows) > 10 and rows[1].startswith("1,")
+    with page.expect_download() as found:
+        own.get_by_role("button", name="as PNG").click()
+    assert found.value.path().read_bytes().startswith(b"\x89PNG")
+    button(page, "Remove reward, step seconds").click()
+    own.wait_for(state="detached")
+    assert "own=" not in page.url
+
+
+def test_a_policy_that_acts_has_returns_and_actions_in_place_of_rewards_and_tokens(crowd, open_page):
+    page = open_page(f"{crowd.url}/#/runs/robot-1")
+    page.locator(".chart").first.wait_for()
+    heads = " ".join(page.locator(".chart h3").all_inner_texts())
+    assert "Return, mean ± spread" in heads and "Actions per second" in heads
+    assert not re.search("[Tt]oken|Reward|Answer", heads)
+    page = open_page(f"{crowd.url}/#/runs/live-1")
+    page.get_by_role("heading", name="Reward, mean ± spread").wait_for()

@@ -53,11 +53,12 @@ def _write_a_spec(server, page):
     options = page.get_by_label("Start from").locator("option")
     options.nth(3).wait_for(state="attached")
     examples = options.all_inner_texts()[1:]
-    assert len(examples) == 3
+    assert len(examples) == 6
     for name in examples:
         page.get_by_label("Start from").select_option(name)
         page.get_by_role("button", name="Check and preview").click()
         page.get_by_text("finds nothing wrong").wait_for()
+    page.get_by_label("Start from").select_option(examples[1])
     lines = text.input_value().split("\n")
     at = next(n for n, line in enumerate(lines) if line.startswith("algorithm:"))
     lines[at] = "algorithm:\n  name: grpo\n  group_size: none"

@@ -94,7 +94,7 @@ class Crowd:
         name, _, number = run_id.rpartition("-")
         spec = {"name": name, "seed": int(number)} if name == "seeds" else {"name": run_id, "seed": 0}
         if name == "robot":
-            spec["environment"] = {"videos": {"every": 3}}
+            spec |= {"workflow": "embodied", "environment": {"videos": {"every": 3}}}
         step = {"QUEUED": 0, "SUCCEEDED": 120}.get(state, 41)
         began = time.time() - 190 if state == "RUNNING" else NOW + 9
         ended = state in ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -163,7 +163,7 @@ class Crowd:
         ]
         return found[::-1], None
 
-    async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
+    async def events(self, run_id: str, after: int, *, follow: bool = True) -> AsyncIterator[EventView]:
         return
         yield
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace_cli.commands import (
+    access,
     data,
     debug,
     demo,
@@ -56,6 +57,7 @@ demo.add_to(app)
 app.add_typer(run.app, name="run")
 app.add_typer(evaluation.app, name="eval")
 inspect.add_to(app)
+access.add_to(app)
 plan.add_to(app, run.app)
 debug.add_to(app)
 replay.add_to(app)

@@ -11,6 +11,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 TASKS = ROOT / "examples" / "clusters"
+HEAD = f"127.81.{os.getpid() % 250}.1"
+"""An address of the loopback that no fleet of another test has; the port is the one that the task names."""
 STUB = """#!/bin/bash
 echo "$*" >>"$LOG"
 [ "$1" = instances ] && for number in $(seq 8); do echo '"kind": "rollout"'; done
@@ -47,7 +49,7 @@ def run(tmp_path):
             "SKYPILOT_NUM_GPUS_PER_NODE": "2",
             "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
             "SKYPILOT_NODE_RANK": str(rank),
-            "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2\n127.0.0.3\n127.0.0.4",
+            "SKYPILOT_NODE_IPS": f"{HEAD}\n127.0.0.2\n127.0.0.3\n127.0.0.4",
         }
         command = ["bash", "-c", task["run"]]
         return subprocess.Popen(
@@ -75,16 +77,16 @@ def test_the_first_of_four_nodes_leads_and_the_others_join_until_it_has_ended(ru
     assert (tmp_path / "fleet" / "token").read_text() == "secret"
     assert (tmp_path / "fleet" / "token").stat().st_mode & 0o777 == 0o600
     assert asked(tmp_path, 0) == [
-        "up --listen 127.0.0.1 --data-dir fleet --trainer 2 --rollout 2",
+        f"up --listen {HEAD} --data-dir fleet --trainer 2 --rollout 2",
         "instances --data-dir fleet --json",
         "run submit run.yaml --data-dir fleet --watch",
         "down --data-dir fleet",
     ]
-    with socket.create_server(("127.0.0.1", 8470)):  # the head
+    with socket.create_server((HEAD, 8470)):  # the head
         joined = run("four-nodes", 3)
         with pytest.raises(subprocess.TimeoutExpired):
             joined.wait(1)
-        name = "join 127.0.0.1 --token-file fleet/token --name node-3 --data-dir fleet --rollout 2"
+        name = f"join {HEAD} --token-file fleet/token --name node-3 --data-dir fleet --rollout 2"
         assert asked(tmp_path, 3) == [name]
     assert joined.wait(30) == 0
     assert asked(tmp_path, 3)[1:] == ["down --data-dir fleet"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from headrace_coordinator.access.callers import CALLER
 from headrace_coordinator.api.refusal import Refused
 from headrace_schema.sessions import (
     CheckpointView,
@@ -81,15 +82,26 @@ class Sessions:
         self.runs: dict[str, Run] = {}
         self.keys: dict[str, str] = {}
         self.asked: dict[str, tuple[str, Sample]] = {}
+        self.owners: dict[str, str] = {}
         self.full = False
 
-    def find(self, run: str) -> Any:
-        """What the coordinator's reads say of a run."""
+    def run(self, run: str) -> Any:
+        """What the coordinator's reads say of a run, as do the next two."""
         return SimpleNamespace(spec=self.runs[run].spec, created_at=5.0)
+
+    def owned(self, run: str) -> Any:
+        """Whose it is."""
+        owner = self.owners.get(run, "")
+        return SimpleNamespace(owner=owner, team="", visibility="private") if run in self.runs else None
+
+    def sees(self, run: str) -> bool:
+        """Whether the caller may read it."""
+        return run in self.runs
 
     async def create(self, spec: Mapping[str, Any], idempotency_key: str = "") -> str:
         if idempotency_key not in self.keys:
             run = f"{spec['name']}-{len(self.runs):06x}"
+            self.owners[run] = CALLER.get().name
             self.runs[run], self.keys[idempotency_key] = Run(run, dict(spec)), run
         return self.keys[idempotency_key]
 

@@ -7,7 +7,7 @@ import history_parts
 import httpx
 import pytest
 from headrace_coordinator.__main__ import parse
-from headrace_coordinator.api.http.routes import dashboard
+from headrace_coordinator.api.http import links
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.fleet.online import endpoint_key
 from headrace_coordinator.serving import Refusal, _http_token
@@ -36,7 +36,7 @@ async def test_a_link_gives_the_token_once(guarded):
 
 
 async def test_a_link_expires_and_cannot_be_guessed(guarded, monkeypatch):
-    monkeypatch.setattr(dashboard, "LIFE_S", -1.0)
+    monkeypatch.setattr(links, "LIFE_S", -1.0)
     made = (await guarded.post("/v1/links", headers=BEARER)).json()
     for path in (made["path"], "/open", "/open?code=", "/open?code=%C3%A9"):
         assert (await guarded.get(path)).status_code == 401
@@ -44,8 +44,7 @@ async def test_a_link_expires_and_cannot_be_guessed(guarded, monkeypatch):
 
 async def test_old_links_make_room(guarded):
     paths = [
-        (await guarded.post("/v1/links", headers=BEARER)).json()["path"]
-        for _ in range(dashboard.MAX_LINKS + 1)
+        (await guarded.post("/v1/links", headers=BEARER)).json()["path"] for _ in range(links.MAX_LINKS + 1)
     ]
     assert [(await guarded.get(path)).status_code for path in (paths[0], paths[1], paths[-1])] == [
         401,

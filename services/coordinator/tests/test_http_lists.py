@@ -8,6 +8,7 @@ import pytest
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.recordings import steps_of
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.state import EndedRun
 from headrace_coordinator.projections.projection import RunProjection
 from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.projections.videos import read_episode
@@ -196,7 +197,7 @@ def test_an_episode_is_told_action_by_action(tmp_path):
 
 async def test_a_long_list_of_runs_lets_others_in_and_leaves_out_what_is_deleted_meanwhile(monkeypatch):
     """A thousand archived runs are read from a thousand files."""
-    ended = {f"run-{number}": SimpleNamespace(state="SUCCEEDED") for number in range(100)}
+    ended = {f"run-{number}": EndedRun("SUCCEEDED", 0.0) for number in range(100)}
     event_log = SimpleNamespace(state=SimpleNamespace(runs={}, ended=ended))
     reads = Reads(event_log, None, None, None, SimpleNamespace(tags=lambda name: []))
 

@@ -143,7 +143,7 @@ def test_twenty_parallel_submissions_with_one_key_are_one_run():
 
     scene = Scene(play)
     ends(scene)
-    assert [used.key for used in scene.log(ev.KeyUsed)].count("twenty") == 1
+    assert [used.key for used in scene.log(ev.KeyUsed)].count("admin/twenty") == 1
     assert len(scene.log(ev.RunSubmitted)) == 2
 
 

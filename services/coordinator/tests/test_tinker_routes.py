@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 from headrace.tinker.v1 import tinker_pb2 as pb
+from headrace_coordinator.access.callers import CALLER
 from headrace_coordinator.api.http.errors import add_error_handlers
 from headrace_coordinator.api.http.tinker.offers import read_models
 from headrace_coordinator.api.http.tinker.routes import tinker_routes
 from headrace_coordinator.api.http.tinker.service import LOST_S, Tinker
+from headrace_coordinator.domain.access import Principal
 from session_double import Sessions
 
 BASE = "Qwen/Qwen3-4B-Instruct-2507"
@@ -26,7 +28,12 @@ class Client:
 
     def __init__(self) -> None:
         self.sessions, self.time = Sessions(), 0.0
-        tinker = Tinker(self.sessions, self.sessions.find, MODELS, now=lambda: self.time)
+        tinker = Tinker(
+            self.sessions,
+            self.sessions,
+            MODELS,  # type: ignore[arg-type]
+            now=lambda: self.time,
+        )
         app = FastAPI()
         app.include_router(tinker_routes(tinker))
         add_error_handlers(app)
@@ -238,6 +245,25 @@ async def test_the_session_of_a_silent_client_is_closed_and_its_heartbeats_end(c
     assert run.state == "SUCCEEDED"
     await client.post("session_heartbeat", 410, session_id=session)
     await client.post("session_heartbeat", 410, session_id="other")
+
+
+async def test_a_model_is_called_by_its_owner_alone(client):
+    model = await client.model()
+    session = model.partition(":")[0]
+    before = CALLER.set(Principal("eve", scopes=frozenset({"read", "submit"})))
+    try:
+        await client.post("get_info", model_id=model)  # The double shows every run to everybody.
+        refused = await client.post("save_weights", 403, model_id=model, seq_id=1)
+        assert "for its owner" in refused["message"]
+        await client.post("session_heartbeat", 410, session_id=session)
+        await client.post(f"sessions/{session}/finish")
+        gone = await client.http.delete(f"training_runs/{model}/checkpoints/weights/none")
+        assert gone.status_code == 404
+    finally:
+        CALLER.reset(before)
+    (run,) = client.sessions.runs.values()
+    assert run.state == "RUNNING" and not run.calls
+    await client.post("session_heartbeat", session_id=session)
 
 
 def test_a_file_of_models_is_read_and_its_mistakes_are_named(tmp_path):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
 import httpx
+from headrace.client.access import Access
 from headrace.client.errors import HeadraceError
 from headrace.client.models import (
     Certificate,
@@ -27,27 +28,15 @@ from headrace.client.models import (
     Trajectory,
     Video,
 )
-from headrace.client.specs import Overrides, Spec, fork_spec, load_spec
+from headrace.client.specs import Overrides, Spec, checking_s, fork_spec, load_spec
 from headrace.client.tokens import find_ca, find_token
 from headrace.client.transport import Transport
-from headrace_schema.sections.scoring import RewardSection
-from pydantic import ValidationError
 
 if TYPE_CHECKING:
     from headrace_servicekit.rpc.episodes import Episode
 
 POLL_S = 0.5
-CHECK_S = 120.0
-"""Beside the scorers' loading: a coordinator waits for instances that are being restarted, and for an environment."""
 EVENT_SILENCE_S = 60.0  # the server sends comments more often than this; longer silence is a dead connection
-
-
-def checking_s(spec: dict[str, Any]) -> float:
-    """How long a coordinator may check a spec, in seconds: a fleet loads its scorers first."""
-    try:
-        return RewardSection.model_validate(spec.get("reward")).opening_s + CHECK_S
-    except ValidationError:
-        return CHECK_S  # the coordinator says what is wrong with it
 
 
 class Client:
@@ -104,6 +93,11 @@ class Client:
             path += f"&run={quote(run, safe='')}" if "?" in path else f"#/runs/{quote(run, safe='')}"
         return self.base_url.rstrip("/") + path
 
+    @property
+    def access(self) -> Access:
+        """Who I am, and an admin's tokens."""
+        return Access(self._transport)
+
     def healthy(self) -> bool:
         """Whether the coordinator answers and is ready to serve; never raises, never waits."""
         return self.health() is not None
@@ -125,13 +119,23 @@ class Client:
         finally:
             self._transport.patience_s = patience
 
-    def submit(self, spec: Spec, overrides: Overrides = (), *, idempotency_key: str | None = None) -> Run:
+    def submit(
+        self,
+        spec: Spec,
+        overrides: Overrides = (),
+        *,
+        idempotency_key: str | None = None,
+        visibility: str = "private",
+    ) -> Run:
         """Queues a run from a dictionary or a YAML file; the same key with the same spec is the same run."""
-        body = load_spec(spec, overrides)
-        answer = self._transport.post(
-            "/v1/runs", body, idempotency_key=idempotency_key, answer_s=checking_s(body)
+        return Run.from_json(self._begin("runs", load_spec(spec, overrides), idempotency_key, visibility))
+
+    def _begin(self, kind: str, body: dict[str, Any], key: str | None, visibility: str) -> dict[str, Any]:
+        shared = {} if visibility == "private" else {"visibility": visibility}
+        made: dict[str, Any] = self._transport.post(
+            f"/v1/{kind}", body, idempotency_key=key, answer_s=checking_s(body), **shared
         )
-        return Run.from_json(answer)
+        return made
 
     def fork(
         self,
@@ -140,10 +144,11 @@ class Client:
         overrides: Overrides = (),
         *,
         idempotency_key: str | None = None,
+        visibility: str = "private",
     ) -> Run:
         """Queues a run that continues from a checkpoint of `run`: of step `at`, or the newest valid one."""
         spec = fork_spec(self.get(run), at, overrides)
-        return self.submit(spec, idempotency_key=idempotency_key)
+        return self.submit(spec, idempotency_key=idempotency_key, visibility=visibility)
 
     def check(self, spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
         """Checks a spec against schema and fleet without queueing it; returns the coordinator's answer."""
@@ -159,17 +164,19 @@ class Client:
         return self._transport.note
 
     def evaluate(
-        self, spec: Spec, overrides: Overrides = (), *, idempotency_key: str | None = None
+        self,
+        spec: Spec,
+        overrides: Overrides = (),
+        *,
+        idempotency_key: str | None = None,
+        visibility: str = "private",
     ) -> EvaluationRun:
         """Queues an evaluation of a model or a checkpoint on a suite, from a dictionary or a YAML file.
 
         It is a run too: `pause`, `resume`, `cancel`, `events` and `trajectories` take its id.
         """
         body = load_spec(spec, overrides)
-        answer = self._transport.post(
-            "/v1/evaluations", body, idempotency_key=idempotency_key, answer_s=checking_s(body)
-        )
-        return EvaluationRun.from_json(answer)
+        return EvaluationRun.from_json(self._begin("evaluations", body, idempotency_key, visibility))
 
     def check_evaluation(self, spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
         """Checks an evaluation's spec against suites and fleet without queueing it; returns the answer."""
@@ -346,6 +353,10 @@ class Client:
         given: dict[str, Any] = {"tags": None if tags is None else list(tags), "note": note}
         body = {name: value for name, value in given.items() if value is not None}
         return Run.from_json(self._transport.post(f"{_path(run)}:label", body))
+
+    def share(self, run: str, visibility: str) -> Run:
+        """Changes who sees a run, ended ones too: private, team or fleet."""
+        return Run.from_json(self._transport.post(f"{_path(run)}:share", visibility=visibility))
 
     def cancel(self, run: str) -> Run:
         """Ends a run; the checkpoints that it has stay."""

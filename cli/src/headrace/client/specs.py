@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Spec = Mapping[str, Any] | str | Path
 Overrides = Mapping[str, Any] | Iterable[str]
+CHECK_S = 120.0
+"""Beside the scorers' loading: a coordinator waits for instances that are being restarted, and for an environment."""
 
 
 def _mistake(key: str, problem: str, fix: str) -> HeadraceError:
@@ -193,3 +195,14 @@ def _position(target: Any, part: str, here: str, key: str) -> str | int:
     if not part.isdigit() or int(part) >= len(target):
         raise _mistake(key, f"{here} is a list of {len(target)}", f"use {here}.0 to {here}.{len(target) - 1}")
     return int(part)
+
+
+def checking_s(spec: dict[str, Any]) -> float:
+    """How long a coordinator may check a spec, in seconds: a fleet loads its scorers first."""
+    from headrace_schema.sections.scoring import RewardSection
+    from pydantic import ValidationError
+
+    try:
+        return RewardSection.model_validate(spec.get("reward")).opening_s + CHECK_S
+    except ValidationError:
+        return CHECK_S  # the coordinator says what is wrong with it

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
+from headrace_cli.commands.options import (
+    DEFAULT_DATA_DIR,
+    DataDirOption,
+    JsonFlag,
+    Url,
+    Visibility,
+    VisibilityName,
+)
 from headrace_cli.connection import CHECKING, Answer, asking, connect, find_target, saying, show
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused, writing
 from headrace_cli.output import console, error_console
@@ -78,6 +85,7 @@ def submit(
     ] = None,
     rrd: RrdFlag = False,
     idempotency_key: Annotated[str, typer.Option(help="Same key and spec: the same evaluation.")] = "",
+    visibility: Visibility = VisibilityName.PRIVATE,
     url: Url = None,
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
     as_json: JsonFlag = False,
@@ -99,7 +107,8 @@ def submit(
             if dry_run:
                 checked = client.check_evaluation(spec)
             else:
-                made = client.evaluate(spec, idempotency_key=idempotency_key or None)
+                key = idempotency_key or None
+                made = client.evaluate(spec, idempotency_key=key, visibility=visibility.value)
         if dry_run:
             show(({"valid": True, "spec": checked}, lambda: "the spec is valid; nothing was queued"), as_json)
         elif detach:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -54,6 +55,20 @@ NoToken = Annotated[
         "--no-token",
         help="Ask nobody for a token: every user of this machine can then submit runs, and so run code as you.",
     ),
+]
+
+
+class VisibilityName(StrEnum):
+    """Who sees a run."""
+
+    PRIVATE = "private"
+    TEAM = "team"
+    FLEET = "fleet"
+
+
+Visibility = Annotated[
+    VisibilityName,
+    typer.Option("--visibility", help="Who sees it: you, your team too, or everybody (docs/security.md)."),
 ]
 RunId = Annotated[
     str,

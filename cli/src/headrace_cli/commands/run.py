@@ -15,6 +15,8 @@ from headrace_cli.commands.options import (
     Place,
     RunId,
     Url,
+    Visibility,
+    VisibilityName,
     complete_run,
     grouped,
 )
@@ -51,6 +53,7 @@ class Submitting(Place):
     watch: Annotated[bool, typer.Option("--watch", help="Show the run until it ends.")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the spec and submit nothing.")] = False
     idempotency_key: Annotated[str, typer.Option(help="Same key and spec: the same run.")] = ""
+    visibility: Visibility = VisibilityName.PRIVATE
     tags: Tags = None
 
     @property
@@ -116,7 +119,8 @@ def fork(
 
 def _submitted(client: Client, spec: dict[str, Any], options: Submitting) -> Run:
     with saying(CHECKING):
-        run = client.submit(spec, idempotency_key=options.idempotency_key or None)
+        key, visibility = options.idempotency_key or None, options.visibility.value
+        run = client.submit(spec, idempotency_key=key, visibility=visibility)
     return client.label(run.id, options.tags) if options.tags else run
 
 
@@ -264,6 +268,17 @@ def set_keys(
     wanted = changed.wanted_ranks
     sentence = f"from its next step on it has {wanted} ranks" if wanted else f"it has {changed.ranks} ranks"
     return _steered(changed, f"{sentence}; see: headrace run get {run}")
+
+
+@app.command()
+@asking
+def share(
+    client: Client,
+    run: RunId,
+    visibility: Annotated[VisibilityName, typer.Argument(help="Who sees it from now on.")],
+) -> Answer:
+    """Change who sees a run of yours: you, your team too, or everybody; works on ended runs too."""
+    return _steered(client.share(run, visibility.value), f"its visibility is {visibility.value}")
 
 
 @app.command()

@@ -41,6 +41,10 @@ def run_table(run: Run) -> Table:
         ("name", run.spec.get("name", "")),
         ("tags", ", ".join(run.raw.get("tags", []))),
         ("note", run.raw.get("note", "")),
+        (
+            "owner",
+            f"{run.owner}, visibility {run.visibility}" if run.raw.get("owner", "admin") != "admin" else "",
+        ),
         ("state", state_text(run.state)),
         ("why", run.reason),
         ("place", f"{run.place} in the queue" if run.place else ""),
@@ -287,9 +291,11 @@ def runs_list(runs: Sequence[Run], width: int) -> RenderableType:
 
 def _table(runs: Sequence[Run]) -> RenderableType:
     ranked = any(run.priority for run in runs)
+    owned = len({run.owner for run in runs}) > 1
     rows = [
         (
             run.id,
+            *([run.owner] if owned else []),
             state_text(run.state),
             run.place or "",
             *([run.priority] if ranked else []),
@@ -301,7 +307,8 @@ def _table(runs: Sequence[Run]) -> RenderableType:
         for run in runs
     ]
     priority = [">priority"] if ranked else []
-    return table(("run", "state", ">place", *priority, ">step", "held-out", ">age", "why"), rows)
+    owner = ["owner"] if owned else []
+    return table(("run", *owner, "state", ">place", *priority, ">step", "held-out", ">age", "why"), rows)
 
 
 def _lines(runs: Sequence[Run], width: int) -> RenderableType:

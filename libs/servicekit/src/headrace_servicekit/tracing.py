@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk._logs import LoggerProvider
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
@@ -39,6 +40,8 @@ class Scope:
 
 _provider: TracerProvider | None = None
 _tracer: Tracer | None = None
+_logs: LoggerProvider | None = None
+_endpoint = ""
 _scope: ContextVar[Scope | None] = ContextVar("headrace_trace", default=None)
 
 
@@ -59,7 +62,7 @@ def start_tracing(endpoint: str, kind: str, instance: str) -> None:
 
     Raises TracingMissing where the extra `tracing` is not installed.
     """
-    global _provider, _tracer
+    global _provider, _tracer, _endpoint
     if not endpoint:
         return
     try:
@@ -73,6 +76,7 @@ def start_tracing(endpoint: str, kind: str, instance: str) -> None:
             "HEADRACE_OTLP_ENDPOINT"
         ) from error
     _say_seldom()
+    _endpoint = endpoint
     resource = Resource.create({"service.name": f"headrace-{kind}", "service.instance.id": instance})
     exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"), timeout=EXPORT_S)
     _provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -86,10 +90,48 @@ def start_tracing(endpoint: str, kind: str, instance: str) -> None:
 
 def stop_tracing() -> None:
     """Sends what is left, for at most CLOSE_S."""
-    global _provider, _tracer
-    if _provider is not None:
-        _provider.force_flush(int(CLOSE_S * 1000))
-    _provider = _tracer = None
+    global _provider, _tracer, _logs
+    for provider in (_provider, _logs):
+        if provider is not None:
+            provider.force_flush(int(CLOSE_S * 1000))
+    _provider = _tracer = _logs = None
+
+
+def log_handler() -> logging.Handler | None:
+    """A handler that sends records to the collector of traces as log records; None while none is known.
+
+    The text of a record is the body; what it was given as `extra={"attributes": …}` are its attributes.
+    """
+    global _logs
+    if _provider is None:
+        return None
+    from opentelemetry._logs import LogRecord, SeverityNumber
+    from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
+    from opentelemetry.sdk._logs import LoggerProvider
+    from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+
+    if _logs is None:
+        _logs = LoggerProvider(resource=_provider.resource, shutdown_on_exit=False)
+        exporter = OTLPLogExporter(_endpoint, insecure=_endpoint.startswith("http://"), timeout=EXPORT_S)
+        _logs.add_log_record_processor(
+            BatchLogRecordProcessor(exporter, max_queue_size=QUEUED, schedule_delay_millis=1000)
+        )
+    logger = _logs.get_logger("headrace")
+
+    class Sent(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            made = LogRecord(
+                timestamp=int(record.created * 1e9),
+                observed_timestamp=time.time_ns(),
+                severity_number=SeverityNumber.INFO,
+                severity_text=record.levelname,
+                body=record.getMessage(),
+                attributes=getattr(record, "attributes", {}),
+                event_name=record.name,
+            )
+            logger.emit(made)
+
+    return Sent()
 
 
 def is_tracing() -> bool:

@@ -46,6 +46,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="secret that every HTTP request must bear; default: http-token in the data directory, made if missing",
     )
     parser.add_argument(
+        "--oidc",
+        type=Path,
+        default=env("HEADRACE_OIDC") or None,
+        help="YAML file of an OpenID Connect issuer whose tokens are taken too (docs/security.md); default: none",
+    )
+    parser.add_argument(
         "--authority-dir",
         type=Path,
         help="folder with ca.pem and ca-key.pem, by which hosts that join are certified; default: they are not",

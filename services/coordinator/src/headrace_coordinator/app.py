@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from headrace_coordinator.access.audit import Audit
+from headrace_coordinator.access.quotas import Quotas
+from headrace_coordinator.access.tokens import Tokens
 from headrace_coordinator.api.archive import Archive
 from headrace_coordinator.api.changes import InstanceChanges, RunChanges
 from headrace_coordinator.api.idempotency import Keys
@@ -50,7 +53,7 @@ class Coordinator:
     ) -> None:
         """`bounds`: of the kinds whose number follows what runs want, with fewer after `cooldown_s`."""
         self.event_log = event_log
-        self.fleet = fleet
+        self.fleet, self.audit = fleet, Audit(data_dir)
         self.vitals = Vitals(event_log)
         self.scheduler = Scheduler(event_log, fleet, make_projection, open_dataset)
         self.reconciler = Reconciler(fleet)
@@ -62,8 +65,17 @@ class Coordinator:
         self.suites = SuiteEvaluations(event_log, self.reads)
         self.videos = Videos(self.reads)
         keys = Keys(event_log)
+        self.tokens, self.quotas = Tokens(event_log), Quotas(event_log, data_dir / "runs")
         self.submissions = Submissions(
-            fleet, self.reconciler.trials, self.reads, self.past, keys, data_dir, check_dataset, new_id
+            fleet,
+            self.reconciler.trials,
+            self.reads,
+            self.past,
+            keys,
+            data_dir,
+            check_dataset,
+            new_id,
+            self.quotas,
         )
         self.run_changes = RunChanges(event_log, self.reads, keys, labels)
         self.instance_changes = InstanceChanges(fleet, keys)
@@ -80,3 +92,4 @@ class Coordinator:
         """Ends the controllers where they are; a restart resumes their runs."""
         await self.scheduler.stop()
         await self.reconciler.stop()
+        self.audit.close()

@@ -36,6 +36,7 @@ from headrace_servicekit.tracing import (
     stop_tracing,
 )
 
+from headrace_coordinator.access.issuer import BadIssuer, Issuer, read_issuer
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.http.tinker.offers import read_models
 from headrace_coordinator.app import Coordinator
@@ -98,6 +99,13 @@ def _http_token(arguments: argparse.Namespace) -> str | None:
         raise Refusal(f"cannot write {path} ({error.strerror}); set another --data-dir") from error
 
 
+def _issuer(arguments: argparse.Namespace) -> Issuer | None:
+    try:
+        return read_issuer(arguments.oidc) if arguments.oidc else None
+    except BadIssuer as error:
+        raise Refusal(f"--oidc (HEADRACE_OIDC): {error}") from error
+
+
 def _keep_own_closed(arguments: argparse.Namespace) -> None:
     """No reference of a spec reads the coordinator's own files."""
     files = (arguments.token_file, arguments.http_token_file, arguments.redis_password_file)
@@ -119,6 +127,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         arguments.tinker_models = read_models(arguments.tinker_models)
     except ValueError as error:
         raise Refusal(f"--tinker-models (HEADRACE_TINKER_MODELS): {error}") from error
+    issuer = _issuer(arguments)
     _trace(arguments.otlp_endpoint)
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
     history = History(arguments.data_dir.resolve() / "runs")
@@ -152,7 +161,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     if bounds:
         lasting["autoscale"] = coordinator.autoscaler.run
     await coordinator.vitals.run(
-        lasting, lambda: _serve(arguments, coordinator, event_log, (token, http_token))
+        lasting, lambda: _serve(arguments, coordinator, event_log, (token, http_token, issuer))
     )
     event_log.mark()
     await store.close()
@@ -163,9 +172,9 @@ async def _serve(
     arguments: argparse.Namespace,
     coordinator: Coordinator,
     event_log: EventLog,
-    tokens: tuple[str | None, str | None],
+    tokens: tuple[str | None, str | None, Issuer | None],
 ) -> None:
-    """Serves gRPC with the first token and HTTP with the second."""
+    """Serves gRPC with the first token, and HTTP with the second and those of the issuer."""
     server = GrpcServer(
         arguments.listen, token=tokens[0], instance="coordinator", reflection=arguments.reflection
     )
@@ -182,7 +191,7 @@ async def _serve(
     except ServiceError as error:
         raise Refusal(error.message) from error
     try:
-        await _serve_http(arguments, coordinator, event_log, tokens[1])
+        await _serve_http(arguments, coordinator, event_log, *tokens[1:])
     finally:
         await coordinator.stop()
         await server.drain(2.0)
@@ -229,7 +238,11 @@ async def _open(event_log: EventLog, arguments: argparse.Namespace) -> None:
 
 
 async def _serve_http(
-    arguments: argparse.Namespace, coordinator: Coordinator, event_log: EventLog, token: str | None
+    arguments: argparse.Namespace,
+    coordinator: Coordinator,
+    event_log: EventLog,
+    token: str | None,
+    issuer: Issuer | None,
 ) -> None:
     host, port = split_address(arguments.http)
     watch({CHECKPOINTS: arguments.data_dir})
@@ -237,6 +250,7 @@ async def _serve_http(
         coordinator,
         runs_directory=arguments.data_dir / "runs",
         token=token,
+        issuer=issuer,
         tinker_models=arguments.tinker_models,
     )
     folder = tls_dir()

@@ -24,6 +24,9 @@ class RunHead(Resource):
     started_at: float | None
     finished_at: float | None
     waiting_for: list[str] = Field(description="what it waits for now, and who holds it")
+    owner: str = Field(default="admin", description="who submitted it")
+    team: str = Field(default="", description="the owner's team; empty: none")
+    visibility: str = Field(default="private", description="who sees it: private, team or fleet")
 
     @property
     def ended(self) -> bool:

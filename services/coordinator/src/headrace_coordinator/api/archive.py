@@ -61,6 +61,9 @@ class Archive:
                 state=run.state,
                 created_at=run.created_at,
                 evaluation=run.evaluation is not None,
+                owner=run.owner,
+                team=run.team,
+                visibility=run.visibility,
             )
             await self._event_log.commit(archived)
             self._event_log.history.forget(run.id)

@@ -12,6 +12,7 @@ import shutil
 import uuid
 from pathlib import Path
 
+from headrace_schema.access import Visibility
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.problems import choose, explain, nearest, problem
 from headrace_schema.resources.views import KeyProblemView, RunView
@@ -28,6 +29,7 @@ from headrace_coordinator.api.submission.device_rules import size_problems
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
+from headrace_coordinator.domain.access import TEAM
 from headrace_coordinator.domain.devices.scheduling import plan_regroup
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.state import State
@@ -149,6 +151,20 @@ class RunChanges:
                     reason = f"run {run_id} keeps its labels: {error}; mend that, then ask again"
                     raise Refused("CONFLICT", reason) from error
                 await self._event_log.commit(self._keys.used(idempotency_key, body, run_id))
+        return self._reads.run(run_id)
+
+    async def share(self, run_id: str, visibility: Visibility, idempotency_key: str) -> RunView:
+        """Changes who sees a run, at work or ended: its owner, their team, or everybody."""
+        body = digest([run_id, "share", visibility])
+        async with self._keys.held(idempotency_key):
+            if not self._keys.made(idempotency_key, body):
+                run = self._reads.run(run_id)
+                if visibility == TEAM and not run.team:
+                    reason = f"run {run_id} belongs to no team: its owner's token has none"
+                    fix = "share it with the fleet, or submit it with a token that has a team"
+                    raise Refused("INVALID", reason, [problem("visibility", reason, fix)])
+                shared = ev.RunShared(at=self._event_log.now(), run=run_id, visibility=visibility)
+                await self._event_log.commit(shared, self._keys.used(idempotency_key, body, run_id))
         return self._reads.run(run_id)
 
 

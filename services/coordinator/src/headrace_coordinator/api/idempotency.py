@@ -7,9 +7,9 @@ import contextlib
 import hashlib
 import json
 from collections.abc import AsyncIterator
-from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from headrace_coordinator.access.callers import CALLER
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import events as ev
 
@@ -17,13 +17,9 @@ if TYPE_CHECKING:
     from headrace_coordinator.store.event_log import EventLog
 
 
-CALLER: ContextVar[str] = ContextVar("caller", default="")
-"""Whose request is at work, as a digest of its token: a key is of who used it, and nobody finds another one's."""
-
-
 def of_caller(key: str) -> str:
-    """The key as it is kept."""
-    return f"{caller}/{key}" if (caller := CALLER.get()) else key
+    """The key as it is kept: a key is of who used it, and nobody finds another one's."""
+    return f"{CALLER.get().name}/{key}"
 
 
 class Keys:

@@ -28,6 +28,10 @@ export function setToken(token) {
   sessionStorage.setItem(TOKEN, token);
 }
 
+export function hasToken() {
+  return Boolean(sessionStorage.getItem(TOKEN));
+}
+
 // Calls back with true while the coordinator does not answer.
 export function watchLink(callback) {
   watchers.add(callback);

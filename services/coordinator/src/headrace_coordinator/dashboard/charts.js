@@ -38,7 +38,10 @@ export class Chart {
     this.marks = [];
     this.frame = h("div", { class: "plot" });
     this.says = h("p", { class: "hidden" });
-    this.element = h("section", { class: "panel chart" }, h("h3", {}, title), this.frame, this.says);
+    const take = (kind, save) => h("button", { type: "button", class: "quiet", "aria-label": `${title} as ${kind}`, onclick: save }, kind);
+    this.element = h("section", { class: "panel chart" },
+      h("div", { class: "chart-head" }, h("h3", {}, title), h("span", { class: "takes" }, take("CSV", () => this.saveTable()), take("PNG", () => this.savePicture()))),
+      this.frame, this.says);
     this.plot = new window.uPlot(this.options(), [[], ...lines.map(() => [])], this.frame);
     charts.add(this);
     sizes.observe(this.frame);
@@ -75,6 +78,36 @@ export class Chart {
       series: [{ label: this.look.label, value: (_, value) => (value === null ? "–" : short.format(value)) }, ...this.lines.map((line, index) => this.series(line, index))],
       bands: this.bands(),
     };
+  }
+
+  // What is drawn, before smoothing: a line for each place on x.
+  saveTable() {
+    const cell = (value) => (value === null || value === undefined ? "" : /[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value);
+    const rows = [[this.look.label, ...this.lines.map((line) => line.label)], ...this.plot.data[0].map((x, at) => [x, ...this.columns.map((column) => column[at])])];
+    save(new Blob([rows.map((row) => row.map(cell).join(",")).join("\r\n"), "\r\n"], { type: "text/csv" }), `${this.title}.csv`);
+  }
+
+  // The plot on the page's ground, with its title and the names of its curves.
+  savePicture() {
+    const drawn = this.plot.ctx.canvas;
+    const scale = window.devicePixelRatio || 1;
+    const [head, foot] = [26 * scale, 22 * scale];
+    const canvas = h("canvas", { width: drawn.width, height: drawn.height + head + foot });
+    const pen = canvas.getContext("2d");
+    pen.fillStyle = colour("--panel");
+    pen.fillRect(0, 0, canvas.width, canvas.height);
+    pen.drawImage(drawn, 0, head);
+    pen.textBaseline = "middle";
+    const write = (text, x, y, style, weight = "") => {
+      pen.font = `${weight} ${12 * scale}px system-ui, sans-serif`;
+      pen.fillStyle = colour(style);
+      pen.fillText(text, x, y);
+      return pen.measureText(text).width;
+    };
+    write(this.title, 8 * scale, head / 2, "--text", "600");
+    let x = 8 * scale;
+    this.lines.forEach((line, index) => { x += write(line.label, x, head + drawn.height + foot / 2, line.colour ?? seriesColour(index)) + 14 * scale; });
+    canvas.toBlob((blob) => save(blob, `${this.title}.png`));
   }
 
   series(line, index) {
@@ -155,6 +188,12 @@ export class Chart {
     const marked = marks.length ? `; ${this.look.marked ?? "recoveries at"} ${marks.map((mark) => number(mark)).join(", ")}` : "";
     this.says.textContent = `${this.title} at ${this.look.label} ${xs.at(-1) ?? "–"}: ${last.join(", ")}${marked}`;
   }
+}
+
+function save(blob, name) {
+  const link = h("a", { href: URL.createObjectURL(blob), download: name.replace(/[^\w.-]+/g, "-") });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
 export function newest(column) {

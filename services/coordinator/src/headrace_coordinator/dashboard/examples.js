@@ -38,8 +38,61 @@ reward:
 evaluation: {every: 20}
 `;
 
+const GIVEN = `name: imitate
+workflow: supervised
+steps: 200
+model:
+  path: Qwen/Qwen2.5-0.5B-Instruct   # a folder, or a name on the hub
+data:
+  source: jsonl
+  options: {path: ./chats.jsonl, form: openai}   # rows with "messages"
+  heldout: 100                       # their loss is measured
+algorithm: {prompts_per_step: 64}
+optimizer: {lr: 2.0e-5}
+evaluation: {every: 20}
+`;
+
+const PAIRS = `name: prefer
+workflow: preference
+steps: 100
+model:
+  path: Qwen/Qwen2.5-0.5B-Instruct   # better: the export of a supervised run
+data:
+  source: jsonl
+  options: {path: ./pairs.jsonl, form: dpo}      # rows with "prompt", "chosen", "rejected"
+  heldout: 100
+algorithm:
+  name: dpo                          # or ipo, simpo, orpo, kto
+  prompts_per_step: 16
+optimizer: {lr: 5.0e-7}
+evaluation: {every: 20}
+`;
+
+const ROBOT = `name: cartpole
+workflow: embodied
+steps: 30
+model:
+  policy: {kind: mlp, hidden: [64, 64]}
+environment:
+  backend: gymnasium
+  tasks: [CartPole-v1]
+  count: 8
+data: {heldout: 32}
+algorithm:
+  name: ppo
+  group_size: 1
+  prompts_per_step: 8
+  options: {epochs: 10, minibatch_size: 256, gamma: 0.98, lam: 0.95, reward_scale: 0.1, value_clip: null}
+optimizer: {lr: 1.0e-3}
+evaluation: {every: 10}
+`;
+
+// Label: spec, by what learns and from what; the form of Submit begins with this choice.
 export const EXAMPLES = {
   "a tiny model, in seconds": TINY,
   "own data and reward": OWN,
   "the same with LoRA": OWN.replace("name: own-data", "name: own-data-lora").replace("reward:\n", "trainer:\n  lora: {rank: 16, alpha: 32}\nreward:\n").replace("1.0e-6", "2.0e-5"),
+  "given answers (supervised)": GIVEN,
+  "pairs of answers (DPO)": PAIRS,
+  "a policy in a simulator": ROBOT,
 };

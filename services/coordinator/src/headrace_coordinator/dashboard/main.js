@@ -1,6 +1,6 @@
 // Chooses the view by the address's fragment, and keeps the bar at the top: theme, connection, token.
 
-import { get, Refusal, setToken, takeToken, watchLink } from "./api.js";
+import { get, hasToken, Refusal, setToken, takeToken, watchLink } from "./api.js";
 import { h } from "./dom.js";
 import { redrawCharts } from "./charts.js";
 import * as runs from "./views/runs.js";
@@ -64,12 +64,23 @@ function askToken() {
   const input = h("input", { id: "token", type: "password", autocomplete: "off", required: true });
   const form = h("form", {
     class: "panel narrow",
-    onsubmit: (event) => { event.preventDefault(); setToken(input.value.trim()); show(); },
+    onsubmit: (event) => { event.preventDefault(); setToken(input.value.trim()); name(); show(); },
   }, h("h1", {}, "This coordinator needs a token"),
-  h("p", {}, "Give the API token of the fleet: a local one has it in ", h("code", {}, "http-token"), " in its data directory. It stays in this tab, until the tab is closed."),
+  h("p", {}, "Give your token (", h("code", {}, "headrace token create"), " makes it), one of your organisation's issuer, or the fleet's own: a local one has it in ", h("code", {}, "http-token"), " in its data directory. It stays in this tab, until the tab is closed."),
   h("label", { for: "token" }, "Token"), input, h("button", { type: "submit", class: "main" }, "Go on"));
   main.replaceChildren(form);
   input.focus();
+}
+
+// Whose token the page has; with a way to give another one.
+const me = document.getElementById("me");
+me.addEventListener("click", () => { setToken(""); me.hidden = true; askToken(); });
+async function name() {
+  const found = await get("/v1/me").catch(() => null); // The page itself asks for a token.
+  me.hidden = !found || !hasToken();
+  if (!found) return;
+  me.textContent = found.name;
+  me.title = `${found.scopes.join(", ") || "no scope"}${found.teams.length ? `; ${found.teams.join(", ")}` : ""}. Log out`;
 }
 
 const theme = document.getElementById("theme");
@@ -103,4 +114,4 @@ window.addEventListener("unhandledrejection", (event) => {
   if (event.reason?.name === "AbortError") event.preventDefault();
 });
 nameTheme();
-show();
+show().then(name);

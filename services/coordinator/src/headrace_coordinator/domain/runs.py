@@ -168,11 +168,21 @@ class RunState(msgspec.Struct):
     regrouped_at: float = 0.0
     gave_at: float = 0.0
     """When its trainer group changed last, and when it last did for another run."""
+    owner: str = "admin"
+    team: str = ""
+    visibility: str = "private"
+    """Who sees it: private, team or fleet."""
 
     @property
     def progress(self) -> int:
         """Rises with each step that is made for the first time, and with each answer of an evaluation."""
         return self.high_step + (self.evaluation.answers if self.evaluation else 0)
+
+    def held_s(self, now: float) -> float:
+        """Device-seconds since what it holds has changed last."""
+        if self.grant is None:
+            return 0.0
+        return max(0.0, now - self.share_at) * max(len(self.grant.devices), 1)
 
     def share(self, now: float) -> float:
         """Device-seconds used, over the run's weight; a run that is new to the queue starts at the others' least."""

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import quotas
+from headrace_coordinator.domain.access import Token
 from headrace_coordinator.domain.devices.leases import LeaseTable
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage
@@ -27,6 +29,7 @@ SCHEDULING_EVENTS = (
     ev.RanksWanted,
     ev.RunReleased,
     ev.VersionRestored,
+    ev.QuotaSet,
 )
 """Events that may change who is admitted."""
 
@@ -59,6 +62,9 @@ class EndedRun(msgspec.Struct, array_like=True):
     state: str
     created_at: float
     evaluation: bool = False
+    owner: str = "admin"
+    team: str = ""
+    visibility: str = "private"
 
 
 KEY_LIFETIME_S = 24 * 3600.0
@@ -76,6 +82,13 @@ class State(msgspec.Struct):
     runs: dict[str, RunState] = {}
     keys: dict[str, KeyRecord] = {}
     ended: dict[str, EndedRun] = {}
+    tokens: dict[str, Token] = {}
+    """By the SHA-256 of their secrets."""
+    quotas: dict[str, dict[str, float]] = {}
+    usage: dict[str, dict[int, float]] = {}
+    """Device-seconds by subject of quotas and day."""
+    shares: dict[str, float] = {}
+    """Device-seconds over weight of teams and users, as fair share counts them."""
     scheduling_changes: int = 0
     """Rises with every event that may change who is admitted."""
 
@@ -122,14 +135,36 @@ class State(msgspec.Struct):
                 self._use_key(event)
             case ev.RunArchived():
                 self.runs.pop(event.run, None)
-                self.ended[event.run] = EndedRun(event.state, event.created_at, event.evaluation)
+                self.ended[event.run] = EndedRun(
+                    event.state,
+                    event.created_at,
+                    event.evaluation,
+                    event.owner,
+                    event.team,
+                    event.visibility,
+                )
                 _shorten(self.ended, ENDED_KEPT)
             case ev.RunDeleted():
                 self.ended.pop(event.run, None)
+            case ev.RunShared(run=name, visibility=visibility):
+                if shared := self.runs.get(name) or self.ended.get(name):
+                    shared.visibility = visibility
+            case ev.TokenCreated():
+                self.tokens[event.digest] = Token(
+                    event.name, event.owner, event.team, event.scopes, event.at, event.expires_at
+                )
+            case ev.TokenRevoked(name=name):
+                self.tokens = {key: each for key, each in self.tokens.items() if each.name != name}
             case ev.RunSubmitted():
                 self._submit(event)
+            case ev.QuotaSet(subject=subject, limits=limits):
+                self.quotas.pop(subject, None)
+                if limits:
+                    self.quotas[subject] = dict(limits)
             case ev.RunEvent(run=name):
                 if named := self.runs.get(name):
+                    if isinstance(event, ev.RunAdmitted | ev.RunReleased):
+                        self._charge(named, event.at)
                     named.apply(event)
                     if isinstance(event, ev.RunStateChanged) and event.state == QUEUED:
                         self._level(named, event.at)
@@ -138,6 +173,17 @@ class State(msgspec.Struct):
         """Raises the share of a run that comes to the queue to the least of the others: time away gives it no claim."""
         others = [run.share(now) for run in self.active_runs() if run is not newcomer and run.state != PAUSED]
         newcomer.share_s = max(newcomer.share_s, min(others, default=0.0))
+        self.shares |= dict(quotas.levelled(self, newcomer, now))
+
+    def _charge(self, run: RunState, now: float) -> None:
+        """Counts what a run has held until now for its owner and team."""
+        if run.grant is None:
+            return
+        for circle in quotas.circles(run.owner, run.team):
+            self.shares[circle] = self.shares.get(circle, 0.0) + run.held_s(now) / run.weight
+        _shorten(self.shares, KEYS_KEPT)
+        for subject in quotas.subjects(run.owner, run.team):
+            quotas.charge(self.usage, subject, run.share_at, now, max(len(run.grant.devices), 1))
 
     def _use_key(self, event: ev.KeyUsed) -> None:
         self.keys.pop(event.key, None)
@@ -158,6 +204,9 @@ class State(msgspec.Struct):
             queued_at=event.at,
             steps_total=event.spec["steps"],
             evaluation=msgspec.convert(event.evaluation, SuiteEvaluation) if event.evaluation else None,
+            owner=event.owner,
+            team=event.team,
+            visibility=event.visibility,
         )
         self._level(self.runs[event.run], event.at)
 

@@ -13,6 +13,7 @@ from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sessions import (
     CheckpointView,
     Failure,
+    Load,
     Operation,
     Pending,
     Result,
@@ -85,8 +86,11 @@ class SessionService:
             raise Refused(
                 "INVALID", f"seq: {seq} is no number of a call; {fix}", [problem("seq", f"{seq}", fix)]
             )
-        if seq not in desk.journal.kinds and desk.journal.closed:
-            raise Refused("CONFLICT", f"session {session} was closed; open another one")
+        if seq not in desk.journal.kinds:
+            if isinstance(operation, Load):
+                self._check_seen(session, operation.checkpoint, "checkpoint")
+            if desk.journal.closed:
+                raise Refused("CONFLICT", f"session {session} was closed; open another one")
         await desk.keep(seq, operation)
         await self._resume(run)
         return f"{session}:{CALL}:{seq}"
@@ -94,6 +98,7 @@ class SessionService:
     async def sample(self, session: str, request: Sample, key: str = "") -> str:
         """See `interface.Sessions`."""
         run, desk = self._open(session), self._desk(session)
+        self._check_seen(session, request.weights, "weights")
         if len(desk.waiting) + desk.at_work >= MOST_WAITING:
             raise Refused(
                 "UNAVAILABLE", f"{MOST_WAITING:,} requests for samples wait already; ask again later"
@@ -181,6 +186,13 @@ class SessionService:
         return [name for name in reversed(self._reads.newest_first()) if self._is_session(name)]
 
     # --- parts
+
+    def _check_seen(self, session: str, checkpoint: str, key: str) -> None:
+        """Raises Refused INVALID for a checkpoint, SESSION/NAME, of a session that its caller may not see."""
+        other = checkpoint.rpartition("/")[0]
+        if other not in ("", session) and not self._reads.sees(other):
+            reason, fix = f"there is no session {other[:80]!r}", "name one that you see: GET /v1/sessions"
+            raise Refused("INVALID", f"{key}: {reason}; {fix}", [problem(key, reason, fix)])
 
     def _is_session(self, name: str) -> bool:
         run = self._event_log.state.runs.get(name)

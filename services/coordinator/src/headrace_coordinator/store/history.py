@@ -161,7 +161,10 @@ class History:
             try:
                 view = json.loads((directory / SUMMARY).read_bytes())
                 state, created, evaluates = view["state"], view["created_at"], view["suite"] is not None
-                ended.append({"run": run, "state": state, "created_at": created, "evaluation": evaluates})
+                whose = {name: view[name] for name in ("owner", "team", "visibility")}
+                ended.append(
+                    {"run": run, "state": state, "created_at": created, "evaluation": evaluates, **whose}
+                )
             except (OSError, ValueError, KeyError):
                 others.append(run)
         return ended, others

@@ -27,16 +27,18 @@ STATUS = {
     "TOO_SLOW": 408,
     "TOO_LARGE": 413,
     "UNSUPPORTED_MEDIA_TYPE": 415,
+    "QUOTA": 429,
 }
 NO_HEAD = frozenset({"/open"})  # a preview of a link must not use it up
 CONFLICT = 409  # Any other reason is about the state of the thing, such as pausing a run that has ended.
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 # What routes may answer beside their own view; the API's description lists them.
 ANSWERS: dict[int | str, dict[str, Any]] = {
-    401: {"model": ErrorView, "description": "The bearer token is missing or wrong."},
+    401: {"model": ErrorView, "description": "The bearer token is missing, wrong, revoked or expired."},
     403: {
         "model": ErrorView,
-        "description": "Without an API token: the request does not come to this machine, or from its own pages.",
+        "description": "The caller lacks the route's scope, or the run is another's. Without an API token: the request "
+        "does not come to this machine, or from its own pages.",
     },
     404: {"model": ErrorView, "description": "There is no such thing; the message names the nearest one."},
     405: {"model": ErrorView, "description": "The path has other methods; the header Allow names them."},
@@ -48,6 +50,10 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     413: {"model": ErrorView, "description": "The body is too large."},
     415: {"model": ErrorView, "description": "The body is neither application/json nor application/yaml."},
     422: {"model": ErrorView, "description": "The request is wrong; problems name the keys and the fixes."},
+    429: {
+        "model": ErrorView,
+        "description": "A quota is used up; the message says which, and when it frees.",
+    },
     503: {"model": ErrorView, "description": "Not possible at the moment; try again."},
 }
 

@@ -64,7 +64,7 @@ class Relay:
     @property
     def route(self) -> Route:
         """The route of all requests to endpoints of runs."""
-        return Route(f"{PATH}/{{path:path}}", self.answer, methods=["GET", "POST", "DELETE"])
+        return Route(f"{PATH}/{{path:path}}", self.answer, methods=["GET", "POST", "DELETE"], name="relay")
 
     def refusal(self, scope: Scope) -> Response | None:
         """The refusal of a request to an endpoint without its run's key; the same if there is no such run."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Header, Query, Request, Response
+from headrace_schema.access import Visibility
 from headrace_schema.problems import MOST, choose, explain, problem
 from headrace_schema.yaml_text import YamlProblem, read_yaml
 from headrace_servicekit.http_server import Bodies, BodyRefused
@@ -40,6 +41,10 @@ RunStateName = Annotated[str, Field(json_schema_extra={"enum": [*STATES]})]
 States = Annotated[list[RunStateName] | None, STATE_FILTER]
 # `?now` and `?now=true` mean the same.
 Flag = Annotated[bool, BeforeValidator(lambda value: True if value == "" else value)]
+VisibilityOfRun = Annotated[
+    Visibility,
+    Query(description="who sees it: private (its owner), team (the owner's), or fleet (everybody)"),
+]
 Key = Annotated[
     str,
     Header(

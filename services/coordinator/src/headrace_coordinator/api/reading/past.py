@@ -15,6 +15,7 @@ from headrace_schema.resources.evaluations import EvaluationView
 from headrace_schema.resources.overviews import CurvesView
 from headrace_schema.resources.views import CertificateView, CheckpointView, EventView, PolicyView, StepView
 
+from headrace_coordinator.access.callers import CALLER
 from headrace_coordinator.api.reading.curves import read_curves
 from headrace_coordinator.api.reading.presenters import (
     brief_event_view,
@@ -24,6 +25,7 @@ from headrace_coordinator.api.reading.presenters import (
 from headrace_coordinator.api.reading.reads import Page, Reads
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
+from headrace_coordinator.domain.access import OPERATE
 from headrace_coordinator.domain.ledger.compact import count, count_drops
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.run_files import CHECKPOINT, EVALUATION, STEP, UPLOAD, RunFiles
@@ -53,7 +55,7 @@ class Past:
             news = history.news.next()
             items = await history.page(run_id, after)
             for item in items:
-                yield event_view(item)
+                yield self._shown(event_view(item))
                 after = item[0]
             if not items and not follow:
                 return
@@ -71,7 +73,14 @@ class Past:
             views = [brief_event_view(number, event) for number, event in found[:size]]
             return views, views[-1].id if len(found) > size else None
 
-        return await self._look(run_id, look)
+        views, place = await self._look(run_id, look)
+        return [self._shown(view) for view in views], place
+
+    def _shown(self, view: EventView) -> EventView:
+        """An event as its caller may read it: without names of others' runs."""
+        if CALLER.get().may(OPERATE):
+            return view
+        return view.model_copy(update={"data": self._reads.discreet(view.data)})
 
     async def curves(self, run_id: str, points: int) -> CurvesView:
         """Figures of at most `points` steps of the live lineage."""

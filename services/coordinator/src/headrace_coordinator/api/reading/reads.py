@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace_schema.problems import nearest
 from headrace_schema.resources.fleet import DeviceView, GpuUseView, InstanceView, LeaseView
 from headrace_schema.resources.overviews import FlowView, RunSummaryView
 from headrace_schema.resources.views import EndpointView, RunView
 
+from headrace_coordinator.access.callers import CALLER
 from headrace_coordinator.api.archive import Archive
 from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.reading.curves import read_spark
 from headrace_coordinator.api.reading.presenters import flow_view, run_summary_view, run_view
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import run_states
+from headrace_coordinator.domain.access import OPERATE, Owned
 from headrace_coordinator.domain.devices.demand import instances_wanted
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.domain.state import EndedRun, InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.online import endpoint_key
 from headrace_coordinator.fleet.sessions import InstanceUsage
@@ -33,6 +36,9 @@ Place = TypeVar("Place")
 Page = tuple[list[Entry], Place | None]
 """Entries of a list, and where the next page begins, or None at the end."""
 SPARKS_KEPT = 4096
+ANOTHER_RUN = "another user's run"
+RUN_ID = re.compile(r"[\w.-]+-\w+")
+"""What may be the id of a run, in a text."""
 RUNS_A_TURN = 20
 """Runs of a list between two turns of the event loop: archived ones are read from files, half a second a thousand."""
 Spark = list[float | None]
@@ -53,14 +59,29 @@ class Reads:
 
     def run(self, run_id: str) -> RunView:
         """One run; NOT_FOUND names the nearest id."""
-        if run_id in self._event_log.state.ended and run_id not in self._event_log.state.runs:
-            return self._labels.shown(self._archive.view(run_id))
+        state = self._event_log.state
+        if (ended := self._ended(run_id)) is not None and run_id not in state.runs:
+            view = self._archive.view(run_id)
+            return self._labels.shown(
+                view.model_copy(update={"visibility": ended.visibility})
+            )  # which may have changed
         run = self.find(run_id)
         plan = self._scheduler.plan
         queue = list(plan.waiting)
         place = queue.index(run_id) + 1 if run_id in queue and run.state == run_states.QUEUED else None
         view = run_view(run, self._waiting_for(run), place, plan.gifts.get(run_id))
+        if not CALLER.get().may(OPERATE):
+            texts = view.model_dump(include={"reason", "ranks_reason", "waiting_for", "warnings"})
+            view = view.model_copy(update=self.discreet(texts))
         return self._labels.shown(view)
+
+    def discreet(self, value: Any) -> Any:
+        """The value, with words in place of every id of a run that the caller may not know of."""
+        if isinstance(value, str):
+            return RUN_ID.sub(lambda found: self.named(found[0]), value) if "-" in value else value
+        if isinstance(value, dict):
+            return {key: self.discreet(each) for key, each in value.items()}
+        return [self.discreet(each) for each in value] if isinstance(value, list) else value
 
     def endpoint(self, run_id: str, base_url: str) -> EndpointView:
         """Where clients of an online run speak with its policy: at `base_url`. NOT_FOUND for another run."""
@@ -96,20 +117,45 @@ class Reads:
 
     def find(self, run_id: str) -> RunState:
         """A run that has not been archived; NOT_FOUND, or CONFLICT for one that has."""
-        state = self._event_log.state
-        if run := state.runs.get(run_id):
+        caller, state = CALLER.get(), self._event_log.state
+        if (run := state.runs.get(run_id)) and caller.knows(run):
             return run
-        if ended := state.ended.get(run_id):
+        if ended := self._ended(run_id):
             raise Refused("CONFLICT", f"run {run_id} is {ended.state}; nothing can change it any more")
         close = nearest(run_id, self.newest_first()[:200])
         hint = f"; did you mean {close}?" if close else ""
         raise Refused("NOT_FOUND", f"there is no run {run_id}{hint}")
 
-    def newest_first(self) -> list[str]:
-        """Ids of all runs, archived ones included."""
+    def _ended(self, run_id: str) -> EndedRun | None:
+        """An archived run that the caller may know of."""
+        ended = self._event_log.state.ended.get(run_id)
+        return ended if ended is not None and CALLER.get().knows(ended) else None
+
+    def owned(self, run_id: str) -> Owned | None:
+        """Whose a run is, whoever asks; None where there is none."""
         state = self._event_log.state
-        created = {run: ended.created_at for run, ended in state.ended.items()}
-        created |= {run.id: run.created_at for run in state.runs.values()}
+        return state.runs.get(run_id) or state.ended.get(run_id)
+
+    def knows(self, run_id: str) -> bool:
+        """Whether a run is there and the caller may know of it."""
+        owned = self.owned(run_id)
+        return owned is not None and CALLER.get().knows(owned)
+
+    def sees(self, run_id: str) -> bool:
+        """Whether the caller may read what is in a run that is there."""
+        owned = self.owned(run_id)
+        return owned is not None and CALLER.get().sees(owned)
+
+    def named(self, run_id: str) -> str:
+        """The id of a run that the caller may know of; else words in its place."""
+        owned = self.owned(run_id)
+        return run_id if owned is None or CALLER.get().knows(owned) else ANOTHER_RUN
+
+    def newest_first(self) -> list[str]:
+        """Ids of all runs that the caller may know of, archived ones included."""
+        knows, state = CALLER.get().knows, self._event_log.state
+        created = {run: ended.created_at for run, ended in state.ended.items() if knows(ended)}
+        created |= {run.id: run.created_at for run in state.runs.values() if knows(run)}
         return sorted(created, key=created.__getitem__, reverse=True)
 
     def _waiting_for(self, run: RunState) -> list[str]:
@@ -154,9 +200,7 @@ class Reads:
         for number, name in enumerate(behind[:size]):
             if number % RUNS_A_TURN == RUNS_A_TURN - 1:
                 await asyncio.sleep(0)
-            if (
-                name in self._event_log.state.runs or name in self._event_log.state.ended
-            ):  # else deleted meanwhile
+            if self.knows(name):  # else deleted meanwhile, or no longer shared
                 shown.append(await self._summary(self.run(name)))
         return shown, shown[-1].id if len(behind) > size else None, len(before) + len(behind)
 
@@ -179,9 +223,9 @@ class Reads:
     def run_states(self) -> dict[str, int]:
         """How many runs there are by state."""
         state = self._event_log.state
-        return Counter(
-            [run.state for run in state.runs.values()] + [run.state for run in state.ended.values()]
-        )
+        knows = CALLER.get().knows
+        states = [run.state for run in state.runs.values() if knows(run)]
+        return Counter(states + [run.state for run in state.ended.values() if knows(run)])
 
     def queue_wait(self) -> float:
         """Seconds for which the run that has waited longest for its admission has waited; 0 where none waits."""

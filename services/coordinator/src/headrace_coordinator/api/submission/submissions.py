@@ -15,6 +15,8 @@ from headrace_schema.resources.fleet import InstanceView
 from headrace_schema.spec import RunSpec
 from headrace_schema.stores import is_remote
 
+from headrace_coordinator.access.callers import CALLER
+from headrace_coordinator.access.quotas import Quotas
 from headrace_coordinator.api.idempotency import Keys, digest
 from headrace_coordinator.api.reading.past import Past
 from headrace_coordinator.api.reading.reads import Reads
@@ -25,6 +27,7 @@ from headrace_coordinator.api.submission.evaluations import (
     suite_evaluation,
 )
 from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.foreign import foreign_paths
 from headrace_coordinator.api.submission.local_rules import fork
 from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of
 from headrace_coordinator.api.submission.stores import check_stores, remote_origin
@@ -34,6 +37,7 @@ from headrace_coordinator.aside import CHECKING
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
+from headrace_coordinator.domain.access import PRIVATE
 from headrace_coordinator.fleet.deaths import RESTART_S
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.waits import WaitTimeout
@@ -60,6 +64,7 @@ class Submissions:
         data_dir: Path,
         open_dataset: Callable[[RunSpec], Awaitable[Dataset]],
         new_id: Callable[[], str],
+        quotas: Quotas,
     ) -> None:
         """`trials` are names under which instances are asked before there is a run."""
         self._event_log = fleet.event_log
@@ -71,9 +76,12 @@ class Submissions:
         self._data_dir = data_dir
         self._open_dataset = open_dataset
         self._new_id = new_id
+        self._quotas = quotas
 
-    async def submit(self, asked: RunSpec | EvaluationSpec, idempotency_key: str) -> str:
-        """Queues a run and returns its id once that is durable.
+    async def submit(
+        self, asked: RunSpec | EvaluationSpec, idempotency_key: str, visibility: str = PRIVATE
+    ) -> str:
+        """Queues a run of the caller and returns its id once that is durable.
 
         The same key with the same spec returns the same run.
 
@@ -81,16 +89,17 @@ class Submissions:
             Refused: INVALID with every problem; CONFLICT for a key of another request.
         """
         trains, request = isinstance(asked, RunSpec), asked.model_dump(mode="json")
-        body = digest(request if trains else ["evaluation", request])
+        body = digest([request if trains else ["evaluation", request], visibility])
         async with self._keys.held(idempotency_key):
             if made := self._keys.made(idempotency_key, body):
                 return made
+            await self._quotas.admit(CALLER.get(), asked.scheduling.priority)
             try:
                 submission = await self.check(asked)
             except Impossible as error:
                 what = "run this spec" if trains else "make this evaluation"
                 raise Refused("INVALID", f"the fleet cannot {what}", error.problems) from error
-            return await self._queue(submission, idempotency_key, body)
+            return await self._queue(submission, idempotency_key, body, visibility)
 
     async def check(self, asked: RunSpec | EvaluationSpec) -> Submission:
         """What could start on the fleet as it is now; an instance that is just being restarted is waited for.
@@ -98,7 +107,8 @@ class Submissions:
         Raises:
             Impossible: with every problem, in the keys of what was asked.
         """
-        if problems := await check_stores(asked):
+        problems = [*foreign_paths(asked.model_dump(mode="json"), self._data_dir, self._reads.sees)]
+        if problems := problems or await check_stores(asked):
             raise Impossible(problems)
         submission = await self._resolve(asked)
         if await CHECKING.run(partial(_lacks_fleet_alone, submission)):
@@ -134,7 +144,7 @@ class Submissions:
     async def _origin(self, name: str) -> Origin:
         if is_remote(name):
             return await remote_origin(name, "from_checkpoint.run")
-        names = self._reads.newest_first()
+        names = [each for each in self._reads.newest_first() if self._reads.sees(each)]
         if name not in names:
             return Origin(name, None, names[:NAMES_COMPARED])
         live = self._event_log.state.runs.get(name)
@@ -158,7 +168,8 @@ class Submissions:
             await self._event_log.wait_until(settled, RESTART_S, "instances to be restarted")
         return on(self._reads.instances())
 
-    async def _queue(self, submission: Submission, key: str, body: str) -> str:
+    async def _queue(self, submission: Submission, key: str, body: str, visibility: str) -> str:
+        caller = CALLER.get()
         spec, now = submission.settled, self._event_log.now()
         run = f"{spec.name}-{self._new_id()}"
         evaluation = suite_evaluation(submission) if submission.evaluated else None
@@ -168,7 +179,13 @@ class Submissions:
             spec=spec.model_dump(mode="json"),
             directory=str(self._data_dir / "runs" / run),
             evaluation=None if evaluation is None else msgspec.to_builtins(evaluation),
+            owner=caller.name,
+            team=caller.team,
+            visibility=visibility,
         )
+        await self._quotas.admit(
+            caller, spec.scheduling.priority
+        )  # others may have come while it was checked
         notes = [ev.Noted(at=now, run=run, text=submission.note)] if submission.note else []
         await self._event_log.commit(submitted, self._keys.used(key, body, run), *notes)
         return run

@@ -10,6 +10,7 @@ export async function show(root, place, signal) {
   const well = h("p", { class: "muted", role: "status" });
   const [instances, instanceRows] = table("Instances", ["Instance", "State", "Drain", "Run", "Devices", "Memory", "Busy", "Host", "Address"]);
   const [leases, leaseRows] = table("Leases", ["Epoch", "State", "Instance", "Run", "Stage", "Devices", "Expires in"]);
+  const [used, usedRows] = table("Usage", ["Whose", "Runs", "Queued", "Devices", "Device-hours, 30 days", "Disk, GB", "Streams"]);
   const hosts = h("div");
   const noInstances = empty("No instance is registered. Start a fleet with ", h("code", {}, "headrace up"), ".");
   const noLeases = empty("Nobody holds a device.");
@@ -20,7 +21,8 @@ export async function show(root, place, signal) {
     h("section", { class: "panel" }, h("h2", {}, "Services"), scale, said),
     h("section", { class: "panel" }, h("h2", {}, "Instances"), instances, noInstances),
     h("section", { class: "panel" }, h("h2", {}, "Devices"), hosts),
-    h("section", { class: "panel" }, h("h2", {}, "Leases"), leases, noLeases), logs.element);
+    h("section", { class: "panel" }, h("h2", {}, "Leases"), leases, noLeases),
+    h("section", { class: "panel" }, h("h2", {}, "Usage"), used), logs.element);
   const told = h("p", { role: "status" });
   instances.after(told);
   const fields = KINDS.map((kind) => scaler(kind));
@@ -87,6 +89,11 @@ export async function show(root, place, signal) {
   signal.addEventListener("abort", () => clearInterval(timer));
 
   const until = new Map();
+  repeat(30000, signal, async () => {
+    const { usage } = await get("/v1/usage", signal);
+    keyed(usedRows, usage.slice(0, 100), (each) => each.subject, usageRow);
+  }).catch(() => {}); // The rest of the page says what is wrong.
+
   await repeat(2000, signal, async () => {
     const [found, held, state] = await Promise.all([pages("/v1/instances", "instances", signal), get("/v1/leases", signal, { page_size: 200 }), health(signal)]);
     well.textContent = state.status === "ok" ? `Coordinator: ok, epoch ${state.coordinator_epoch}, event loop ${state.loop_lag_ms.toFixed(0)} ms late at most` : `Coordinator: unhealthy: ${state.reason}`;
@@ -153,6 +160,12 @@ function logPanel(signal) {
     which.replaceChildren(which.options[0], ...wanted.map((name) => h("option", { value: name }, name)));
     which.value = chosen;
   } };
+}
+
+// What a user or team uses, beside its quotas.
+function usageRow(each) {
+  const of = (name, digits = 0) => `${each[name].toFixed(digits)}${name in each.limits ? ` of ${each.limits[name]}` : ""}`;
+  return h("tr", {}, h("td", {}, each.subject), ...[["runs"], ["queued"], ["devices"], ["device_hours", 1], ["disk_gb", 2], ["streams"]].map(([name, digits]) => h("td", {}, of(name, digits))));
 }
 
 // "BOOT-ID/cpu:0" is long; people know their devices by the last part.

@@ -38,6 +38,17 @@ const GROUPS = [
     ["Correction for the old policy", /^trainer\/correction_/],
   ]],
 ];
+// The same figures where a policy acts in an environment: its tokens are actions, and its rewards returns.
+const OF_EPISODES = new Map([
+  ["Reward, mean ± spread", "Return, mean ± spread"],
+  ["Answer length, tokens", "Episode length, actions"],
+  ["Entropy, nats a token", "Entropy, nats an action"],
+  ["KL of the step's first policy to the one in training, nats a token", "KL of the step's first policy to the one in training, nats an action"],
+  ["Share of tokens that are clipped", "Share of actions that are clipped"],
+  ["Tokens per second", "Actions per second"],
+  ["Slots of a step", "Episodes of a step"],
+  ["Groups whose rewards are all equal", "Groups whose returns are all equal"],
+]);
 // Shown within another plot, or the same under another name.
 const KNOWN = new Set(["train/reward", "trainer/reward_mean", "trainer/reward_std", "trainer/learn_seconds", "speed/step_seconds", "speed/tokens", "trainer/log_prob_compared_tokens"]);
 const STAGES = ["generate", "prefill", "score", "learn", "sync", "switch", "protocol"];
@@ -48,12 +59,18 @@ export async function overview(root, context) {
   const plots = h("div");
   const log = eventLog(context);
   const bar = chartBar(() => drawAgain());
-  root.append(flow(context).element, bar.element, plots, log.element);
+  const own = ownCharts(context.place, () => drawAgain());
+  root.append(flow(context).element, bar.element, own.element, plots, log.element);
   await curves.load();
-  let drawn = draw(plots, curves, context.signal);
+  let drawn = all();
   function drawAgain() {
     drawn.end();
-    drawn = draw(plots, curves, context.signal);
+    drawn = all();
+  }
+
+  function all() {
+    own.offer(Object.keys(curves.series));
+    return draw(plots, curves, context, own.chosen());
   }
 
   let queued = false;
@@ -102,7 +119,46 @@ function constant(column) {
   return known.length >= CONSTANT_AFTER && known.every((value) => value === known[0]);
 }
 
-function draw(root, curves, signal) {
+// Charts of the reader's choice: each of some figures, in the page's address, so that a link shows them too.
+function ownCharts(place, changed) {
+  const add = h("select", { id: "own-figure" });
+  const beside = h("select", { id: "own-chart" });
+  const list = h("span", { class: "row" });
+  let charts = (place.query.get("own") ?? "").split(";").filter(Boolean).map((each) => each.split(","));
+  const pair = (label, control) => h("span", { class: "pair" }, h("label", { for: control.id }, label), control);
+  const element = h("div", { class: "row chart-bar", role: "group", "aria-label": "Own charts" }, pair("Own chart of", add), pair("in", beside),
+    h("button", { type: "button", onclick: () => { if (add.value) set(beside.value === "" ? [...charts, [add.value]] : charts.map((each, at) => (at === Number(beside.value) ? [...new Set([...each, add.value])] : each))); } }, "Add"), list);
+
+  function set(now) {
+    charts = now;
+    const [path, text] = location.hash.split("?");
+    const query = new URLSearchParams(text);
+    if (charts.length) query.set("own", charts.map((each) => each.join(",")).join(";")); else query.delete("own");
+    history.replaceState(null, "", query.size ? `${path}?${query}` : path);
+    changed();
+  }
+
+  function show() {
+    const chosen = beside.value;
+    beside.replaceChildren(h("option", { value: "" }, "a new one"), ...charts.map((each, at) => h("option", { value: at }, each.map(shortName).join(", "))));
+    beside.value = charts[Number(chosen)] && chosen !== "" ? chosen : "";
+    list.replaceChildren(...charts.map((each, at) => h("button", { type: "button", class: "quiet", onclick: () => set(charts.filter((_, index) => index !== at)) }, `Remove ${each.map(shortName).join(", ")}`)));
+  }
+
+  return {
+    element,
+    chosen: () => charts,
+    offer(names) {
+      const before = add.value;
+      element.hidden = !names.length;
+      add.replaceChildren(...names.sort().map((name) => h("option", { value: name }, `${name.split("/")[0]}: ${shortName(name)}`)));
+      if (names.includes(before)) add.value = before;
+      show();
+    },
+  };
+}
+
+function draw(root, curves, { signal, run }, own) {
   const charts = [];
   const known = Object.keys(curves.series);
   const left = new Set(known.filter((name) => !KNOWN.has(name) && !name.startsWith("stage_seconds/")));
@@ -114,8 +170,12 @@ function draw(root, curves, signal) {
   }
   const options = { look: chosenLook(), signal };
   const add = (made) => { if (made) { charts.push(made); made.update(); return made.chart.element; } return null; };
+  // One's own are shown where they are constant too.
+  const chosen = own.map((found) => add(lines(found.map(shortName).join(", "), found.filter((name) => known.includes(name)), curves, null, options))).filter(Boolean);
+  if (chosen.length) groups.push(group("Own charts", true, chosen));
+  const words = run.spec.workflow === "embodied" || run.spec.workflow === "episodes" ? (name) => OF_EPISODES.get(name) ?? name : (name) => name;
   for (const [title, open, plots] of GROUPS) {
-    const made = plots.map(([name, what]) => add(plot(name, what, curves, left, still, options))).filter(Boolean);
+    const made = plots.map(([name, what]) => add(plot(words(name), what, curves, left, still, options))).filter(Boolean);
     if (made.length) groups.push(group(title, open, made));
   }
   const policies = byPolicy(left).map(([title, found]) => add(lines(title, found, curves, still, options))).filter(Boolean);
@@ -158,10 +218,11 @@ function over(chart, curves, columns) {
   chart.set(xs, columns, marks);
 }
 
-// A chart of some tags; null where all are constant: then `still` gets their values in words.
+// A chart of some tags; null where all are constant: then `still`, if given, gets their values in words.
 function lines(title, found, curves, still, options) {
   const columns = () => found.map((name) => curves.column(name));
-  if (columns().every(constant)) {
+  if (!found.length) return null;
+  if (still && columns().every(constant)) {
     const values = found.map((name, index) => `${found.length > 1 ? `${shortName(name)} ` : ""}${number(newest(columns()[index]))}`);
     still.push(`${/^[A-Z]{2}/.test(title) ? title : title[0].toLowerCase() + title.slice(1)} ${values.join(", ")}`);
     return null;

@@ -115,6 +115,7 @@ function runHeader(element, path, signal) {
     const best = run.evaluations.filter((view) => view.kind === "heldout");
     const until = run.finished_at ?? Date.now() / 1000;
     figures.replaceChildren(facts([
+      ["Owner", `${run.owner}${run.team ? ` of ${run.team}` : ""}, seen by ${{ private: "the owner", team: "the team", fleet: "everybody" }[run.visibility]}`],
       ...(given ? [["Loss", number(run.last_step?.figures.loss)]] : [["Reward", number(run.last_step?.reward_mean)]]),
       ...(run.last_step && "reward_accuracy" in run.last_step.figures ? [["Accuracy of pairs", number(run.last_step.figures.reward_accuracy)]] : []),
       [best.at(-1)?.measure ? `Held-out ${best.at(-1).measure.replaceAll("_", " ")}` : "Score", best.length > 1 ? `${number(best[0].score)} → ${number(best.at(-1).score)}` : number(best[0]?.score)],

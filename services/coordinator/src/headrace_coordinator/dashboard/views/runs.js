@@ -38,6 +38,7 @@ export async function show(root, place, signal) {
   const wanted = () => ({ state: query.get("state") ?? "", search: search.value.trim() });
   let token = "";
   let timer = 0;
+  let several = false; // Whether the page has runs of more than one owner.
 
   search.addEventListener("input", () => {
     clearTimeout(timer);
@@ -81,6 +82,7 @@ export async function show(root, place, signal) {
     const page = await get("/v1/run-summaries", signal, { page_size: own ? MOST : SIZE, page_token: own ? "" : tokens.at(-1), state, search: text });
     token = page.next_page_token;
     filters(page.states, state);
+    several = new Set(page.summaries.map((run) => run.owner)).size > 1;
     const all = own ? inOrder(grouped.checked ? families(page.summaries) : page.summaries, sort.value) : page.summaries;
     const shown = own ? all.slice(from, from + SIZE) : all;
     const which = own ? ` sorted by ${sort.selectedOptions[0].textContent}${page.total > MOST ? ` among the newest ${MOST.toLocaleString("en")}` : ""}` : "";
@@ -120,7 +122,7 @@ export async function show(root, place, signal) {
     const why = run.waiting_for[0] ? `waits for ${run.waiting_for[0]}` : run.reason;
     return h("tr", {},
       h("td", { class: "tick" }, tick),
-      h("td", { class: "name" }, h("a", { href: `#/runs/${encodeURIComponent(run.id)}`, "data-focus": run.id }, run.id), tagList(run.tags),
+      h("td", { class: "name" }, h("a", { href: `#/runs/${encodeURIComponent(run.id)}`, "data-focus": run.id }, run.id), several && h("span", { class: "muted" }, ` ${run.owner}`), tagList(run.tags),
         (run.note || why) && h("div", { class: "why", title: [run.note, why].filter(Boolean).join("\n") }, [run.note, why].filter(Boolean).join(" · "))),
       h("td", { class: "state" }, chip(run.state), run.place && h("span", { class: "muted" }, ` place ${run.place}`)),
       h("td", { class: "algorithm" }, run.algorithm || "–"),

@@ -1,8 +1,8 @@
 """Which runs may use which instances and devices: admission as one pure function of the state and the time.
 
-Order among runs: those that have waited too long, then priority, then fair share (device-seconds used over
-weight), then submission. Knows no session and no clock: a `RunAdmitted` event equals the function replayed on
-the log before it.
+Order among runs: those that have waited too long, then priority, then fair share (device-seconds used over weight) of
+teams, of users, of runs, then submission. Knows no session and no clock: a `RunAdmitted` event equals the function
+replayed on the log before it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import quotas
 from headrace_coordinator.domain.devices.demand import demand_of
 from headrace_coordinator.domain.devices.fitting import Fitting
 from headrace_coordinator.domain.run_states import QUEUED, RECOVERING, RUN
@@ -21,6 +22,7 @@ from headrace_coordinator.domain.state import State
 PATIENCE_QUANTA = 10
 """Quanta after which a waiting run comes first, whatever its priority."""
 
+Order = tuple[bool, int, float, float, float, float, str]
 Offers = Mapping[str, Sequence[Grant | None]]
 """Id of a run → what it may hold in place of its grant, from the most to the least; None, the last: nothing."""
 
@@ -78,10 +80,11 @@ def plan_regroup(
     )
 
 
-def order_key(run: RunState, now: float) -> tuple[bool, int, float, float, str]:
-    """Sorts runs: a run may displace those that come after it."""
+def order_key(run: RunState, now: float, shares: Mapping[str, float]) -> Order:
+    """Sorts runs: a run may displace those that come after it. `shares`: of teams and users, see `quotas`."""
     patient = run.state != QUEUED or _within(now - run.queued_at, PATIENCE_QUANTA * run.quantum_s)
-    return patient, -run.priority, run.share(now), run.created_at, run.id
+    team, user = (shares.get(circle, 0.0) for circle in quotas.circles(run.owner, run.team))
+    return patient, -run.priority, team, user, run.share(now), run.created_at, run.id
 
 
 def _within(elapsed: float, limit: float) -> bool:
@@ -93,31 +96,48 @@ class _Planner:
     def __init__(self, state: State, now: float) -> None:
         self._state = state
         self._now = now
-        runs = sorted(state.active_runs(), key=lambda run: order_key(run, now))
+        self._shares = quotas.live_shares(state, now)
+        runs = sorted(state.active_runs(), key=self._order)
         self._admitted = [run for run in runs if run.grant is not None]
-        self._waiting = [run for run in runs if run.state == QUEUED and run.intent == RUN]
+        wanting = [run for run in runs if run.state == QUEUED and run.intent == RUN]
+        spent = {run.id: quotas.exhausted(state, run, now) for run in (*wanting, *self._admitted)}
+        self._exhausted = {run: reason for run, reason in spent.items() if reason}
+        """Ids of runs whose device-hours are used up, and until when."""
+        self._waiting = [run for run in wanting if run.id not in self._exhausted]
         self._grants = {run.id: run.grant for run in self._admitted if run.grant is not None}
         self._fitting = Fitting(state, waits=bool(self._waiting))
 
+    def _order(self, run: RunState) -> Order:
+        return order_key(run, self._now, self._shares)
+
     def plan(self) -> Plan:
         plan = Plan([], {}, {}, {})
+        spent: set[str] = set()  # runs that wait for a quota: nobody makes room for them
         for run in self._admitted:
             self._refill(run, plan, grow=False)
         for run in self._waiting:
             grant = self._fitting.grant(run, self._grants)
-            if isinstance(grant, Grant):
+            if isinstance(grant, Grant) and (
+                over := quotas.beyond(self._state, self._grants, run, len(grant.devices))
+            ):
+                plan.waiting[run.id] = over
+                spent.add(run.id)
+            elif isinstance(grant, Grant):
                 self._admit(run, grant, plan)
             else:
                 plan.waiting[run.id] = grant
-                if not order_key(run, self._now)[0]:
+                if not self._order(run)[0]:
                     break  # This run has waited longest: no run behind it is admitted before it.
-        for run_id, reason in list(plan.waiting.items()):
+        for name, reason in self._exhausted.items():
+            (plan.yields if name in self._grants else plan.waiting)[name] = reason
+        spent |= self._exhausted.keys()
+        for run_id, reason in [item for item in plan.waiting.items() if item[0] not in spent]:
             self._make_room(self._state.runs[run_id], reason, plan)
         plan.gifts = {name: gift for name, gift in plan.gifts.items() if name not in plan.yields}
         for run in self._waiting:
             if run.id not in plan.waiting and run.id not in self._grants:
                 plan.waiting[run.id] = "an earlier run, which has waited longer, to start first"
-        if not plan.waiting:
+        if plan.waiting.keys() <= spent:
             for run in self._admitted:
                 self._refill(run, plan, grow=True)
         return plan
@@ -127,9 +147,11 @@ class _Planner:
         own = self._usable(held.trainers)[:ranks]
         kept = self._kept(held, own)
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
-        return self._fitting.grant(
-            run, others, kept, msgspec.structs.replace(demand_of(run), trainers=ranks, fair=fair)
-        )
+        demand = msgspec.structs.replace(demand_of(run), trainers=ranks, fair=fair)
+        grant = self._fitting.grant(run, others, kept, demand)
+        if isinstance(grant, Grant) and len(grant.devices) > len(held.devices):
+            return quotas.beyond(self._state, others, run, len(grant.devices)) or grant
+        return grant
 
     def _admit(self, run: RunState, grant: Grant, plan: Plan) -> None:
         self._grants[run.id] = grant
@@ -157,6 +179,8 @@ class _Planner:
             return
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
         grant = self._fitting.grant(run, others, kept)
+        if isinstance(grant, Grant) and len(grant.devices) > len(held.devices):
+            grant = quotas.beyond(self._state, others, run, len(grant.devices)) or grant
         if isinstance(grant, str):
             grant = kept  # It no longer holds what was lost; the run loop waits for a replacement, or queues.
         if grant != held:
@@ -201,7 +225,7 @@ class _Planner:
         """
         if other.grant is None or _within(self._now - other.admitted_at, other.quantum_s):
             return []
-        before = order_key(run, self._now) < order_key(other, self._now)
+        before = self._order(run) < self._order(other)
         offers: list[Grant | None] = []
         if not _within(self._now - other.regrouped_at, other.quantum_s):
             least = other.sizes[0] if before else other.own_ranks

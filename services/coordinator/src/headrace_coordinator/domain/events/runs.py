@@ -16,6 +16,9 @@ class RunSubmitted(RunEvent, frozen=True, kw_only=True):
     directory: str
     evaluation: dict[str, Any] | None = None
     """The request of an evaluation of a suite; None for a run that trains."""
+    owner: str = "admin"
+    team: str = ""
+    visibility: str = "private"
 
 
 class RunIntentChanged(RunEvent, frozen=True, kw_only=True):
@@ -40,6 +43,9 @@ class RunArchived(Event, frozen=True, kw_only=True):
     state: str
     created_at: float
     evaluation: bool = False
+    owner: str = "admin"
+    team: str = ""
+    visibility: str = "private"
 
 
 class RunDeleted(Event, frozen=True, kw_only=True):

@@ -1,34 +1,20 @@
-"""The files of the dashboard and of /docs, and one-time links to the dashboard and to downloads.
+"""The files of the dashboard and of /docs.
 
 Files are read once and served with a policy under which nothing else runs. They hold no data, so they need no token;
-what they show they ask of the API, with the user's token. Who has the token gets a code, and a browser that shows the
-code gets the token: the token itself stands in no address that a process list or a server's log could show. Knows no
-run.
+what they show they ask of the API, with the user's token. Knows no run.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
-import re
-import secrets
-import time
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Annotated
-from urllib.parse import quote
 
-from fastapi import APIRouter, Depends, Query, Request, Response
-from headrace_schema.resources.views import LinkView
+from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
-from headrace_coordinator.api.http.errors import error_response
-from headrace_coordinator.api.http.requests import known_parameters, view_response
-
 FOLDER = "/dashboard/"
-OPEN = "/open"
-DOWNLOAD = re.compile(r"/v1/runs/[^/?#]+/(?:export|checkpoints/[^?#]+)")
 DOCS = "/docs"
 TYPES = {
     "html": "text/html; charset=utf-8",
@@ -51,8 +37,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-LIFE_S = 60.0
-MAX_LINKS = 32  # a newer link replaces the oldest
 
 
 def is_page(path: str) -> bool:
@@ -111,54 +95,3 @@ def _answer(request: Request, name: str, folder: str = "dashboard") -> Response:
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=media_type)
-
-
-class Links:
-    """Codes that are good once, for one path and for `LIFE_S` seconds."""
-
-    def __init__(self) -> None:
-        self._links: dict[str, tuple[str, float]] = {}
-
-    def make(self, path: str) -> str:
-        """A new code for a path."""
-        if len(self._links) >= MAX_LINKS:
-            self._links.pop(next(iter(self._links)))
-        code = secrets.token_urlsafe(24)
-        self._links[code] = (path, time.monotonic() + LIFE_S)
-        return code
-
-    def redeem(self, code: str, path: str) -> bool:
-        """Whether the code is good for a path; it is used up."""
-        found = [known for known in self._links if hmac.compare_digest(known.encode(), code.encode())]
-        target, expiry = self._links.pop(found[0]) if found else ("", 0.0)
-        return target == path and expiry > time.monotonic()
-
-
-def link_routes(token: str | None, links: Links) -> APIRouter:
-    """Makes and follows links; without a token a link is the plain address."""
-    routes = APIRouter(tags=["service"], dependencies=[Depends(known_parameters)])
-
-    @routes.post("/v1/links", response_model=LinkView, status_code=201)
-    async def create_link(
-        download: Annotated[str, Query(pattern=f"^({DOWNLOAD.pattern})?$")] = "",
-    ) -> Response:
-        """A path that opens the dashboard, or a download, once, in a browser that does not show the token."""
-        path = f"{download or OPEN}?code={links.make(download or OPEN)}" if token else download or "/"
-        response = view_response(LinkView(path=path, expires_in_s=LIFE_S))
-        response.status_code = 201
-        return response
-
-    @routes.get(OPEN, response_class=Response, status_code=303)
-    async def open_link(code: str = "", run: str = "") -> Response:
-        """Leads to `/#token=…`, or to the page of a run. A fragment is sent to no server. Needs no token."""
-        if token and not links.redeem(code, OPEN):
-            return error_response(
-                "UNAUTHENTICATED", "this link was used or has expired; `headrace open` makes a new one"
-            )
-        parts = [f"token={quote(token, safe='')}"] if token else []
-        parts += [f"/runs/{quote(run, safe='')}"] if run else []
-        where = "/#" + "&".join(parts) if parts else "/"
-        headers = {"Location": where, "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
-        return Response(status_code=303, headers=headers)
-
-    return routes

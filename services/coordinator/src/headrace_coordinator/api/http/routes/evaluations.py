@@ -13,12 +13,14 @@ from headrace_schema.resources.evaluations import (
     EvaluationRunView,
 )
 
+from headrace_coordinator.access.enforcement import RUN
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.requests import (
     Flag,
     Key,
     PageSize,
     PageToken,
+    VisibilityOfRun,
     body_of,
     foreign_token,
     keyed_response,
@@ -56,6 +58,7 @@ def evaluation_routes(coordinator: Coordinator) -> APIRouter:
         dry_run: Annotated[
             Flag, Query(description="check only; answers 200 with every default filled in")
         ] = False,
+        visibility: VisibilityOfRun = "private",
     ) -> Response:
         """Queues an evaluation of a model or a checkpoint on a suite."""
         asked = await read_model(request, EvaluationSpec, "the evaluation spec")
@@ -65,7 +68,7 @@ def evaluation_routes(coordinator: Coordinator) -> APIRouter:
             except Impossible as error:
                 raise invalid(error.problems, "the evaluation spec") from error
             return view_response(asked)
-        run_id = await coordinator.submissions.submit(asked, key)
+        run_id = request.scope[RUN] = await coordinator.submissions.submit(asked, key, visibility)
         return keyed_response(coordinator.suites.suite_evaluation(run_id), key, 201)
 
     @routes.get("", response_model=EvaluationRunListView)

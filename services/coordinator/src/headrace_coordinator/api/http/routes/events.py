@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -14,6 +14,7 @@ from fastapi.responses import StreamingResponse
 from headrace_schema.resources.views import EventView
 from pydantic import Field
 
+from headrace_coordinator.access.callers import CALLER
 from headrace_coordinator.api.http.requests import known_parameters
 from headrace_coordinator.api.refusal import Refused
 
@@ -25,6 +26,7 @@ HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 MEDIA_TYPE = "text/event-stream"
 RETRY_MS = 1000
 MAX_STREAMS, MAX_OF_CLIENT = 256, 64
+NOT_COUNTED: AbstractContextManager[None] = nullcontext()
 # No line ends to the standard, but to clients that split text as Python does (httpx). In JSON: in strings.
 LINE_SEPARATORS = {point: f"\\u{point:04x}" for point in (0x85, 0x2028, 0x2029)}
 MAX_EVENT_ID = 2**63 - 1
@@ -55,7 +57,8 @@ def event_routes(coordinator: Coordinator, heartbeat_s: float) -> APIRouter:
         run = coordinator.reads.run(run_id)
         behind = after if last_event_id is None else last_event_id
         events = coordinator.past.events(run.id, behind, follow=follow)
-        return StreamingResponse(streams.start(events, _client(request)), 200, HEADERS, MEDIA_TYPE)
+        parts = streams.start(events, _client(request), coordinator.quotas.stream(CALLER.get()))
+        return StreamingResponse(parts, 200, HEADERS, MEDIA_TYPE)
 
     return routes
 
@@ -67,19 +70,30 @@ class Streams:
         self._heartbeat_s = heartbeat_s
         self._open: Counter[str] = Counter()
 
-    def start(self, events: AsyncIterator[EventView], client: str = "") -> AsyncIterator[bytes]:
-        """A stream of these events; UNAVAILABLE when too many are open, in all or of this client."""
+    def start(
+        self,
+        events: AsyncIterator[EventView],
+        client: str = "",
+        counted: AbstractContextManager[None] = NOT_COUNTED,
+    ) -> AsyncIterator[bytes]:
+        """A stream of these events; UNAVAILABLE when too many are open, in all or of this client.
+
+        `counted` is entered while it is open.
+        """
         for most, count in ((MAX_STREAMS, self._open.total()), (MAX_OF_CLIENT, self._open[client])):
             if count >= most:
                 raise Refused("UNAVAILABLE", f"{most} streams of events are open; close one, or try again")
-        return self._counted(events, client)
+        return self._counted(events, client, counted)
 
-    async def _counted(self, events: AsyncIterator[EventView], client: str) -> AsyncIterator[bytes]:
+    async def _counted(
+        self, events: AsyncIterator[EventView], client: str, counted: AbstractContextManager[None]
+    ) -> AsyncIterator[bytes]:
         self._open[client] += 1
         try:
-            async with aclosing(stream(events, self._heartbeat_s)) as parts:
-                async for part in parts:
-                    yield part
+            with counted:
+                async with aclosing(stream(events, self._heartbeat_s)) as parts:
+                    async for part in parts:
+                        yield part
         finally:
             self._open[client] -= 1
             self._open += Counter()  # without clients that have none

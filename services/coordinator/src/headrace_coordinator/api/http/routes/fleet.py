@@ -11,7 +11,7 @@ import os
 import re
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -21,7 +21,9 @@ from headrace_schema.resources.fleet import (
     DeviceReleaseView,
     DrainView,
     InstanceListView,
+    InstanceView,
     LeaseListView,
+    LeaseView,
     ScaleView,
     ServiceListView,
     ServiceView,
@@ -48,6 +50,7 @@ from headrace_coordinator.api.http.requests import (
 from headrace_coordinator.api.refusal import Refused
 
 if TYPE_CHECKING:
+    from headrace_coordinator.api.reading.reads import Reads
     from headrace_coordinator.app import Coordinator
 
 Level = Literal["debug", "info", "warning", "error", "critical"]
@@ -58,6 +61,7 @@ ELSEWHERE = (
 KINDS = ("rollout", "trainer", "simulator", "reward")
 READ_BYTES = 1 << 20
 MOST_CHARACTERS = 4000
+Holder = TypeVar("Holder", InstanceView, LeaseView)
 LEVELS = ("debug", "info", "warning", "error", "critical")
 NAME = re.compile(r"[a-z]+(-[0-9]{1,6})?")
 INSTANCE_STATES = ("READY", "SILENT", "DRAINING", "LOST")
@@ -102,7 +106,8 @@ def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
     ) -> Response:
         """Processes of the services."""
         states = known_states(state, INSTANCE_STATES)
-        every = sorted(coordinator.reads.instances(), key=lambda item: (getattr(item, order), item.name))
+        found = _discreet(coordinator.reads, coordinator.reads.instances())
+        every = sorted(found, key=lambda item: (getattr(item, order), item.name))
         shown, token = page(
             every,
             lambda item: item.incarnation,
@@ -144,7 +149,8 @@ def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
     ) -> Response:
         """Leases, and on every page all devices, whatever leases are asked for."""
         states = known_states(state, LEASE_STATES)
-        every = sorted(coordinator.reads.leases(), key=lambda lease: lease.epoch, reverse=order == "newest")
+        found = _discreet(coordinator.reads, coordinator.reads.leases())
+        every = sorted(found, key=lambda lease: lease.epoch, reverse=order == "newest")
         shown, token = page(
             every,
             lambda lease: str(lease.epoch),
@@ -152,7 +158,11 @@ def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
             page_token,
             lambda item: _among(states, item.state),
         )
-        view = LeaseListView(leases=shown, devices=coordinator.reads.devices(), next_page_token=token)
+        devices = [
+            device.model_copy(update={"reason": coordinator.reads.discreet(device.reason)})
+            for device in coordinator.reads.devices()
+        ]
+        view = LeaseListView(leases=shown, devices=devices, next_page_token=token)
         return view_response(view)
 
     @routes.post("/devices:release", response_model=DeviceReleaseView, openapi_extra=body_of("DeviceRelease"))
@@ -203,6 +213,11 @@ def services_of(coordinator: Coordinator) -> list[ServiceView]:
             view.asked, view.problem = scaling.asked, scaling.problem
         found.append(view)
     return found
+
+
+def _discreet(reads: Reads, views: list[Holder]) -> list[Holder]:
+    """The views, without the ids of runs that the caller may not know of."""
+    return [view.model_copy(update={"run": reads.named(view.run)}) for view in views]
 
 
 def _among(states: frozenset[str], state: str) -> bool:

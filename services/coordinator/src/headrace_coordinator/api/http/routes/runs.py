@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from headrace_schema.access import Visibility
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.problems import Impossible
 from headrace_schema.resources.evaluations import EvaluationView
@@ -24,6 +25,7 @@ from headrace_schema.resources.views import (
 from headrace_schema.spec import RunSpec
 from pydantic import BaseModel
 
+from headrace_coordinator.access.enforcement import RUN
 from headrace_coordinator.api.http.downloads import TAR_ANSWER, folder_answer
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.relay import PATH
@@ -34,6 +36,7 @@ from headrace_coordinator.api.http.requests import (
     PageSize,
     PageToken,
     States,
+    VisibilityOfRun,
     body_of,
     foreign_token,
     keyed_response,
@@ -102,6 +105,7 @@ def _writes(routes: APIRouter, coordinator: Coordinator) -> None:
                 "the spec's own are tried for that, so their code runs"
             ),
         ] = False,
+        visibility: VisibilityOfRun = "private",
     ) -> Response:
         """Queues a run. The body is a run spec as JSON; GET /v1/spec-schema describes it."""
         spec = await read_model(request, RunSpec, "the run spec")
@@ -114,7 +118,7 @@ def _writes(routes: APIRouter, coordinator: Coordinator) -> None:
             if submission.note:
                 response.headers[NOTE] = submission.note.encode("ascii", "replace").decode()
             return response
-        run_id = await coordinator.submissions.submit(spec, key)
+        run_id = request.scope[RUN] = await coordinator.submissions.submit(spec, key, visibility)
         return keyed_response(coordinator.reads.run(run_id), key, 201)
 
     @routes.post("/{run_id}:pause", response_model=RunView)
@@ -142,6 +146,13 @@ def _writes(routes: APIRouter, coordinator: Coordinator) -> None:
         """Gives a run tags or a note for people; works on ended runs too."""
         change = await read_model(request, RunLabels, "the request to label")
         return keyed_response(await coordinator.run_changes.label(run_id, change, key), key)
+
+    @routes.post("/{run_id}:share", response_model=RunView)
+    async def share_run(
+        run_id: str, visibility: Annotated[Visibility, Query(description="who sees it from now on")], key: Key
+    ) -> Response:
+        """Changes who sees a run, ended ones too: `private` its owner, `team` their team as well, `fleet` everybody."""
+        return keyed_response(await coordinator.run_changes.share(run_id, visibility, key), key)
 
     @routes.post("/{run_id}:cancel", response_model=RunView)
     async def cancel_run(run_id: str, key: Key) -> Response:

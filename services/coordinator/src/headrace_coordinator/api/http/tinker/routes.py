@@ -39,6 +39,8 @@ from headrace_coordinator.api.http.tinker.wire import (
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.aside import PARSING
 
+READ, CALL, CHANGE = "tinker_read", "tinker_call", "tinker_change"
+"""Rows of the table of access."""
 HOLD_S = 40.0
 """The client waits for 45 s, and asks again at once."""
 BODIES = Bodies(32 << 20, 256 << 20)
@@ -90,7 +92,7 @@ def tinker_routes(tinker: Tinker) -> APIRouter:
     _sampling(routes, tinker)
     _records(routes, tinker)
 
-    @routes.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
+    @routes.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE"], name=READ)
     async def unsupported(path: str) -> Response:
         raise Refused(
             "NOT_FOUND", f"this fleet has no {path[:80]!r} of Tinker's API; docs/tinker.md says what it has"
@@ -100,53 +102,53 @@ def tinker_routes(tinker: Tinker) -> APIRouter:
 
 
 def _client(routes: APIRouter, tinker: Tinker) -> None:
-    @routes.post("/client/config")
-    @routes.post("/client/dynamic_config")
+    @routes.post("/client/config", name=READ)
+    @routes.post("/client/dynamic_config", name=READ)
     async def config(request: Request) -> dict[str, Any]:
         await _body(request)
         return {}
 
-    @routes.get("/healthz")
+    @routes.get("/healthz", name=READ)
     async def health() -> dict[str, Any]:
         return {"status": "ok"}
 
-    @routes.post("/telemetry")
+    @routes.post("/telemetry", name=READ)
     async def telemetry(request: Request) -> dict[str, Any]:
         await _body(request)
         return {"status": "accepted"}
 
-    @routes.get("/get_server_capabilities")
+    @routes.get("/get_server_capabilities", name=READ)
     async def capabilities() -> dict[str, Any]:
         on_offer = [{"model_name": name, "trainable": True, "sampleable": True} for name in tinker.models]
         return {"supported_models": on_offer}
 
-    @routes.post("/create_session")
+    @routes.post("/create_session", name=CHANGE)
     async def create_session(request: Request) -> dict[str, Any]:
         await _body(request)
         return {"session_id": await tinker.create_session(), "type": "create_session"}
 
-    @routes.post("/session_heartbeat")
+    @routes.post("/session_heartbeat", name=CALL)
     async def heartbeat(request: Request) -> dict[str, Any]:
         await tinker.heard_of((await _read(request, bodies.OfSession)).session_id)
         return {"type": "session_heartbeat"}
 
-    @routes.post("/sessions/{session}/finish")
+    @routes.post("/sessions/{session}/finish", name=CHANGE)
     async def finish(session: str) -> dict[str, Any]:
         await tinker.finish(session)
         return {}
 
-    @routes.get("/sessions/{session}")
+    @routes.get("/sessions/{session}", name=READ)
     async def session(session: str) -> dict[str, Any]:
         models = [model for model in tinker.listed() if model.startswith(f"{session}:")]
         return {"training_run_ids": models, "sampler_ids": []}
 
 
 def _training(routes: APIRouter, tinker: Tinker) -> None:
-    @routes.post("/create_model")
+    @routes.post("/create_model", name=CHANGE)
     async def create_model(request: Request) -> dict[str, Any]:
         return _told(await tinker.create_model(await _read(request, bodies.CreateModel)))
 
-    @routes.post("/get_info")
+    @routes.post("/get_info", name=READ)
     async def get_info(request: Request) -> dict[str, Any]:
         model = (await _read(request, bodies.OfModel)).model_id
         view = tinker.info(model)
@@ -155,7 +157,7 @@ def _training(routes: APIRouter, tinker: Tinker) -> None:
         rank = {"is_lora": view.lora_rank > 0, "lora_rank": view.lora_rank}
         return {"type": "get_info", "model_id": model, "model_data": about, "model_name": name, **rank}
 
-    @routes.post("/forward_backward")
+    @routes.post("/forward_backward", name=CALL)
     async def forward_backward(request: Request) -> dict[str, Any]:
         body = await _body(request)
         asked = await PARSING.run(lambda: parsed(pb.ForwardBackwardRequest, body))
@@ -172,25 +174,25 @@ def _training(routes: APIRouter, tinker: Tinker) -> None:
 
         return _told(await tinker.call(asked.model_id, asked.seq_id, make, "forward_backward", str(width)))
 
-    @routes.post("/optim_step")
+    @routes.post("/optim_step", name=CALL)
     async def optim_step(request: Request) -> dict[str, Any]:
         return _told(await tinker.optim_step(await _read(request, bodies.OptimStep)))
 
-    @routes.post("/save_weights")
+    @routes.post("/save_weights", name=CALL)
     async def save_weights(request: Request) -> dict[str, Any]:
         return _told(await tinker.save(await _read(request, bodies.SaveWeights), "weights"))
 
-    @routes.post("/save_weights_for_sampler")
+    @routes.post("/save_weights_for_sampler", name=CALL)
     async def save_weights_for_sampler(request: Request) -> dict[str, Any]:
         body = await _read(request, bodies.SaveWeights)
         named = body.path is not None
         return _told(await (tinker.save(body, "sampler_weights") if named else tinker.publish(body)))
 
-    @routes.post("/load_weights")
+    @routes.post("/load_weights", name=CHANGE)
     async def load_weights(request: Request) -> dict[str, Any]:
         return _told(await tinker.load(await _read(request, bodies.LoadWeights)))
 
-    @routes.post("/retrieve_future")
+    @routes.post("/retrieve_future", name=READ)
     async def retrieve_future(request: Request) -> Response:
         asked = (await _read(request, bodies.Retrieve)).request_id
         promise = parse_promise(asked)
@@ -206,17 +208,17 @@ def _training(routes: APIRouter, tinker: Tinker) -> None:
 
 
 def _sampling(routes: APIRouter, tinker: Tinker) -> None:
-    @routes.post("/create_sampling_session")
+    @routes.post("/create_sampling_session", name=CALL)
     async def create_sampling_session(request: Request) -> dict[str, Any]:
         made = await tinker.create_sampler(await _read(request, bodies.CreateSampler))
         return {"type": "create_sampling_session", "sampling_session_id": made.id}
 
-    @routes.get("/samplers/{sampler}")
+    @routes.get("/samplers/{sampler}", name=READ)
     async def sampler(sampler: str) -> dict[str, Any]:
         found = parse_sampler(sampler)
         return {"sampler_id": sampler, "base_model": found.base_model, "model_path": found.path}
 
-    @routes.post("/asample")
+    @routes.post("/asample", name=CALL)
     async def asample(request: Request) -> dict[str, Any]:
         body = await _read(request, bodies.Sample)
         promise = await tinker.sample(body)
@@ -225,34 +227,34 @@ def _sampling(routes: APIRouter, tinker: Tinker) -> None:
 
 
 def _records(routes: APIRouter, tinker: Tinker) -> None:
-    @routes.get("/training_runs")
+    @routes.get("/training_runs", name=READ)
     async def training_runs(limit: int = 20, offset: int = 0) -> dict[str, Any]:
         found = tinker.listed()
         page = [_training_run(tinker, model) for model in found[offset : offset + limit]]
         return {"training_runs": page, "cursor": _cursor(limit, offset, len(found))}
 
-    @routes.get("/training_runs/{model}")
+    @routes.get("/training_runs/{model}", name=READ)
     async def training_run(model: str) -> dict[str, Any]:
         return _training_run(tinker, model)
 
-    @routes.get("/training_runs/{model}/checkpoints")
+    @routes.get("/training_runs/{model}/checkpoints", name=READ)
     async def checkpoints(model: str) -> dict[str, Any]:
         return {"checkpoints": [_checkpoint(*each) for each in tinker.checkpoints(model)]}
 
-    @routes.delete("/training_runs/{model}/checkpoints/{kind}/{name}")
+    @routes.delete("/training_runs/{model}/checkpoints/{kind}/{name}", name=CHANGE)
     async def delete_checkpoint(model: str, kind: str, name: str) -> dict[str, Any]:
         path = Path(model, kind, name)
         tinker.checkpoint(path)
-        await tinker.sessions.delete_checkpoint(tinker.run_of(model), path.saved_as)
+        await tinker.sessions.delete_checkpoint(tinker.own(model), path.saved_as)
         return {}
 
-    @routes.get("/checkpoints")
+    @routes.get("/checkpoints", name=READ)
     async def all_checkpoints(limit: int = 100, offset: int = 0) -> dict[str, Any]:
         found = [each for model in tinker.listed() for each in reversed(tinker.checkpoints(model))]
         page = [_checkpoint(*each) for each in found[offset : offset + limit]]
         return {"checkpoints": page, "cursor": _cursor(limit, offset, len(found))}
 
-    @routes.post("/weights_info")
+    @routes.post("/weights_info", name=READ)
     async def weights_info(request: Request) -> dict[str, Any]:
         path = parse_path((await _read(request, bodies.OfPath)).tinker_path)
         tinker.checkpoint(path)
@@ -295,7 +297,9 @@ def _training_run(tinker: Tinker, model: str) -> dict[str, Any]:
         "is_lora": view.lora_rank > 0,
         "lora_rank": view.lora_rank or None,
         "corrupted": view.state == "FAILED",
-        "last_request_time": _time(saved[-1][1].created if saved else tinker.find(view.session).created_at),
+        "last_request_time": _time(
+            saved[-1][1].created if saved else tinker.reads.run(view.session).created_at
+        ),
         "last_checkpoint": last.get("weights"),
         "last_sampler_checkpoint": last.get("sampler_weights"),
     }

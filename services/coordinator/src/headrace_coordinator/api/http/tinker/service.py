@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace_schema.problems import explain
-from headrace_schema.resources.views import RunView
 from headrace_schema.sessions import (
     CheckpointView,
     Load,
@@ -27,6 +26,7 @@ from headrace_schema.sessions import (
 )
 from pydantic import BaseModel, ValidationError
 
+from headrace_coordinator.access.callers import CALLER
 from headrace_coordinator.api.http.tinker import bodies
 from headrace_coordinator.api.http.tinker.names import (
     LOADED,
@@ -41,7 +41,9 @@ from headrace_coordinator.api.http.tinker.names import (
     run_name,
 )
 from headrace_coordinator.api.http.tinker.wire import NO_IMAGES, wrong
+from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.domain.access import SYSTEM
 from headrace_coordinator.sessions.interface import Sessions
 
 ALPHA = 32.0
@@ -55,19 +57,23 @@ RUN = re.compile(rf"(tk-[0-9a-f]{{12}})-(\d+)(?:{LOADED})?-[^-]+")
 
 
 class Tinker:
-    """All clients of Tinker. `find` gives a run; `models`, by name, specs of the models on offer."""
+    """All clients of Tinker. `models`: specs of the models on offer, by name.
+
+    Whoever sees a model reads it, and its owner alone calls it.
+    """
 
     def __init__(
         self,
         sessions: Sessions,
-        find: Callable[[str], RunView],
+        reads: Reads,
         models: Mapping[str, Mapping[str, Any]],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sessions, self.models = sessions, models
-        self.find, self._now = find, now
+        self.reads, self._now = reads, now
         self._runs: dict[str, str] = {}
-        self._heard: dict[str, float] = {}
+        self._heard: dict[str, tuple[float, str]] = {}
+        """When a session's client was heard of last, and who that is."""
         self._finished: set[str] = set()
 
     async def create_session(self) -> str:
@@ -78,18 +84,28 @@ class Tinker:
 
     async def heard_of(self, session: str) -> None:
         """Notes that a client lives, and closes the sessions of those that have long been silent. Raises Refused."""
-        if SESSION.fullmatch(session) is None or session in self._finished:
+        now, caller = self._now(), CALLER.get().name
+        _, whose = self._heard.get(session, (now, caller))
+        if SESSION.fullmatch(session) is None or session in self._finished or whose != caller:
             raise Refused("GONE", f"the session {session[:40]!r} has ended; make another ServiceClient")
-        self._heard[session] = now = self._now()
-        for other in [each for each, at in self._heard.items() if now - at > LOST_S]:
-            await self.finish(other)
+        self._heard[session] = now, caller
+        silent = [each for each, (at, _) in self._heard.items() if now - at > LOST_S]
+        before = CALLER.set(SYSTEM)
+        try:
+            for other in silent:
+                await self.finish(other)
+        finally:
+            CALLER.reset(before)
 
     async def finish(self, session: str) -> None:
-        """Ends a session: its models are saved, and their runs succeed."""
-        self._finished.add(session)
-        self._heard.pop(session, None)
+        """Ends a session: its models are saved, and their runs succeed. Those of others stay as they are."""
+        caller = CALLER.get()
+        if caller is SYSTEM or self._heard.get(session, (0.0, ""))[1] == caller.name:
+            self._finished.add(session)
+            self._heard.pop(session, None)
         for run in self.sessions.listed():
-            if run.startswith(f"{session}-") and self.sessions.info(run).state not in ENDED:
+            own = run.startswith(f"{session}-") and self._owns(run)
+            if own and self.sessions.info(run).state not in ENDED:
                 await self.sessions.close(run)
 
     async def create_model(self, body: bodies.CreateModel) -> Promise:
@@ -120,14 +136,14 @@ class Tinker:
             raise wrong("base_model", f"the checkpoint is of {self.base_model(source)}", "leave it out")
         model = f"{body.session_id}:train:{body.model_seq_id}"
         name = run_name(model) + LOADED
-        run = await self.sessions.create({**self.find(source).spec, "name": name}, model)
+        run = await self.sessions.create({**self.reads.run(source).spec, "name": name}, model)
         return Promise("load_weights", await self.sessions.submit(run, 1, load), model, body.path)
 
     async def call(
         self, model: str, seq: int, make: Callable[[], Operation], kind: str, extra: str = ""
     ) -> Promise:
         """Accepts call number `seq` of a model. One that is refused uses its number up: the client has counted it."""
-        run = self.run_of(model)
+        run = self.own(model)
         seq += run.startswith(run_name(model) + LOADED)
         try:
             future = await self.sessions.submit(run, seq, make())
@@ -214,32 +230,49 @@ class Tinker:
         """(run, weights) of a sampler; a run is made where none is there."""
         if sampler.model:
             source = self.run_of(sampler.model)
-            if self.sessions.info(source).state not in ENDED:
+            if self._owns(source) and self.sessions.info(source).state not in ENDED:
                 return source, sampler.weights
-            weights, spec = f"{source}/{sampler.weights}", self.find(source).spec
+            weights, spec = f"{source}/{sampler.weights}", self.reads.run(source).spec
         else:
             for run in self.sessions.listed():
-                own = run.startswith(f"{sampler.session}-") and self.base_model(run) == sampler.base_model
-                if own and self.sessions.info(run).state not in ENDED:
+                own = run.startswith(f"{sampler.session}-") and self._owns(run)
+                if (
+                    own
+                    and self.base_model(run) == sampler.base_model
+                    and self.sessions.info(run).state not in ENDED
+                ):
                     return run, "base"
             source, weights, spec = sampler.base_model, "base", self._base_spec(sampler.base_model)
         name = f"{sampler.session}-s{zlib.crc32(source.encode()):08x}"
         return await self.sessions.create({**spec, "name": name}, name), weights
 
     def run_of(self, model: str) -> str:
-        """The run of a model. Raises Refused."""
-        if model not in self._runs:
-            name = re.compile(rf"{run_name(model)}(?:{LOADED})?-[^-]+")
-            found = [run for run in self.sessions.listed() if name.fullmatch(run)]
+        """The run of a model that the caller sees. Raises Refused."""
+        name = run_name(model)
+        run = self._runs.get(model, "")
+        if not self.reads.sees(run):
+            pattern = re.compile(rf"{name}(?:{LOADED})?-[^-]+")
+            found = [run for run in self.sessions.listed() if pattern.fullmatch(run) and self.reads.sees(run)]
             if not found:
                 raise Refused("NOT_FOUND", f"there is no model {model[:80]!r}; create_model gives its id")
-            self._runs[model] = found[-1]
-        return self._runs[model]
+            run = self._runs[model] = max(found, key=self._owns)
+        return run
+
+    def own(self, model: str) -> str:
+        """The run of a model of the caller's. Raises Refused."""
+        run = self.run_of(model)
+        if not self._owns(run):
+            raise Refused("FORBIDDEN", f"the model {model} is another user's; this is for its owner")
+        return run
+
+    def _owns(self, run: str) -> bool:
+        owned = self.reads.owned(run)
+        return owned is not None and CALLER.get().owns(owned)
 
     def listed(self) -> list[str]:
-        """All models, newest first."""
-        found = map(RUN.fullmatch, reversed(self.sessions.listed()))
-        return [f"{each[1]}:train:{each[2]}" for each in found if each]
+        """All models that the caller sees, newest first."""
+        runs = [run for run in reversed(self.sessions.listed()) if self.reads.sees(run)]
+        return [f"{each[1]}:train:{each[2]}" for each in map(RUN.fullmatch, runs) if each]
 
     def info(self, model: str) -> SessionView:
         """The run of a model as it stands."""
