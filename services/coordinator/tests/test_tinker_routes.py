@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -28,12 +29,8 @@ class Client:
 
     def __init__(self) -> None:
         self.sessions, self.time = Sessions(), 0.0
-        tinker = Tinker(
-            self.sessions,
-            self.sessions,
-            MODELS,  # type: ignore[arg-type]
-            now=lambda: self.time,
-        )
+        here: Any = SimpleNamespace(sessions=self.sessions, reads=self.sessions)
+        tinker = Tinker(here, MODELS, now=lambda: self.time)
         app = FastAPI()
         app.include_router(tinker_routes(tinker))
         add_error_handlers(app)

@@ -134,7 +134,10 @@ def test_samples_have_nan_where_a_prompt_has_no_log_prob_and_only_the_last_ones_
         top_prompt_log_probs=[None, [(7, -0.5), (8, -1)], [(9, -2)]],
     )
     found = pb.SampleResponse.FromString(sample_output(result, 0))
-    assert [each.stop_reason for each in found.sequences] == [pb.STOP_REASON_LENGTH, pb.STOP_REASON_STOP]
+    assert [each.stop_reason for each in found.sequences] == [
+        pb.STOP_REASON_LENGTH,
+        pb.STOP_REASON_UNSPECIFIED,
+    ]
     assert np.frombuffer(found.sequences[0].tokens, "<i4").tolist() == [3, 4]
     assert np.frombuffer(found.sequences[0].logprobs, "<f4").tolist() == [-1, -2]
     assert np.array_equal(np.frombuffer(found.prompt_logprobs, "<f4"), [np.nan, -0.5, -0.25], equal_nan=True)

@@ -9,7 +9,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 class StopReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    STOP_REASON_STOP: _ClassVar[StopReason]
+    STOP_REASON_UNSPECIFIED: _ClassVar[StopReason]
     STOP_REASON_LENGTH: _ClassVar[StopReason]
 
 class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -17,7 +17,7 @@ class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_TYPE_UNSPECIFIED: _ClassVar[DataType]
     DATA_TYPE_FLOAT32: _ClassVar[DataType]
     DATA_TYPE_INT64: _ClassVar[DataType]
-STOP_REASON_STOP: StopReason
+STOP_REASON_UNSPECIFIED: StopReason
 STOP_REASON_LENGTH: StopReason
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType

@@ -104,7 +104,7 @@ def make_app(
     app.include_router(link_routes(links, asks=bool(token)))
     app.include_router(page_routes())
     app.include_router(plan_routes())
-    app.include_router(tinker_routes(Tinker(coordinator.sessions, coordinator.reads, tinker_models)))
+    app.include_router(tinker_routes(Tinker(coordinator, tinker_models)))
     app.add_middleware(Guard, coordinator=coordinator, token=token, issuer=issuer, links=links, relay=relay)
     add_error_handlers(app)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]

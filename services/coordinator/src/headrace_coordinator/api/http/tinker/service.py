@@ -10,7 +10,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace_schema.problems import explain
 from headrace_schema.sessions import (
@@ -46,6 +46,9 @@ from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain.access import SYSTEM
 from headrace_coordinator.sessions.interface import Sessions
 
+if TYPE_CHECKING:
+    from headrace_coordinator.app import Coordinator
+
 ALPHA = 32.0
 """Of adapters: Tinker's client names none, and says that its service has 32."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -64,17 +67,25 @@ class Tinker:
 
     def __init__(
         self,
-        sessions: Sessions,
-        reads: Reads,
+        coordinator: Coordinator,
         models: Mapping[str, Mapping[str, Any]],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.sessions, self.models = sessions, models
-        self.reads, self._now = reads, now
+        self._coordinator, self.models, self._now = coordinator, models, now
         self._runs: dict[str, str] = {}
         self._heard: dict[str, tuple[float, str]] = {}
         """When a session's client was heard of last, and who that is."""
         self._finished: set[str] = set()
+
+    @property
+    def sessions(self) -> Sessions:
+        """All session runs."""
+        return self._coordinator.sessions
+
+    @property
+    def reads(self) -> Reads:
+        """What is known of runs."""
+        return self._coordinator.reads
 
     async def create_session(self) -> str:
         """A session for a client."""

@@ -181,7 +181,9 @@ def sample_output(result: SampleResult, last: int) -> bytes:
     response = pb.SampleResponse(
         sequences=[
             pb.SampledSequence(
-                stop_reason=pb.STOP_REASON_LENGTH if each.stop_reason == "length" else pb.STOP_REASON_STOP,
+                stop_reason=pb.STOP_REASON_LENGTH
+                if each.stop_reason == "length"
+                else pb.STOP_REASON_UNSPECIFIED,
                 tokens=np.array(each.tokens, "<i4").tobytes(),
                 logprobs=_floats(each.log_probs),
             )
