@@ -13,11 +13,12 @@ import pytest
 from fastapi import FastAPI
 from headrace.tinker.v1 import tinker_pb2 as pb
 from headrace_coordinator.access.callers import CALLER
+from headrace_coordinator.access.table import TABLE
 from headrace_coordinator.api.http.errors import add_error_handlers
 from headrace_coordinator.api.http.tinker.offers import read_models
 from headrace_coordinator.api.http.tinker.routes import tinker_routes
 from headrace_coordinator.api.http.tinker.service import LOST_S, Tinker
-from headrace_coordinator.domain.access import Principal
+from headrace_coordinator.domain.access import SUBMIT, Principal
 from session_double import Sessions
 
 BASE = "Qwen/Qwen3-4B-Instruct-2507"
@@ -242,6 +243,13 @@ async def test_the_session_of_a_silent_client_is_closed_and_its_heartbeats_end(c
     assert run.state == "SUCCEEDED"
     await client.post("session_heartbeat", 410, session_id=session)
     await client.post("session_heartbeat", 410, session_id="other")
+
+
+def test_every_route_has_the_row_that_its_method_asks_for():
+    rows = {(route.path.rpartition("/")[2], route.name) for route in tinker_routes(Tinker(None, {})).routes}
+    assert {name for _, name in rows} <= TABLE.keys()
+    reading = {path for path, name in rows if TABLE[name].scope != SUBMIT}
+    assert reading & {"asample", "forward_backward", "optim_step", "create_model", "finish"} == set()
 
 
 async def test_a_model_is_called_by_its_owner_alone(client):
