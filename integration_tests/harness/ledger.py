@@ -68,6 +68,7 @@ def _check_slots(run: Run, found: Audit) -> None:
     assert not found.trained & found.dropped.keys(), "a slot was trained and dropped"
     samples = run.spec["algorithm"]["group_size"]
     groups = [step * run.spec["algorithm"]["prompts_per_step"] for step in (run.first_step, run.step)]
+    groups[1] += sum(item.refilled for item in found.live)
     expected = {(prompt, sample) for prompt in range(*groups) for sample in range(samples)}
     terminal = found.trained | found.dropped.keys()
     assert terminal == expected, f"lost: {expected - terminal}; beyond the frontier: {terminal - expected}"

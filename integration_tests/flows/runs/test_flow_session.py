@@ -160,8 +160,9 @@ def test_adapters_learn_beside_all_weights_saved_loaded_and_async(fleet, session
         training.load("one").result(120)
 
 
-def test_calls_come_in_any_order_and_once(fleet, session):
-    training = session()
+def test_calls_come_in_any_order_and_once_beside_samples(fleet, session):
+    training = session(placement={"mode": "disaggregated"})
+    sampled = training.sample(ROWS[0][:3], samples=2, max_tokens=3)
     third = post(training, 3, {"kind": "optim_step", "learning_rate": RATE})
     assert result(training, third, 0.0) == {"kind": "pending", "waits_for": "predecessor"}
     second = post(training, 2, gradient_call())
@@ -173,6 +174,7 @@ def test_calls_come_in_any_order_and_once(fleet, session):
     assert [each["kind"] for each in found] == ["forward_backward", "forward_backward", "optim_step"]
     assert found[0]["log_probs"] == found[1]["log_probs"]
     assert training.info().next_seq == 4
+    assert sampled.result(240).version < found[2]["version"] and len(sampled.result().sequences) == 2
 
 
 def settled(training, future):
