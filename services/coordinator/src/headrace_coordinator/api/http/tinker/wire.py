@@ -32,7 +32,7 @@ INPUTS = {
     "logprobs": "log_probs",
 }
 """What the losses take, and how a session run calls it."""
-NUMPY = {pb.DATA_TYPE_FLOAT32: np.dtype("<f4"), pb.DATA_TYPE_INT64: np.dtype("<i8")}
+NUMPY: dict[Any, np.dtype[Any]] = {pb.DATA_TYPE_FLOAT32: np.dtype("<f4"), pb.DATA_TYPE_INT64: np.dtype("<i8")}
 Array = np.ndarray[Any, np.dtype[Any]]
 MOST = 32 << 20
 """Elements of a matrix whose zeros are not sent."""
