@@ -84,7 +84,9 @@ class Save(Message):
 
     kind: Literal["save"] = "save"
     name: CheckpointName
-    overwrite: bool = Field(default=False, description="replace the checkpoint of another version that has this name")
+    overwrite: bool = Field(
+        default=False, description="replace the checkpoint of another version that has this name"
+    )
 
 
 class Load(Message):
