@@ -124,8 +124,9 @@ docs: setup spec-docs reference-docs ## Build the documentation site into .cache
 spec-docs: setup ## Write docs/run-spec.md again from the run spec's schema.
 	.venv/bin/python -m ci.spec_docs docs/run-spec.md
 
-reference-docs: setup ## Write docs/http-api.md and docs/grpc-api.md again from the API's description and the proto files.
+reference-docs: setup ## Write docs/http-api.md, grpc-api.md and models.md again from the API, the proto files and the tests' families.
 	.venv/bin/python -m ci.reference_docs docs
+	.venv/bin/python -m ci.model_docs docs/models.md
 
 wheels: ## Put torch's wheel into deploy/wheels, from which docker compose builds (TORCH_INDEX_URL=: the CPU index).
 	"$(PYTHON)" -m pip download -q --no-deps -d deploy/wheels $(TORCH_FROM) torch==$(TORCH_VERSION)

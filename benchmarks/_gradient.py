@@ -35,7 +35,7 @@ class Accumulation:
         group_size: int,
         *,
         groups: int = 1,
-        shared: bool = True,
+        shared: bool | None = True,
         lora: dict[str, Any] | None = None,
         backend_options: dict[str, Any] | None = None,
     ) -> None:

@@ -175,16 +175,20 @@ def _cell(text: str) -> str:
 def main(arguments: list[str]) -> int:
     """Writes or checks the page; exit status 1 when it is not current."""
     check, file = "--check" in arguments, Path(arguments[-1])
-    fresh = page()
+    return write_or_check(file, page(), check=check, target="spec-docs")
+
+
+def write_or_check(file: Path, fresh: str, *, check: bool, target: str) -> int:
+    """Writes a page; or shows how the file differs from it, which is exit status 1."""
     if not check:
         file.write_text(fresh, encoding="utf-8")
         return 0
     present = file.read_text(encoding="utf-8") if file.exists() else ""
     sys.stdout.writelines(
-        difflib.unified_diff(present.splitlines(True), fresh.splitlines(True), str(file), "schema", n=0)
+        difflib.unified_diff(present.splitlines(True), fresh.splitlines(True), str(file), "source", n=0)
     )
     if present != fresh:
-        print(f"{file} is not what the schema says; run: make spec-docs")
+        print(f"{file} is not what its source says; run: make {target}")
     return int(present != fresh)
 
 

@@ -385,3 +385,18 @@ def test_a_terminal_gets_a_picture(coordinator, scripted_run, spec_file):
     for words in ("step 6/6", "held-out 0.350 → 0.750", "trainer-0: learn", "waits for lease on host/cpu:0"):
         assert words in text
     assert "2 + 2 = → four" in text
+
+
+def test_a_file_of_several_runs_is_submitted_in_order_and_undone_where_one_is_refused(
+    headrace, coordinator, scripted_run, tmp_path
+):
+    scripted_run()
+    path = tmp_path / "two.yaml"
+    path.write_text("# both\nname: a\nsteps: 3\n---\nname: b\nafter: a\nmodel: {dtype: float32}\n")
+    assert headrace("run", "submit", str(path)).returncode == 0
+    first, second = coordinator.requests("POST /v1/runs")
+    assert first.body == {"name": "a", "steps": 3} and second.body["after"] == "r-1"
+    refused = headrace("run", "submit", str(path), "--set", "steps=4")
+    assert refused.returncode == 2 and "has 2 runs, and an override is of one" in refused.stderr
+    path.write_text("a: 1\n---\n\nb: [\n")
+    assert "line 5" in headrace("run", "submit", str(path)).stderr

@@ -13,7 +13,7 @@ from headrace_cli.planning import explain_file, waits_for_batch
 from headrace_coordinator.data.sources import open_source
 from headrace_reward.scorers import choose
 from headrace_robots.trainer.algorithms import build_episode_algorithm
-from headrace_schema.rules.asked import COMPARING_TWO, IMITATING
+from headrace_schema.rules.asked import COMPARING_TWO, IMITATING, JUDGING
 from headrace_schema.spec import RunSpec
 from headrace_schema.yaml_text import read_yaml
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
@@ -119,7 +119,7 @@ def test_the_mixture_of_experts_plans_as_its_published_runs_took():
     assert plan["step_s"] <= times["collocated, resident"]
 
 
-@pytest.mark.parametrize("name", sorted({*ALGORITHMS.names()} - {*IMITATING, *COMPARING_TWO}))
+@pytest.mark.parametrize("name", sorted({*ALGORITHMS.names()} - {*IMITATING, *COMPARING_TWO, *JUDGING}))
 def test_a_plan_waits_for_the_batch_where_the_algorithm_does(name):
     teacher = {"trainer.reference": {"path": "teacher"}} if name == "distill" else {}
     changes = {"algorithm.name": name, **teacher}

@@ -129,3 +129,20 @@ def test_preferences_raise_the_accuracy_of_margins(fleet, given_spec):
     assert steps[-1].figures["reward_accuracy"] > 0.9 and steps[-1].figures["loss"] < 0.6
     last = run.evaluations[-1]
     assert last.score > 0.9 and last.parts.keys() == {"chosen_loss", "reward_margin"}
+
+
+def test_prompts_are_answered_in_evaluations_beside_the_held_out_loss(fleet, given_spec):
+    spec = given_spec("supervised")
+    spec["steps"] = 3
+    spec["evaluation"] = {"every": 3, "data": {"copied": {"source": "copy_digits", "limit": 6}}}
+    spec["reward"] = {"scorers": [{"name": "exact"}]}
+    spec["sampling"] = {"max_new_tokens": 4}
+    run = fleet.succeed(fleet.submit(spec))
+    assert [(each.kind, each.step) for each in run.evaluations] == [
+        (kind, step) for step in (0, 3) for kind in ("heldout", "copied")
+    ]
+    read, answered = run.evaluations[-2:]
+    assert read.measure == "loss" and answered.answers == 6 and not answered.unanswered
+    assert {each["prompt"] for each in answered.examples} and 0 <= answered.score <= 1
+    alone = fleet.succeed(fleet.submit({**spec, "evaluation": {"every": 3}, "reward": {}, "sampling": {}}))
+    assert alone.policy.digest == run.policy.digest, "evaluations change nothing that is learned"

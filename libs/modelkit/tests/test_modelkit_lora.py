@@ -19,13 +19,13 @@ from headrace_modelkit.lora import (
     standing_in,
     targets_problem,
 )
+from headrace_modelkit.presets.families import tiny_of
 from headrace_modelkit.presets.tiny import tiny_model, tiny_moe
 from headrace_modelkit.weights import state_tensors
 from headrace_schema.sections.learning import LoraSection
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 
 class Largest(TorchDispatchMode):
@@ -208,12 +208,10 @@ def test_experts_get_an_adapter_where_they_are_named(targets, adapted):
     assert {name for name, _ in state_tensors(model) if not is_adapter(name)} == own
 
 
-def test_experts_that_are_not_computed_here_get_none():
-    shape = {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
-    small = {"vocab_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**shape, **small, num_key_value_heads=1))
-    problem = targets_problem(model, LoraSection(targets=["experts"]))
-    assert "'experts' is of experts" in problem and "mixtral, qwen3_moe" in problem
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
+def test_experts_with_biases_or_computed_by_their_class_get_none(family):
+    problem = targets_problem(tiny_of(family), LoraSection(targets=["experts"]))
+    assert "'experts' is of experts" in problem and "without bias: this model's have not" in problem
 
 
 @pytest.mark.parametrize("merged", [False, True])

@@ -1,6 +1,10 @@
 """Families of models: heads, names of published weights, and exports that others read."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,13 +12,17 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.exporting import export_model
 from headrace_modelkit.loading import is_quantised, load_architecture, load_model
 from headrace_modelkit.logprobs import Head
+from headrace_modelkit.model_files import check_model
 from headrace_modelkit.presets.families import FAMILIES, SHAPE, tiny_of, write_family
 from headrace_modelkit.presets.tiny import character_tokenizer
 from headrace_modelkit.weights import load_weights, state_tensors, weight_layout
 from headrace_schema.sections.generating import ModelSection
+from pydantic import ValidationError
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+COMMIT = "0123456789" * 4
 HEADS = ("granite", "cohere", "hyperclovax", "falcon_h1", "recurrent_gemma", "gemma2")
 
 
@@ -91,5 +99,90 @@ def test_a_model_of_code_of_its_own_is_refused_without_a_question(tmp_path, monk
     own = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(own))
     (tmp_path / "configuration_own.py").write_text("raise SystemExit('it runs')")
-    with pytest.raises(ModelNotReadable, match=r"model\.path"):
+    with pytest.raises(ModelNotReadable, match=r"model\.path: .*auto_map.*model\.trust_remote_code"):
         load_architecture(ModelSection(path=str(tmp_path)))
+    with pytest.raises(
+        ModelNotReadable, match=r"model\.trust_remote_code: .*a directory, whose code has none"
+    ):
+        load_architecture(ModelSection(path=str(tmp_path), trust_remote_code=COMMIT))
+    with pytest.raises(ModelNotReadable, match=r"is not allowed here.*HEADRACE_REMOTE_CODE"):
+        load_architecture(ModelSection(path="someone/own", trust_remote_code=COMMIT))
+    with pytest.raises(ValidationError, match="leave revision out"):
+        ModelSection(path="someone/own", trust_remote_code=COMMIT, revision="main")
+
+
+OWN_CONFIG = """
+from transformers import LlamaConfig
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+"""
+OWN_MODEL = """
+from transformers import LlamaForCausalLM
+from .configuration_own import OwnConfig
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+READ = """
+import sys
+from headrace_modelkit.loading import load_model
+from headrace_schema.sections.generating import ModelSection
+section = ModelSection(path="someone/own", dtype="float32", trust_remote_code=sys.argv[1])
+print(type(load_model(section)).__name__, type(load_model(section, weights=False)).__name__)
+"""
+
+
+def test_the_code_of_a_commit_that_spec_and_host_name_runs(tmp_path):
+    """From a hub's cache, without a network."""
+    snapshot = tmp_path / "hub" / "models--someone--own" / "snapshots" / COMMIT
+    write_family(tmp_path / "llama", "llama")
+    shutil.copytree(tmp_path / "llama", snapshot)
+    own = json.loads((snapshot / "config.json").read_text())
+    own |= {"model_type": "own", "architectures": ["OwnModel"]}
+    own["auto_map"] = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnModel",
+    }
+    (snapshot / "config.json").write_text(json.dumps(own))
+    (snapshot / "configuration_own.py").write_text(OWN_CONFIG)
+    (snapshot / "modeling_own.py").write_text(OWN_MODEL)
+    own_variables = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HEADRACE_REMOTE_CODE": COMMIT}
+    found = subprocess.run(
+        [sys.executable, "-c", READ, COMMIT], env=os.environ | own_variables, capture_output=True, text=True
+    )
+    assert found.stdout.split() == ["OwnModel", "OwnModel"], found.stderr[-2000:]
+
+
+def test_layers_that_the_configuration_does_not_count_are_refused(tmp_path):
+    write_family(tmp_path / "llama", "llama", num_hidden_layers=3)
+    file = tmp_path / "llama" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 2, "layer_types": None}))
+    with pytest.raises(
+        ModelNotReadable, match=r"9 weights more than config.json has layers .*model\.layers\.2\."
+    ):
+        check_model(ModelSection(path=str(tmp_path / "llama")))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in ("deepseek_v3", "nemotron_h") else (pytest.mark.nightly,))
+        for name in FAMILIES
+    ],
+)
+def test_an_export_is_what_it_came_from(family, tmp_path):
+    """Names, types and tied weights; and the numbers, to the bit."""
+    write_family(tmp_path / "model", family)
+    section = ModelSection(path=str(tmp_path / "model"), dtype="float32")
+    tensors = [(name, value.clone()) for name, value in state_tensors(load_model(section))]
+    export_model(section, tensors, character_tokenizer(), tmp_path / "out")
+    given, made = (load_file(tmp_path / each / "model.safetensors") for each in ("model", "out"))
+    if family == "kimi_linear":  # whose dense layer transformers writes by a name that checkpoints have not
+        given = {
+            name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): own for name, own in given.items()
+        }
+    assert made.keys() == given.keys()
+    assert all(made[name].dtype is own.dtype and torch.equal(made[name], own) for name, own in given.items())
+    kept = [json.loads((tmp_path / each / "config.json").read_text()) for each in ("model", "out")]
+    # Dropout is off, as it was trained.
+    before, after = ({key: value for key, value in own.items() if "drop" not in key} for own in kept)
+    assert {**before, "dtype": ""} == {**after, "dtype": ""}

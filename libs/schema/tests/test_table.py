@@ -27,6 +27,8 @@ STALE = {"algorithm.max_staleness": 1}
 VALUES = read_yaml("""
 workflow: agentic
 deterministic: true
+after: sft
+from_checkpoint: {run: r-1}
 model: {policy: {kind: mlp}, gguf_file: f, max_context: 9}
 policies: {b: {}}
 agent: {online: {}, python: "a.py:f", command: [a], backend: v}
@@ -35,8 +37,8 @@ environment:
    variants: {v: {}}, rewritten_turns: append, max_episode_s: 9.0,
    max_episode_tokens: 9, on_overflow: truncate, roles: {r: {}}}
 data:
-  {source: jsonl, prompt: {template: "{question}?", system: s, prefill: p, longest: 9}, exclude: [q], curriculum: {},
-   heldout: 4}
+  {source: jsonl, prompt: {template: "{question}?", system: s, prefill: p, longest: 9, template_arguments: {a: 1}},
+   exclude: [q], curriculum: {}, heldout: 4}
 sampling: {temperature: 0.5, top_p: 0.5, top_k: 4, min_p: 0.1, repetition_penalty: 2.0, max_new_tokens: 5, stop: [x]}
 algorithm:
   {max_staleness: 1, truncated: mask, options: {routing_replay: true, drop_equal: true, critic_path: x}}
@@ -71,6 +73,9 @@ ASKS: dict[str, dict[str, Any]] = {
     "`algorithm.group_size` other than 2": {"algorithm.group_size": 4},
     "`workflow` other than supervised": {"workflow": "reasoning"},
     "`workflow` other than preference": {"workflow": "reasoning"},
+    "`workflow` other than reward_model": {"workflow": "reasoning"},
+    "answers that the data gives, without `evaluation.data`": {"workflow": "supervised"},
+    "`algorithm.name` other than bradley_terry or prm": {"algorithm.name": "grpo"},
     f"`algorithm.options`: {', '.join(RATIO_OPTIONS)}": {"algorithm.options.clip_low": 0.1},
     "`environment`": TASKS,
     "`rollout.install: in_flight or abort_and_resume`": {"rollout.install": "in_flight", **STALE},
@@ -115,6 +120,8 @@ UNDO: dict[str, dict[str, Any]] = {
     "`workflow` other than preference": {"workflow": "preference"},
     "`algorithm.name` other than sft": {"algorithm.name": "sft"},
     "`algorithm.name` other than dpo or ipo or simpo or orpo or kto": {"algorithm.name": "dpo"},
+    "`workflow` other than reward_model": {"workflow": "reward_model"},
+    "`algorithm.name` other than bradley_terry or prm": {"algorithm.name": "prm"},
     "`algorithm.group_size` other than 1": {"algorithm.group_size": 1},
     "`algorithm.group_size` other than 2": {"algorithm.group_size": 2},
     "`algorithm.prompts_per_step` other than 1": {"algorithm.prompts_per_step": 1},

@@ -6,7 +6,11 @@ import pytest
 import yaml
 from headrace_schema.yaml_text import MAX_BYTES, YamlProblem, read_yaml, write_yaml
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[3] / "examples").glob("*.yaml"))
+EXAMPLES = [
+    file
+    for file in sorted((Path(__file__).resolve().parents[3] / "examples").glob("*.yaml"))
+    if "\n---\n" not in file.read_text()  # of several runs
+]
 BOMB = "a: &a [x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
     for before, name in zip("abcdefgh", "bcdefghi", strict=True)

@@ -191,9 +191,11 @@ def test_auto_takes_what_is_installed_and_fits_and_says_why(tmp_path):
     )
     name, why = settled(GPUS, deterministic=True)
     assert name == "transformers" and "deterministic: true, which vllm cannot promise" in why
-    (tmp_path / "config.json").write_text('{"layer_types": ["linear_attention", "full_attention"]}')
+    (tmp_path / "config.json").write_text(
+        '{"layer_types": ["linear_attention", "compressed_sparse_attention"]}'
+    )
     (tmp_path / "model.safetensors").touch()
     name, why = settled(BOTH, model={"path": str(tmp_path)})
-    assert name == "vllm" and "linear_attention layers" in why
+    assert name == "vllm" and "has compressed_sparse_attention layers" in why
     named = submission_of(spec_of(rollout={"engine": "transformers"}), BOTH)
     assert (named.settled, named.note) == (named.spec, "")

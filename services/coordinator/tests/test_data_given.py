@@ -84,3 +84,67 @@ def test_a_wrong_row_is_named(tmp_path, form, given, row, said):
     (found,) = refused.value.problems
     assert said in found.problem and found.fix and found.key.startswith("data.")
     assert "2" in found.problem
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize("form", ["trl", "openai", "verl"])
+def test_a_conversation_may_end_with_calls_of_tools(tmp_path, form):
+    told = {"function": {**CALL["function"], "arguments": '{"a": 2}'}, "type": "function"}
+    row = {"messages": [*SAID, {**CALLS, "tool_calls": [told]}], "tools": [{"type": "function"}]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    section = DataSection(source="jsonl", options={"path": str(path), "form": form})
+    data = Dataset.open(section, 0, given=SUPERVISED)
+    item = data.train_item(0)
+    assert SUPERVISED.turns(item)[0] == CALLS and item.arguments == {"tools": [{"type": "function"}]}
+    assert json.loads(SUPERVISED.answers(item, item)[0][0]) == [CALL]
+    with pytest.raises(Impossible, match="no text that could be the answer"):
+        Dataset.open(section, 0)
+
+
+def test_of_a_completion_of_several_turns_the_prompts_own_turns_are_not_learned_from(tmp_path):
+    said = [{"role": "assistant", "content": "?"}, *SAID]
+    row = {
+        "prompt": [*SAID, *said],
+        "completion": [CALLS, {"role": "tool", "content": "4"}, PAIR["chosen"][1]],
+    }
+    ((chat, found),) = answers(tmp_path, "trl", SUPERVISED, row)
+    assert found == [("4", 1.0)] and [turn.get("weight") for turn in chat] == [None, 0, None, None, None]
+    assert chat[3]["tool_calls"] == [CALL] and chat[4]["role"] == "tool"
+
+
+@pytest.mark.parametrize("form", ["trl", "text"])
+def test_a_text_has_no_question(tmp_path, form):
+    assert answers(tmp_path, form, SUPERVISED, {"text": "a b"})[0][1] == [("a b", 1.0)]
+    with pytest.raises(Impossible, match="a text without a prompt"):
+        answers(tmp_path, form, PAIRS, {"text": "a b"})
+    with pytest.raises(Impossible, match="a text without a question"):
+        answers(tmp_path, form, None, {"text": "a b"})
+
+
+def test_forms_of_trl_are_told_apart_by_their_keys(tmp_path):
+    pair = PAIR | {"rejected": [*SAID, {"role": "assistant", "content": "5"}]}
+    ((chat, found),) = answers(tmp_path, "trl", PAIRS, pair)
+    assert chat == SAID and found == [("4", 1.0), ("5", 0.0)]
+    labelled = [found[0] for _, found in answers(tmp_path, "trl", LABELS, pair)]
+    assert sorted(labelled) == [("4", 1.0), ("5", -1.0)], "a pair is two answers with labels"
+    ((chat, found),) = answers(tmp_path, "trl", SUPERVISED, {"messages": PAIR["chosen"]})
+    assert chat == SAID and found == [("4", 1.0)]
+
+
+def test_a_chosen_answer_may_be_told_with_its_prompt(tmp_path):
+    """As ultrafeedback writes pairs."""
+    row = {"prompt": "2+2", **PAIR, "rejected": [*SAID, {"role": "assistant", "content": "5"}]}
+    ((chat, found),) = answers(tmp_path, "dpo", PAIRS, row)
+    assert chat == SAID and found == [("4", 1.0), ("5", 0.0)]
+
+
+def test_steps_have_labels(tmp_path):
+    row = {"prompt": "2+2", "completions": ["2", "4"], "labels": [True, False]}
+    assert answers(tmp_path, "trl", GivenForm("steps"), row)[0][1] == [("2\n\n4", 0.5)]
+    for wrong in ({"labels": [True]}, {"completions": "2"}, {"labels": [1, 7]}):
+        with pytest.raises(Impossible, match=r"row 1 .'2.2'. has .* under '(labels|completions)'"):
+            answers(tmp_path, "trl", GivenForm("steps"), row | wrong)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from headrace_schema.openings import TrainerConfig
-from headrace_schema.rules.asked import COMPARING_TWO, IMITATING
+from headrace_schema.rules.asked import COMPARING_TWO, IMITATING, JUDGING
 from headrace_schema.workflow import SESSION
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from headrace_trainer.algorithms._base import Barrier
@@ -21,7 +21,7 @@ from table_policy import TableRounds
 
 STATE = StepState(version=Version(1, 0, 0, ""), lineage={1: 0}, begun=Begin(0, 1, 1, 2))
 OPTIONS: Mapping[str, dict[str, object]] = {"ppo": {"bootstrap_truncated": True}}
-GIVEN = {*IMITATING, *COMPARING_TWO, SESSION}
+GIVEN = {*IMITATING, *COMPARING_TWO, *JUDGING, SESSION}
 NAMES = [name for name in ALGORITHMS.names() if not name.startswith("test") and name not in GIVEN]
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from headrace_modelkit import experts
-from headrace_modelkit.experts import Routing, compute_experts
+from headrace_modelkit.experts import compute_experts
+from headrace_modelkit.families.routing import Routing
 from headrace_modelkit.presets.tiny import tiny_moe
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.shared.exchange import PaddedAllToAll, Room

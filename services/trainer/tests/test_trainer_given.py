@@ -45,11 +45,13 @@ def spoken(sample, codec):
 
 def test_every_turn_with_its_end_is_trained_but_those_that_weigh_nothing(reader):
     made, codec = reader()
-    sample = made.read(GivenAnswer(chat=CHAT, answer="66").model_dump_json(), {}, "row")
+    (sample,) = made.read(GivenAnswer(chat=CHAT, answer="66").model_dump_json(), {}, "row")
     assert spoken(sample, codec) == ["22", "66", ""]
     whole = codec.render([*CHAT, {"role": "assistant", "content": "66"}], {"add_generation_prompt": False})
     assert sample.tokens == codec.encode_rendered(whole)
-    alone = reader(all_turns=False)[0].read(GivenAnswer(chat=CHAT, answer="66").model_dump_json(), {}, "row")
+    (alone,) = reader(all_turns=False)[0].read(
+        GivenAnswer(chat=CHAT, answer="66").model_dump_json(), {}, "row"
+    )
     assert spoken(alone, codec) == ["66", ""] and alone.tokens == sample.tokens
 
 
@@ -65,3 +67,25 @@ def test_a_row_beyond_the_positions_is_told_by_how_it_begins(reader):
         Refusal, match=r"row \('7+…'\) has \d+ tokens with its answer, and the model reads \d+"
     ):
         made.read(GivenAnswer(text="7" * 5000, answer="66").model_dump_json(), {}, "row")
+
+
+CALLING = TEMPLATE.replace(
+    "{{ m.content }}", "{{ m.content or '' }}{% for c in m.tool_calls %}{{ c.n }}{% endfor %}"
+)
+
+
+def test_an_answer_that_calls_tools_is_trained_as_the_template_writes_it(reader):
+    made, codec = reader(CALLING)
+    turn = {"role": "assistant", "content": None, "tool_calls": [{"n": "7"}, {"n": "8"}]}
+    given = GivenAnswer(chat=CHAT, answer="shown", turn=turn)
+    (sample,) = made.read(given.model_dump_json(), {}, "row")
+    assert spoken(sample, codec) == ["22", "78", ""]
+    (alone,) = reader(CALLING, all_turns=False)[0].read(given.model_dump_json(), {}, "row")
+    assert spoken(alone, codec) == ["78", ""] and alone.tokens == sample.tokens
+
+
+def test_a_text_is_trained_but_for_its_first_token_which_follows_nothing(reader):
+    made, codec = reader(None)
+    (sample,) = made.read(GivenAnswer(text="", answer="1+2").model_dump_json(), {}, "row")
+    assert codec.decode(sample.tokens) == "1+2" and sample.tokens[-1] == codec.tokenizer.eos_token_id
+    assert sample.trained == [1, 2, 3]

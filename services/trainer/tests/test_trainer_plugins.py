@@ -7,7 +7,7 @@ from dataclasses import replace
 import algorithm_losses as losses
 import pytest
 import torch
-from headrace_schema.rules.asked import COMPARING_TWO, IMITATING
+from headrace_schema.rules.asked import COMPARING_TWO, IMITATING, JUDGING
 from headrace_schema.sections.learning import AlgorithmSection
 from headrace_schema.workflow import SESSION
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm, functional
@@ -15,7 +15,7 @@ from headrace_trainer.algorithms._base import Barrier, Outcomes, Refill, TokenBa
 from headrace_trainer.algorithms.contract import check_algorithm
 from headrace_trainer.errors import Refusal
 
-GIVEN = [*IMITATING, *COMPARING_TWO]
+GIVEN = [*IMITATING, *COMPARING_TWO, *JUDGING]
 NAMES = [name for name in ALGORITHMS.names() if name not in (*GIVEN, SESSION)]
 """Of answers that a policy sampled."""
 BATCH = {"clip_cov", "gpg", "kl_cov", "ppo", "reinforce_pp", "reinforce_pp_baseline"}

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from headrace_modelkit.loading import load_model, save_model
+from headrace_modelkit.presets.tiny import CHARACTERS, character_tokenizer
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights
 from headrace_schema.sections.generating import ModelSection
@@ -291,3 +292,24 @@ def test_a_streamed_step_equals_a_batched_one(make_moved, make_group, relative_l
         assert len(after.accumulated) == 3 and learner.finish(after, 0.0).finite
         gradients.append(rounds.gradient)
     assert relative_l2(*gradients) < 1e-5
+
+
+async def test_a_teacher_with_another_tokenizer_is_refused_by_the_token_that_differs(
+    client, make_config, tiny_directory, tmp_path
+):
+    section = ModelSection(path=str(tiny_directory), dtype="float32")
+    turned = character_tokenizer(CHARACTERS[::-1])
+    save_model(load_model(section), turned, tmp_path / "teacher")
+    trainer = {"reference": {"path": str(tmp_path / "teacher"), "dtype": "float32"}}
+    config = make_config(algorithm={"name": "distill"}, trainer=trainer)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.open_run(config)
+    said = caught.value.details()
+    assert (
+        reason_of(caught.value) == "INVALID"
+        and "trainer.reference.path: its tokenizer is another one" in said
+    )
+    assert f"{CHARACTERS[0]!r} is token 3 of the policy's and {len(CHARACTERS) + 2} of its own" in said
+    save_model(load_model(section), character_tokenizer(), tmp_path / "same")
+    trainer = {"reference": {"path": str(tmp_path / "same"), "dtype": "float32"}}
+    await client.open_run(make_config(algorithm={"name": "distill"}, trainer=trainer))

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from headrace_modelkit.experts import OWN, ExpertShape
+from headrace_modelkit.families.mixtures import ExpertShape
+from headrace_modelkit.families.routing import OWN
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import write_tiny_moe
 from headrace_schema.openings import TrainerConfig

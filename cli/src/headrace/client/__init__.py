@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         Trajectory,
         Video,
     )
-    from headrace.client.specs import fork_spec, load_spec
+    from headrace.client.specs import fork_spec, load_spec, load_specs
     from headrace.client.training import Training
     from headrace.client.workflow import Workflow
     from headrace_schema.sessions import Datum
@@ -62,6 +62,7 @@ __all__ = [
     "frame",
     "live",
     "load_spec",
+    "load_specs",
     "plot",
 ]
 
@@ -76,6 +77,7 @@ _ELSEWHERE = {
     "frame": "frames",
     "live": "frames",
     "load_spec": "specs",
+    "load_specs": "specs",
     "plot": "frames",
 }
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,12 +59,48 @@ def load_spec(spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
 
 def fork_spec(run: Run, at: int | None = None, overrides: Overrides = ()) -> dict[str, Any]:
     """The spec of a run that continues from a checkpoint of `run`: of step `at`, or the newest valid one."""
-    return load_spec({**run.spec, "from_checkpoint": {"run": run.id, "step": at}}, overrides)
+    own = {key: value for key, value in run.spec.items() if key != "after"}
+    return load_spec({**own, "from_checkpoint": {"run": run.id, "step": at}}, overrides)
+
+
+def load_specs(spec: Spec, overrides: Overrides = ()) -> list[dict[str, Any]]:
+    """As `load_spec`, of each document of a YAML file; overrides apply to the only one.
+
+    A document whose `after` names one before it follows that one. Raises HeadraceError INVALID.
+    """
+    documents = [spec] if isinstance(spec, Mapping) else _documents(Path(spec))
+    if len(documents) == 1:
+        return [load_spec(spec, overrides)]
+    if [*_pairs(overrides)]:
+        fix = "write the values into the file, or submit its documents one by one"
+        raise _mistake(str(spec), f"has {len(documents)} runs, and an override is of one", fix)
+    assert not isinstance(spec, Mapping)
+    folder = Path(spec).parent
+    found = [load_spec(document) for document in documents]
+    for each in found:
+        _make_paths_absolute(each, folder)
+        for path in PATHS:
+            _make_absolute(each, path.split("."), folder)
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:
+    found = _documents(path)
+    if len(found) > 1:
+        fix = "submit it with `headrace run submit`, which takes several"
+        raise _mistake(str(path), f"has {len(found)} documents, and one run is asked about", fix)
+    return found[0]
+
+
+def _documents(path: Path) -> list[dict[str, Any]]:
+    """The mappings that a YAML file holds, at least one."""
     try:
-        loaded = read_yaml(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        starts = [0, *(each.end() for each in DOCUMENTS.finditer(text)), len(text)]
+        parts = [(text.count("\n", 0, first), text[first:last]) for first, last in pairwise(starts)]
+        # Blank lines in the place of other documents: problems name lines of the file.
+        found = ["\n" * above + DOCUMENTS.sub("", part) for above, part in parts if CONTENT.search(part)]
+        loaded = [read_yaml(part) for part in found] or [None]
     except OSError as error:
         raise _mistake(
             str(path), f"cannot be read ({error.strerror})", "name an existing YAML file"
@@ -72,11 +109,14 @@ def _read(path: Path) -> dict[str, Any]:
         raise _mistake(str(path), f"is not UTF-8 at byte {error.start}", "save it as UTF-8") from error
     except YamlProblem as error:
         raise _mistake(str(path), str(error), error.fix) from error
-    if not isinstance(loaded, dict):
+    if not all(isinstance(each, dict) for each in loaded):
         raise _mistake(str(path), "is not a mapping of keys", "start from one of the files in examples/")
     return loaded
 
 
+DOCUMENTS = re.compile(r"^---(?=\s|$)", re.MULTILINE)
+"""What begins a document of a YAML file."""
+CONTENT = re.compile(r"^(?!---(?:\s|$))[ \t]*[^#\s]", re.MULTILINE)
 PATHS = (
     "rollout.engine_options.speculative.model",
     "trainer.warmup.demonstrations",

@@ -74,21 +74,45 @@ def submit(
     options: Submitting,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Run spec, a YAML file.")],
 ) -> None:
-    """Submit a run."""
-    from headrace.client import HeadraceError, load_spec
+    """Submit a run, or the runs of a file of several documents: one may begin `after` another one."""
+    from headrace.client import HeadraceError, load_specs
 
     try:
-        spec = load_spec(file, options.overrides)
+        specs = load_specs(file, options.overrides)
     except HeadraceError as error:
         raise refused(error) from error
     target = find_target(options.url, options.data_dir)
     if options.dry_run:
         from headrace_cli.dry_run import check
 
-        _show_check(check(spec, target), options.as_json)
+        names = {spec.get("name") for spec in specs}
+        for spec in specs:
+            if (
+                spec.get("after") is None or spec["after"] not in names
+            ):  # What comes after a run that is not there is checked with it.
+                _show_check(check(spec, target), options.as_json)
         return
     with connect(target, patience_s=options.patience_s) as client:
-        _show_submitted(client, _submitted(client, spec, options), options, "submitted")
+        for run in _all_submitted(client, specs, options):
+            _show_submitted(client, run, options, "submitted")
+
+
+def _all_submitted(client: Client, specs: list[dict[str, Any]], options: Submitting) -> list[Run]:
+    """The runs of a file. Where one is refused, those before it are cancelled."""
+    from headrace.client import HeadraceError
+
+    made: dict[str, Run] = {}
+    for number, spec in enumerate(specs):
+        before = made.get(str(spec.get("after")))
+        own = {**spec, "after": before.id} if before else spec
+        try:
+            run = _submitted(client, own, options, number)
+        except HeadraceError:
+            for earlier in made.values():
+                client.cancel(earlier.id)
+            raise
+        made[str(spec.get("name", run.id))] = run
+    return list(made.values())
 
 
 @app.command()
@@ -117,10 +141,14 @@ def fork(
         _show_submitted(client, made, options, f"forked from {made.forked_from}")
 
 
-def _submitted(client: Client, spec: dict[str, Any], options: Submitting) -> Run:
+def _submitted(client: Client, spec: dict[str, Any], options: Submitting, number: int = 0) -> Run:
+    key = (
+        f"{options.idempotency_key}-{number}"
+        if options.idempotency_key and number
+        else options.idempotency_key
+    )
     with saying(CHECKING):
-        key, visibility = options.idempotency_key or None, options.visibility.value
-        run = client.submit(spec, idempotency_key=key, visibility=visibility)
+        run = client.submit(spec, idempotency_key=key or None, visibility=options.visibility.value)
     return client.label(run.id, options.tags) if options.tags else run
 
 

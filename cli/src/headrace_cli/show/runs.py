@@ -71,6 +71,7 @@ def run_table(run: Run) -> Table:
         ("recoveries", run.recoveries or ""),
         ("engine restarts", run.engine_restarts or ""),
         ("warm-up", f"{run.warmup_steps} supervised steps" if run.warmup_steps else ""),
+        ("pipeline", " → ".join(run.pipeline)),
         ("files", run.run_directory),
         ("exported to", run.export_path),
     ]

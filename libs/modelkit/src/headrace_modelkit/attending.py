@@ -5,13 +5,54 @@ Only then may sequences share a prefix, or stand behind each other in a row. Kno
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-BOUNDED = {SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+BOUNDED = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 """Kinds of layers that are full attention where the context is no longer than what this key says."""
+STATES = {"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp", "attention"}
+"""Kinds of layers that transformers' cache has convolutions and recurrent states for, and those that keep nothing."""
+UNKEPT = {"minimax", "recurrent_gemma"}
+"""By `model_type`: those whose states stand outside of transformers' cache."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a token sees of those before it: the last `size` ones, itself included, or those of its own chunk."""
+
+    size: int
+    chunk: bool = False
+
+    def first(self, positions: Tensor) -> Tensor:
+        """The first that a token at each of these positions sees."""
+        return positions // self.size * self.size if self.chunk else positions - self.size + 1
+
+
+def reach_of(config: PreTrainedConfig, layer: int, limit: int) -> Reach | None:
+    """Of a layer; None where it sees all of a context of `limit`."""
+    text: Any = config.get_text_config()
+    window, kinds = window_of(text, layer), getattr(text, "layer_types", None)
+    if window is not None:
+        return Reach(window) if window < limit else None
+    chunk = int(getattr(text, BOUNDED[CHUNKED], None) or 0)
+    chunked = 0 < chunk < limit and (kinds is None or kinds[layer] == CHUNKED)
+    return Reach(chunk, chunk=True) if chunked else None
+
+
+def without_cache(architecture: PreTrainedConfig) -> str:
+    """What a layer keeps of a context that a cache of keys, values and states does not hold; empty for nothing."""
+    text: Any = architecture.get_text_config()
+    if text.model_type in UNKEPT:
+        return "the model has layers whose states are outside of transformers' cache"
+    if getattr(text, "index_topk", None):
+        return f"the model attends to {text.index_topk} tokens that an indexer chooses"
+    kinds = set(getattr(text, "layer_types", None) or ())
+    others = kinds - {FULL, *BOUNDED, *STATES}
+    return f"the model has {', '.join(sorted(others))} layers" if others else ""
 
 
 def looks_elsewhere(architecture: PreTrainedConfig, limit: int, *, windows: bool = False) -> str:

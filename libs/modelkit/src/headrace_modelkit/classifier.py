@@ -1,11 +1,12 @@
-"""A classifier of sequences or tokens as a reward model: loaded, and asked about many sequences in batches of tokens.
+"""A classifier of sequences or tokens as a reward model: loaded, asked about many sequences in batches of tokens, and
+made of a causal language model's body and a scalar head.
 
 Shapes: B sequences, T positions, L labels. Knows no reward and no message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    PreTrainedModel,
 )
 
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.loading import context_limit, load_architecture, reading, trusted
+from headrace_modelkit.loading import DTYPES, context_limit, load_architecture, reading, trusted
+from headrace_modelkit.model_files import empty_model, parameters_on_meta
+from headrace_modelkit.weights import state_tensors
 
 
 class Classifier:
@@ -100,6 +104,59 @@ class Classifier:
             last_B = torch.tensor([len(ids) - 1 for ids in sequences], device=device)
             logits = logits[torch.arange(len(sequences), device=device), last_B]
         return logits.float().cpu()
+
+
+def empty_judge(config: ModelSection, form: str) -> PreTrainedModel:
+    """The classifier of `config`'s family on meta, in its type: of "answers", with one label, or of "steps", of tokens
+    with the labels bad and good.
+
+    Raises ModelNotReadable for a family that has none, or one whose body is another.
+    """
+    architecture = load_architecture(config)
+    made: Any = AutoModelForSequenceClassification if form == "answers" else AutoModelForTokenClassification
+    name = "…ForSequenceClassification" if form == "answers" else "…ForTokenClassification"
+    if type(architecture) not in made._model_mapping:
+        raise ModelNotReadable(
+            f"model.path: transformers has no {name} of {architecture.model_type}, as which a reward model is "
+            "exported; name a model of another family, such as llama, qwen2 or qwen3"
+        )
+    architecture.num_labels = 1 if form == "answers" else 2
+    with parameters_on_meta(), reading(config):
+        model: PreTrainedModel = made.from_config(architecture, dtype=DTYPES[config.dtype])
+    own = dict(state_tensors(model))
+    body = [value for each, value in state_tensors(empty_model(config)) if each in own]
+    if len(body) + len(_head_names(model)) != len(own):
+        raise ModelNotReadable(
+            f"model.path: {name} of {architecture.model_type} is made of other parts than its language model; name a "
+            "model of another family, such as llama, qwen2 or qwen3"
+        )
+    return model
+
+
+def body_weights(
+    judge: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Those of a language model's weights that its classifier has too."""
+    own = dict(state_tensors(judge))
+    return ((name, tensor) for name, tensor in tensors if name in own)
+
+
+def head_weights(judge: PreTrainedModel, head: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The classifier's head of a scalar one, `weight` (D) and maybe `bias` (1): of two labels the logit is the good
+    one's, and the bad one's is 0.
+    """
+    for name in _head_names(judge):
+        own = head.get(name.rpartition(".")[2], torch.zeros(1))
+        rows = own[None] if name.endswith("weight") else own
+        yield name, torch.cat([torch.zeros_like(rows), rows]) if judge.config.num_labels == 2 else rows
+
+
+def _head_names(judge: PreTrainedModel) -> list[str]:
+    """Of the last linear layer's weights."""
+    untyped: Any = judge
+    return (
+        [f"score.{name}" for name, _ in untyped.score.named_parameters()] if hasattr(judge, "score") else []
+    )
 
 
 def _absent(sequences: Sequence[Sequence[int]]) -> int:

@@ -23,23 +23,24 @@ from headrace_modelkit.weights import state_tensors
 class ValueHead(nn.Module):
     """A linear function of a hidden state. It begins at 0 everywhere, so that values begin without a bias of chance."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(hidden_size))
-        self.bias = nn.Parameter(torch.zeros(1))
+        self.bias = nn.Parameter(torch.zeros(1)) if bias else None
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
         """(N,) values in fp32, whatever the model's type."""
-        return F.linear(hidden_ND.float(), self.weight.float()[None], self.bias.float())[:, 0]
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(hidden_ND.float(), self.weight.float()[None], bias)[:, 0]
 
 
 class Critic(nn.Module):
     """A value head, with a body of its own or none: then it reads the policy's hidden states."""
 
-    def __init__(self, hidden_size: int, body: PreTrainedModel | None = None) -> None:
+    def __init__(self, hidden_size: int, body: PreTrainedModel | None = None, *, bias: bool = True) -> None:
         super().__init__()
         self.body = body
-        self.head = ValueHead(hidden_size)
+        self.head = ValueHead(hidden_size, bias=bias)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of what a checkpoint of the critic holds: every parameter and persistent buffer."""

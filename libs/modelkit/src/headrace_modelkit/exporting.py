@@ -47,16 +47,19 @@ def export_model(
     *,
     beside: Callable[[Path], None] | None = None,
     limit: int = MAX_FILE_BYTES,
+    model: PreTrainedModel | None = None,
 ) -> None:
     """Writes the model of `config` with these weights, in its types, aside and renames it into place; as `save_model`.
+    `model`: an empty one in place of it.
 
     `tensors` come in the model's order. Files hold at most `limit` bytes; an index names them where there are several.
     Raises ValueError for tensors that are not the model's, and OSError.
     """
-    model = empty_model(config)
+    whole: Any = model
+    model = model or empty_model(config)
     plan = _Plan.of(model, limit)
     if plan is None:  # Several weights become one on the way back to the names of the files.
-        whole = load_model(config, weights=False)
+        whole = load_model(config, weights=False) if whole is None else whole.to_empty(device="cpu")
         load_weights(whole, {name: value.clone() for name, value in tensors})
         save_model(whole, tokenizer, directory, beside=beside)
         return

@@ -28,6 +28,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.families.mamba import bound_steps
 from headrace_modelkit.weights import mark_wrapped
 
 # transformers' functions and auto classes are not annotated.
@@ -41,6 +42,8 @@ _Logging.disable_progress_bar()
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+REMOTE_CODE = "HEADRACE_REMOTE_CODE"
+"""A service's variable: commits whose code models may run."""
 QUANTISATION = "quantization_config"
 _CHANCES = ("drop", "jitter")
 """What names of probabilities have in them by which a forward draws in training mode."""
@@ -70,13 +73,18 @@ def load_model(
             model = _with_weights(config, architecture, wanted)
         else:
             with no_init_weights():
-                model = _models(architecture).from_config(architecture, dtype=wanted, trust_remote_code=False)
+                kind, options = _models(architecture), trusted(config)
+                known = type(architecture) in kind._model_mapping  # also of own code that was read before
+                code = {key: options[key] for key in options if "code" in key and not known}
+                model = kind.from_config(architecture, dtype=wanted, **({"trust_remote_code": False} | code))
             model.tie_weights()
     if type(model.config) is not type(architecture):
         mark_wrapped(model)
     for module in model.modules():
         if isinstance(module, _DropoutNd):  # in the code of some models, whatever the configuration says
             module.p = 0.0
+    with reading(config):
+        bound_steps(model)
     ready: PreTrainedModel = (model if device == "cpu" else model.to(device)).eval()
     return ready
 
@@ -205,13 +213,30 @@ def replace_directory(source: Path, target: Path) -> None:
 
 def location(config: ModelSection) -> dict[str, Any]:
     """Arguments of `from_pretrained` that say where in `config.path` to look."""
-    found = {"revision": config.revision, "gguf_file": config.gguf_file}
+    found = {"revision": config.trust_remote_code or config.revision, "gguf_file": config.gguf_file}
     return {key: value for key, value in found.items() if value is not None}
 
 
 def trusted(config: ModelSection) -> dict[str, Any]:
-    """`location`, and that none of the model's own code is run: else transformers asks at the terminal whether to."""
-    return {**location(config), "trust_remote_code": False}
+    """`location`, and whether the model's own code is run: else transformers asks at the terminal whether to.
+
+    Raises ModelNotReadable where the spec names a commit that this host does not allow.
+    """
+    commit = config.trust_remote_code
+    if commit is None:
+        return {**location(config), "trust_remote_code": False}
+    key = f"model.trust_remote_code: {commit}"
+    if Path(os.path.expanduser(config.path)).is_dir():
+        raise ModelNotReadable(
+            f"{key} is a commit, and {config.path!r} a directory, whose code has none; give the Hugging Face id, or "
+            "install the code as a package"
+        )
+    if commit not in os.environ.get(REMOTE_CODE, "").replace(",", " ").split():
+        raise ModelNotReadable(
+            f"{key} is not allowed here: its code would run as this service does; who runs the service can list the "
+            f"commit in {REMOTE_CODE}"
+        )
+    return {**location(config), "code_revision": commit, "trust_remote_code": True}
 
 
 @contextmanager
@@ -224,6 +249,11 @@ def reading(config: ModelSection) -> Iterator[None]:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "trust_remote_code" in str(error):
+            reason = (
+                "it needs code of its own (auto_map), which is not run; where you have read it, name its commit in "
+                "model.trust_remote_code"
+            )
         raise not_readable(config, reason) from error
 
 

@@ -23,14 +23,8 @@ from headrace_schema.sections.learning import LoraSection
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headrace_modelkit.experts import (
-    ADAPTER,
-    FAMILIES,
-    PROJECTIONS,
-    expert_blocks,
-    expert_shape,
-    grouped_product,
-)
+from headrace_modelkit.experts import ADAPTER, PROJECTIONS, grouped_product
+from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import is_invariant
 from headrace_modelkit.products import fixed_products, row_products
 from headrace_modelkit.vision import vision_tower
@@ -280,8 +274,8 @@ def targets_problem(model: nn.Module, lora: LoraSection, *, vision: bool = False
             continue
         if any(_is_of_experts(name, target) for name in _expert_tensors(model, known=False)):
             return (
-                f"{target!r} is of experts, which get an adapter in the families {', '.join(FAMILIES)} alone; name "
-                "layers of the attention, such as q_proj, or write all-linear"
+                f"{target!r} is of experts, which get an adapter where they have gate_up_proj and down_proj without "
+                "bias: this model's have not; name layers of the attention, such as q_proj, or write all-linear"
             )
         there = {name.rpartition(".")[2] for name in [*names, *tensors]} | ({EXPERTS} if tensors else set())
         beside = ", nor do routers of experts; their gate and up are one tensor" if tensors else ""
@@ -345,10 +339,14 @@ def _targeted_experts(model: nn.Module, lora: LoraSection) -> list[str]:
 
 def _expert_tensors(model: nn.Module, *, known: bool = True) -> list[str]:
     """Names of what has the weights of a layer's experts; `known`: of models whose experts `experts` computes."""
-    if not isinstance(model, PreTrainedModel) or (known and expert_shape(model.config) is None):
+    if not isinstance(model, PreTrainedModel):
+        return []
+    shape = expert_shape(model.config)
+    if known and (shape is None or not shape.adapts):
         return []
     modules = {module: name for name, module in model.named_modules()}
-    return [f"{modules[block.experts]}.{name}" for block in expert_blocks(model) for name in PROJECTIONS]
+    of_experts = [module for module in modules if "experts" in type(module).__name__.lower()]
+    return [f"{modules[each]}.{name}" for each in of_experts for name in PROJECTIONS if hasattr(each, name)]
 
 
 def _is_of_experts(name: str, target: str) -> bool:
@@ -360,12 +358,16 @@ def _linear_layers(model: nn.Module, *, vision: bool) -> list[str]:
     tower's.
     """
     left_out = {getattr(model, "get_output_embeddings", lambda: None)()}
+    # A subclass with a forward of its own, such as Llama 4's router, is no linear layer.
     if not vision and (tower := vision_tower(model)) is not None:
         left_out |= {*tower.modules()}
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module not in left_out and module.weight.requires_grad
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and module not in left_out
+        and module.weight.requires_grad
     ]
 
 

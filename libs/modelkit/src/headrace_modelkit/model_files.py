@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -67,6 +68,9 @@ def empty_model(config: ModelSection, *, dtype: torch.dtype | None = None) -> Pr
     return model
 
 
+_NUMBER = re.compile(r"\d+")
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """What modules that are made in the body get as parameters lies on meta; buffers are as they must be."""
@@ -110,6 +114,12 @@ def _opened(config: ModelSection, model: PreTrainedModel, *, cached: bool) -> Mo
     if found.missing:
         first, count = min(found.missing), len(found.missing)
         raise not_readable(config, f"{count} weights are missing, first {first}")
+    if found.extra:
+        first, count = min(found.extra), len(found.extra)
+        raise not_readable(
+            config,
+            f"its files have {count} weights more than config.json has layers or experts for, first {first}",
+        )
     return found
 
 
@@ -199,6 +209,11 @@ class ModelFiles(Tensors):
         """Weights without a tensor that the architecture lets be missing."""
         self.missing = missing - self.drawn
         """Weights without a tensor that must have one."""
+        used = {source for own in self._sources.values() for source, _ in own.tensors}
+        alike = {_NUMBER.sub("N", name) for name in used}
+        beside = {name for name in set(self._files.names()) - used if _NUMBER.sub("N", name) in alike}
+        self.extra = beside - _may_be_left(model, beside)
+        """Tensors of layers or experts that the model has not; others that it has no use for are left alone."""
 
     @override
     def names(self) -> Iterable[str]:
@@ -274,6 +289,12 @@ def _may_be_missing(model: PreTrainedModel, missing: set[str]) -> set[str]:
     info = Info()
     untyped._adjust_missing_and_unexpected_keys(info)
     return missing - info.missing_keys
+
+
+def _may_be_left(model: PreTrainedModel, extra: set[str]) -> set[str]:
+    """Those that the class says it has no use for, as layers that predict several tokens."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    return {name for name in extra if any(re.search(pattern, name) for pattern in patterns)}
 
 
 def _merges_along_first(converter: Any) -> bool:

@@ -92,6 +92,12 @@ class GivenAnswer(Section):
     prefill: str = ""
     arguments: dict[str, Any] = Field(default_factory=dict)
     answer: str
+    turn: dict[str, Any] | None = None
+    """The answer as a message, where it is more than a text: one that calls tools."""
+    steps: list[str] = Field(default_factory=list)
+    """Of which the answer is made, where each of them is judged."""
+    labels: list[float] = Field(default_factory=list)
+    """Of the steps: 1 for a good one, 0 for a bad one."""
     images: list[str] = Field(default_factory=list)
     """Files in base64, in the order of their marks in the chat; in a trajectory their digests."""
 

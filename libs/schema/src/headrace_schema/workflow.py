@@ -102,8 +102,9 @@ TOOLS = "tools"
 """The built-in task in which the model may call tools."""
 REASONING = "reasoning"
 """The built-in workflow of a language model that speaks with environments."""
-SUPERVISED, PREFERENCE = "supervised", "preference"
-"""Workflows whose answers the data gives: to be imitated, and to be compared with each other."""
+SUPERVISED, PREFERENCE, REWARD_MODEL = "supervised", "preference", "reward_model"
+"""Workflows whose answers the data gives: to be imitated, to be compared with each other, and to be judged."""
+GIVEN = (SUPERVISED, PREFERENCE, REWARD_MODEL)
 SESSION = "session"
 """The workflow whose steps a loop of the user's own asks for."""
 LEARN_ALONE = GraphSection(stages={"learn": GraphStage(service="trainer")}, edges=[])
@@ -145,8 +146,7 @@ BUILT_IN = {
             GraphEdge(source="score", target="learn"),
         ],
     ),
-    SUPERVISED: LEARN_ALONE,
-    PREFERENCE: LEARN_ALONE,
+    **dict.fromkeys(GIVEN, LEARN_ALONE),
     SESSION: GraphSection(
         stages={"generate": GraphStage(service="rollout"), "learn": GraphStage(service="trainer")},
         edges=[GraphEdge(source="generate", target="learn")],
@@ -164,12 +164,22 @@ def acts_in_environments(workflow: object) -> bool:
 
 def has_given_answers(workflow: object) -> bool:
     """Whether the data of a spec of this workflow, as JSON or not, gives the answers: none is generated or scored."""
-    return workflow in (SUPERVISED, PREFERENCE)
+    return workflow in GIVEN
+
+
+def generates(workflow: object, evaluated: object) -> bool:
+    """Whether a rollout takes part: the answers are sampled, or prompts of `evaluation.data` are, in evaluations."""
+    return not has_given_answers(workflow) or bool(evaluated)
 
 
 def has_scorers(workflow: object) -> bool:
-    """Whether scorers judge answers in a run of this workflow."""
+    """Whether scorers judge answers in the steps of a run of this workflow."""
     return not has_given_answers(workflow) and workflow != SESSION
+
+
+def is_scored(workflow: object, evaluated: object) -> bool:
+    """Whether scorers judge answers of a run, those of `evaluation.data` too."""
+    return has_scorers(workflow) or (has_given_answers(workflow) and bool(evaluated))
 
 
 def _form(given: Any) -> str:
@@ -178,7 +188,8 @@ def _form(given: Any) -> str:
 
 WorkflowChoice = Annotated[
     Annotated[
-        Literal["reasoning", "embodied", "agentic", "supervised", "preference", "session"], Tag("<name>")
+        Literal["reasoning", "embodied", "agentic", "supervised", "preference", "reward_model", "session"],
+        Tag("<name>"),
     ]
     | Annotated[GraphSection, Tag("<graph>")],
     Discriminator(_form),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from headrace_modelkit.experts import ExpertShape, expert_shape
+from headrace_modelkit.families.mixtures import ExpertShape, expert_shape
 from headrace_modelkit.loading import context_limit, load_model
 from headrace_modelkit.weights import state_tensors
 from headrace_schema.sections.generating import ModelSection

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from headrace_modelkit.experts import Routing, compute_experts, route
+from headrace_modelkit.experts import compute_experts, route
+from headrace_modelkit.families.routing import Routing
 from headrace_trainer.backends.shared.attention import attend_segments
 from headrace_trainer.backends.shared.exchange import AllToAll
 from headrace_trainer.learning.segments import Segment, Segments

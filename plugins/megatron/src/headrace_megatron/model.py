@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from headrace_modelkit.experts import Routing
+from headrace_modelkit.families.routing import Routing
 from headrace_modelkit.hidden import hidden_log_probs
 from headrace_modelkit.logprobs import Head
 from headrace_trainer.backends._base import Owners, StatePart

@@ -21,6 +21,7 @@ from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.devices.scheduling import Plan, plan_admission
+from headrace_coordinator.domain.pipelines import settled_followers
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.run.context import Projection, RunContext
@@ -61,6 +62,8 @@ class Scheduler:
         while True:
             seen = self._event_log.state.scheduling_changes
             await self._settle_idle()
+            for events in [*settled_followers(self._event_log.state, self._event_log.now())]:
+                await self._event_log.commit(*events)
             await self._admit()
             for run in self._unstarted():
                 self.tasks[run.id] = asyncio.create_task(self._control(run), name=f"run {run.id}")

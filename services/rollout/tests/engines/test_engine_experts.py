@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from headrace_modelkit.experts import expert_blocks, expert_shape
+from headrace_modelkit.families.mixtures import expert_blocks, expert_shape
 from headrace_modelkit.loading import save_model
 from headrace_modelkit.presets.tiny import character_tokenizer, tiny_moe
 from headrace_modelkit.tokenizer import load_tokenizer

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from headrace_modelkit.errors import ModelNotReadable
@@ -20,7 +21,7 @@ from headrace_servicekit.stores.problems import StoreProblem
 from safetensors import SafetensorError
 from torch import Tensor
 
-from headrace_trainer.backends.shared.fit import ALPHA
+from headrace_trainer.backends.shared.fit import ALPHA, CRITIC
 from headrace_trainer.checkpoints.directory import MODEL, CheckpointDirectory
 from headrace_trainer.checkpoints.reader import StateReader
 from headrace_trainer.checkpoints.tree import Saved
@@ -57,7 +58,7 @@ def export_checkpoint(run_directory: Path, name: Callable[[int], Path], step: in
         kind = run_kind(localized(TrainerConfig.model_validate(checkpoints.model())))
         names = kind.weight_names()
         reader = StateReader.of_checkpoint(saved.path, saved.files, saved.optimizer_steps)
-        kind.export(_tensors(reader, names), target)
+        kind.export(chain(_tensors(reader, names), _head(reader)), target)
     except (ModelNotReadable, StoreProblem) as error:
         raise invalid(str(error), "MODEL_NOT_READABLE") from error
     except ValueError as error:
@@ -93,6 +94,13 @@ def _tensors(reader: StateReader, names: Sequence[str]) -> Iterator[tuple[str, T
             yield name, reader.weight(name)
         for name in (name for name in adapters if own_name(name)[0] == policy):
             yield name, reader.adapter(name)
+
+
+def _head(reader: StateReader) -> Iterator[tuple[str, Tensor]]:
+    """The head of a critic, which is what a reward model's run has learned, and an aid of others."""
+    for name in reader.critic_shapes():
+        if name.startswith(f"{CRITIC}head."):
+            yield name, reader.critic_weight(name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,7 +32,7 @@ from headrace_servicekit.rpc.requests import (
     check_seconds,
 )
 
-from headrace_trainer.algorithms._base import Algorithm, Barrier, turn_credit_of
+from headrace_trainer.algorithms._base import Algorithm, Barrier, given_rewards_of, turn_credit_of
 from headrace_trainer.group.group import Member
 from headrace_trainer.learning.samples import LearnItem
 from headrace_trainer.learning.step import Begin, Commit, StepState
@@ -96,12 +96,15 @@ class TrainerServicer(AskedCalls, HelpingCalls, OutputCalls, trainer_pb2_grpc.Tr
 
         algorithms = await self._instance.open_run(header, (config, directory), build, self._end_run)
         waits = any(each.barrier is Barrier.BATCH for each in algorithms)
+        given = given_rewards_of(algorithms[0])
         return trainer_pb2.OpenRunResponse(
             barrier=trainer_pb2.BARRIER_BATCH if waits else trainer_pb2.BARRIER_GROUP,
             drop_equal=all(each.refill.drop_equal for each in algorithms),
             max_refill=min(each.refill.most for each in algorithms),
             greedy_first=algorithms[0].greedy_first,
             by_turn=turn_credit_of(algorithms[0]) is not None,
+            given_rewards=wire.infer_kinds(given.columns),
+            given_by_token=given.by_token,
         )
 
     async def CloseRun(

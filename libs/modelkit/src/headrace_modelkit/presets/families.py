@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from headrace_modelkit.loading import save_model
 from headrace_modelkit.presets.tiny import CHARACTERS, character_tokenizer
@@ -113,6 +113,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3n_text": _SHARING
     | {"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2},
     "gemma4_text": _SHARING,
+    "gemma4_text+experts": _GEMMA
+    | _EXPERTS
+    | {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
     "olmo3": _WINDOW,
     "ministral": _WINDOW,
     "exaone4": _WINDOW | {"sliding_window_pattern": 2},
@@ -148,16 +151,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     }
     | {"logits_soft_cap": 3.0},
     "lfm2": _CONVOLUTION,
-    "lfm2_moe": _CONVOLUTION | _EXPERTS,
+    "lfm2_moe": _CONVOLUTION | _EXPERTS | {"num_dense_layers": 1},
     "lfm3": _CONVOLUTION,
     "minimax": _EXPERTS | {"layer_types": ["full_attention", "linear_attention"]},
 }
-"""By `model_type`: fields of its configuration."""
+"""By `model_type`, and `+` what a variant has: fields of its configuration."""
+
+
+def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    """The configuration; `overrides` are fields of it."""
+    made: PreTrainedConfig = _Configs[family.partition("+")[0]](**{**SHAPE, **FAMILIES[family], **overrides})
+    return made
 
 
 def tiny_of(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """The untrained model in fp32; `overrides` are fields of its configuration."""
-    config = _Configs[family](**{**SHAPE, **FAMILIES[family], **overrides})
+    config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = _Models.from_config(config).eval()

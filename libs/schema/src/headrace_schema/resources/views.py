@@ -160,6 +160,11 @@ class RunView(RunBrief):
     first_step: int = Field(
         default=0, description="steps below it are in the checkpoint that it was forked from"
     )
+    pipeline: list[str] = Field(
+        default_factory=list,
+        description="ids of the runs before it, each of which begins with the export of the one before (`after`), "
+        "itself, and those that come after it; empty for a run alone",
+    )
     uploads: UploadsView | None = Field(
         default=None, description="what its store has of its checkpoints; null for a run without `store`"
     )

@@ -25,7 +25,18 @@ from headrace_schema.sections.learning import AlgorithmSection
 from headrace_schema.sections.policies import adapters_of
 from headrace_schema.sections.run import RunSections
 from headrace_schema.sections.running import SIDES
-from headrace_schema.workflow import CONVERSATIONS, EMBODIED, PREFERENCE, REASONING, SESSION, SUPERVISED
+from headrace_schema.workflow import (
+    CONVERSATIONS,
+    EMBODIED,
+    PREFERENCE,
+    REASONING,
+    REWARD_MODEL,
+    SESSION,
+    SUPERVISED,
+)
+from headrace_schema.workflow import (
+    GIVEN as GIVEN_ANSWERS,
+)
 
 EPISODES = "episodes"
 """The data source of start states, and what is short for it: `data: {heldout: 48}`."""
@@ -40,7 +51,10 @@ OTHERS = frozenset({"distill", "ppo", "reinforce", "reinforce_pp"})
 """Built-in algorithms that take a group of one."""
 IMITATING = ("sft",)
 COMPARING_TWO = ("dpo", "ipo", "simpo", "orpo", "kto")
-"""Built-in algorithms of the workflows whose answers the data gives: supervised, and preference."""
+JUDGING = ("bradley_terry", "prm")
+"""Built-in algorithms of the workflows whose answers the data gives: supervised, preference, and reward_model."""
+LABELLED, STEPWISE = ("kto",), ("prm",)
+"""Those whose rows have one answer with a label, and one in steps that have labels; all other rows have pairs."""
 KL_OPTIONS = ("kl_loss_coef", "kl_reward_coef")
 """Options of built-in algorithms that need a reference model."""
 RATIO_OPTIONS = (
@@ -110,11 +124,19 @@ NOT_AGENTIC = unlike("workflow", CONVERSATIONS, undo=f"set workflow: {CONVERSATI
 PROMPTS_ALONE = unlike("workflow", EMBODIED, CONVERSATIONS, undo=f"set workflow: {EMBODIED}")
 IMAGES_REFUSED = "leave the images out, or let the environment show them"
 NOT_REASONING = unlike("workflow", REASONING, undo=f"set workflow: {REASONING}, {IMAGES_REFUSED}")
-GIVEN = value("workflow", SUPERVISED, PREFERENCE, undo=f"set workflow: {REASONING}")
+GIVEN = value("workflow", *GIVEN_ANSWERS, undo=f"set workflow: {REASONING}")
+READS_ALONE = when(
+    "answers that the data gives, without `evaluation.data`",
+    "workflow",
+    lambda spec: not spec.generates,
+    "give evaluation.data, prompts that are answered in evaluations",
+)
 IMITATES = value("workflow", SUPERVISED, undo="")
 PREFERS = value("workflow", PREFERENCE, undo="")
+JUDGES = value("workflow", REWARD_MODEL, undo="")
 NO_IMITATION = unlike("workflow", SUPERVISED, undo=f"set workflow: {SUPERVISED}")
 NO_PREFERENCE = unlike("workflow", PREFERENCE, undo=f"set workflow: {PREFERENCE}")
+NO_JUDGE = unlike("workflow", REWARD_MODEL, undo=f"set workflow: {REWARD_MODEL}")
 ASKED = value("workflow", SESSION, undo=f"set workflow: {REASONING}")
 NOT_ASKED = unlike("workflow", SESSION, undo=f"set workflow: {SESSION}")
 ONLINE = when("`agent.online`", "agent.online", lambda spec: spec.is_online, "")
@@ -221,6 +243,10 @@ GROUP_OF_ONE = value("algorithm.group_size", 1, undo="set algorithm.group_size t
 REMAX = value(NAME, "remax", undo="set reinforce_pp")
 SFT = value(NAME, *IMITATING, undo="use another algorithm, such as grpo")
 PAIRWISE = value(NAME, *COMPARING_TWO, undo="use another algorithm, such as grpo")
+JUDGE = value(NAME, *JUDGING, undo="use another algorithm, such as grpo")
+HEADLESS = value(NAME, *JUDGING, undo="set trainer.backend: fsdp")
+OF_PAIRS = value(NAME, JUDGING[0], undo="")
+OF_STEPS = value(NAME, *STEPWISE, undo="")
 NOT_SFT = unlike(NAME, *IMITATING, undo=f"set algorithm.name: {IMITATING[0]}")
 ASKED_LOSSES = value(NAME, SESSION, undo="use another algorithm, such as grpo")
 NOT_ASKED_LOSSES = unlike(NAME, SESSION, undo="leave {it} out")
@@ -228,6 +254,7 @@ MORE_PROMPTS = unlike("algorithm.prompts_per_step", 1, undo="leave {it} out")
 OTHER_MODES = unlike(MODE, "collocated", "disaggregated", undo="leave {it} out")
 SESSION_KEY = key("session", "remove session")
 NOT_PAIRWISE = unlike(NAME, *COMPARING_TWO, undo=f"set algorithm.name: {COMPARING_TWO[0]}")
+NOT_JUDGE = unlike(NAME, *JUDGING, undo=f"set algorithm.name: {JUDGING[0]}")
 ONE_ANSWER = unlike("algorithm.group_size", 1, undo="leave {it} out")
 TWO_ANSWERS = unlike("algorithm.group_size", 2, undo="leave {it} out")
 GIVEN_SCORERS = when("`reward.scorers`", "reward.scorers", lambda spec: spec.reward.scorers)

@@ -79,7 +79,7 @@ def _values(spec: RunSections) -> Iterator[KeyProblemView]:
         reason = "is the name of another kind of evaluation"
         yield problem(f"evaluation.data.{name}", reason, "use another name")
     for part, scorers in spec.reward.sets().items():
-        if not scorers and spec.has_scorers:
+        if not scorers and spec.is_scored:
             yield problem(f"reward.{part}", "no scorer judges an answer", "name one, such as exact")
         elif scorers and all(scorer.weight == 0 for scorer in scorers):
             reason = "every weight is 0, so every answer is worth the same"

@@ -8,10 +8,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from headrace_schema.rules.agentic import CONVERSATION
-from headrace_schema.rules.asked import EPISODES
+from headrace_schema.rules.asked import COMPARING_TWO, EPISODES, IMITATING, JUDGING, STEPWISE
 from headrace_schema.sections.agent import AGENT_SECONDS, AGENTS, ONLINE, AgentSection
 from headrace_schema.workflow import (
     CONVERSATIONS,
+    PREFERENCE,
+    REWARD_MODEL,
     SESSION,
     SUPERVISED,
     acts_in_environments,
@@ -21,8 +23,12 @@ from headrace_schema.workflow import (
 ENDLESS = 2**31 - 1
 """Steps of a session: it ends when its loop says so."""
 ONLINE_STEP_S = 30 * 86400.0
+EXPORT_OF_ANOTHER = "(the export of the run that this one follows)"
+"""`model.path` of a run that begins `after` another one, until that is known."""
 _RETURN = {"scorers": [{"name": "episode"}]}
 _OUTCOME = {"evaluation": [{"name": "episode", "options": {"of": "outcome"}}]}
+_LEARNT = {SUPERVISED: IMITATING[0], PREFERENCE: COMPARING_TWO[0], REWARD_MODEL: JUDGING[0]}
+"""The algorithm of a workflow whose answers the data gives, where none is named."""
 _ONLINE: dict[str, dict[str, Any]] = {
     "data": {"source": EPISODES, "options": {"tasks": [ONLINE]}},
     "algorithm": {"name": "reinforce_pp", "group_size": 1},  # It compares the samples of a whole step.
@@ -36,6 +42,8 @@ def with_defaults(given: Any) -> Any:
     """A spec as its user wrote it, with what its workflow lets it leave out filled in."""
     if not isinstance(given, Mapping):
         return given
+    if given.get("after") is not None and isinstance(model := given.get("model", {}), Mapping):
+        given = {**given, "model": {"path": EXPORT_OF_ANOTHER, **model}}
     if acts_in_environments(given.get("workflow")):
         return _embodied(dict(given))
     if given.get("workflow") == SESSION:
@@ -58,9 +66,10 @@ def _embodied(spec: dict[str, Any]) -> dict[str, Any]:
 
 def _given_answers(spec: dict[str, Any]) -> dict[str, Any]:
     """No scorer, devices for the trainers alone, and one answer a row, or two that are compared."""
-    supervised = spec["workflow"] == SUPERVISED
+    asked = spec.get("algorithm")
+    name = (asked.get("name") if isinstance(asked, Mapping) else None) or _LEARNT[spec["workflow"]]
     follows: dict[str, dict[str, Any]] = {
-        "algorithm": {"name": "sft" if supervised else "dpo", "group_size": 1 if supervised else 2},
+        "algorithm": {"name": name, "group_size": 1 if name in (*IMITATING, *STEPWISE) else 2},
         "placement": {"mode": "collocated"},
         "reward": {"scorers": []},
     }

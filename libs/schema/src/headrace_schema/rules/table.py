@@ -72,22 +72,26 @@ _NO_SCORER, _EVALUATED = (
     "no scorer takes part",
     "a held-out answer is read by the trainer, and none is sampled",
 )
-_OF_SAMPLED = {
+_OF_GENERATED = {
     **{f"sampling.{name}": _NOTHING_SAMPLED for name in SamplingSection.model_fields},
-    **{f"rollout.{name}": _NO_ROLLOUT for name in RolloutSection.model_fields},
+    **{f"rollout.{name}": _NO_ROLLOUT for name in RolloutSection.model_fields if name != "helpers"},
     **{f"reward.{name}": _NO_SCORER for name in ("evaluation", "stages", "give", "truncated_reward")},
     **{
         f"evaluation.{name}": _EVALUATED
         for name in ("temperature", "samples", "max_new_tokens", "baseline_prefill")
     },
-    "evaluation.data": "evaluate its checkpoints by generation with headrace eval",
+    "placement.rollout": _NO_ROLLOUT,
+}
+"""Keys of runs in which a rollout takes part, and why one whose data gives the answers has none without
+`evaluation.data`."""
+_OF_SAMPLED = {
+    "rollout.helpers": "they decode in its steps, and none does",
     "algorithm.max_staleness": _NOTHING_SAMPLED,
     "algorithm.truncated": "no limit cuts an answer",
     "data.curriculum": "it chooses prompts by how many sampled answers pass",
     "data.prompt.longest": "leave long rows out with data.options.longest_question",
     "trainer.helpers": "they learn while rollouts generate",
     "trainer.warmup.steps": "the run itself is what a warm-up is the short form of",
-    "placement.rollout": _NO_ROLLOUT,
 }
 """Keys of runs that sample answers, and why a run whose data gives them has none."""
 
@@ -194,9 +198,12 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     },
     f.GIVEN: {
         **{key(name): f"such a run has none: {why}" for name, why in _OF_SAMPLED.items()},
-        f.GIVEN_SCORERS: f"such a run has none: {_NO_SCORER}",
         f.SHARE: "it would share its devices while rollouts generate, and none does",
         f.IN_TURNS: ("the trainers have the devices all the time", "leave it out"),
+    },
+    f.READS_ALONE: {
+        **{key(name): f"such a run has none: {why}" for name, why in _OF_GENERATED.items()},
+        f.GIVEN_SCORERS: f"such a run has none: {_NO_SCORER}",
     },
     f.IMITATES: {
         f.NOT_SFT: "supervised runs imitate the answers of the data, and {spec.algorithm.name} learns from rewards",
@@ -206,6 +213,14 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.NOT_PAIRWISE: "preference runs compare two answers of the data, and {spec.algorithm.name} does not",
         f.TWO_ANSWERS: "a row has two answers that are compared",
     },
+    f.JUDGES: {
+        f.NOT_JUDGE: "reward_model runs learn to judge the answers of the data, and {spec.algorithm.name} does not",
+        key("evaluation.data"): "its model judges answers, and gives none",
+        key("data.prompt.prefill"): "the scorer reads whole answers, which nothing begins",
+        key("data.prompt.template_arguments"): "the scorer gives the chat template messages alone",
+    },
+    f.OF_PAIRS: {f.TWO_ANSWERS: "a row has two answers that are compared"},
+    f.OF_STEPS: {f.ONE_ANSWER: "a row has one answer, in steps"},
     f.ASKED: {
         **{key(name): f"a session has none: {why}" for name, why in _OF_RUNS_BY_THEMSELVES.items()},
         f.GIVEN_SCORERS: f"a session has none: {_LOOP_JUDGES}",
@@ -226,6 +241,14 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     },
     f.NO_PREFERENCE: {
         f.PAIRWISE: "{spec.algorithm.name} compares answers of the data, and workflow is {spec.kind}"
+    },
+    f.NO_JUDGE: {
+        f.JUDGE: "{spec.algorithm.name} learns to judge answers of the data, and workflow is {spec.kind}"
+    },
+    key("after"): {
+        key("from_checkpoint"): "a run begins with another one's export, or with a checkpoint",
+        f.ROBOT: "a robot policy is not begun with another run's export",
+        f.POLICIES: "another run's export is one model",
     },
     f.PROMPTS_ALONE: {key("environment", ""): _OF_EMBODIED},
     f.NOT_ROBOT: {
@@ -324,7 +347,8 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.GROUP_OF_ONE: {f.DROP_EQUAL: "a group of one is always equal"},
     f.ONE_POLICY: {f.POLICIES: "{spec.trainer.backend} trains one policy"},
     f.NO_CRITIC: {
-        f.CRITIC: "{spec.algorithm.name} learns with a critic, which {spec.trainer.backend} does not have"
+        f.CRITIC: "{spec.algorithm.name} learns with a critic, which {spec.trainer.backend} does not have",
+        f.HEADLESS: "{spec.algorithm.name} learns a scalar head, which {spec.trainer.backend} does not have",
     },
     f.FIXED_RANKS: {f.CHANGING: f"{_OTHER_RANKS}{{spec.trainer.backend}} needs whole models"},
     f.NO_HELP: {f.TRAINER_HELPERS: "{spec.trainer.backend} takes no gradients of helpers"},

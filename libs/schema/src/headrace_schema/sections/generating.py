@@ -124,6 +124,12 @@ class ModelSection(Section):
         "it leaves out are the environment's",
     )
     revision: str | None = Field(default=None, description="revision of a Hugging Face id")
+    trust_remote_code: str | None = Field(
+        default=None,
+        pattern="^[0-9a-f]{40}$",
+        description="commit of a Hugging Face id whose own code (`auto_map`) runs in rollout and trainer, where their "
+        "hosts allow it: HEADRACE_REMOTE_CODE lists such commits. The model is read at it too",
+    )
     gguf_file: str | None = Field(
         default=None, description="GGUF file inside the directory, dequantised on load"
     )
@@ -138,6 +144,8 @@ class ModelSection(Section):
     def _one_source(self) -> Self:
         if bool(self.path) == (self.policy is not None):
             raise ValueError("give path or, for a new robot policy, policy")
+        if self.trust_remote_code is not None and self.revision not in (None, self.trust_remote_code):
+            raise ValueError("trust_remote_code is a commit, at which the model is read: leave revision out")
         return self
 
 

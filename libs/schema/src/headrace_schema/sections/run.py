@@ -44,8 +44,10 @@ from headrace_schema.workflow import (
     GraphSection,
     WorkflowChoice,
     acts_in_environments,
+    generates,
     has_given_answers,
     has_scorers,
+    is_scored,
 )
 
 
@@ -62,8 +64,8 @@ class RunSections(Section):
         default="reasoning",
         description="reasoning (generate → score → learn), embodied (a robot policy acts in simulators), agentic (a "
         "language model speaks with environments and tools), supervised (imitates the answers of the data), preference "
-        "(compares two answers of the data), session (a loop of one's own asks for each step and sample), or stages "
-        "and edges of one's own",
+        "(compares two answers of the data), reward_model (learns to judge answers of the data), session (a loop of "
+        "one's own asks for each step and sample), or stages and edges of one's own",
     )
     steps: Count = Field(default=10, description="policy updates")
     seed: Seed = Field(default=0, description="of the order of items and of all sampling")
@@ -100,7 +102,8 @@ class RunSections(Section):
     rollout: RolloutSection = RolloutSection()
     weights: WeightsSection = WeightsSection()
     reward: RewardSection = Field(
-        description="what judges an answer; needed but for embodied, agentic, supervised, preference and session runs"
+        description="what judges an answer; needed but for embodied, agentic and session runs, and those whose answers "
+        "the data gives"
     )
     placement: PlacementSection = PlacementSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -118,6 +121,12 @@ class RunSections(Section):
         description="continue from a checkpoint of another run; default: from the model's weights",
     )
 
+    after: str | None = Field(
+        default=None,
+        description="a run, by id or by the newest one of a name: this one begins with its export when it succeeds, "
+        "and is cancelled when it ends otherwise; model.path is left out then",
+    )
+
     @property
     def kind(self) -> str:
         """The workflow's name, for people."""
@@ -130,8 +139,18 @@ class RunSections(Section):
 
     @property
     def has_given_answers(self) -> bool:
-        """Whether the data gives the answers: no rollout and no scorer takes part."""
+        """Whether the data gives the answers: no rollout and no scorer takes part in its steps."""
         return has_given_answers(self.workflow)
+
+    @property
+    def generates(self) -> bool:
+        """Whether a rollout takes part, in its steps or in its evaluations alone."""
+        return generates(self.workflow, self.evaluation.data)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether scorers judge answers, in its steps or in its evaluations alone."""
+        return is_scored(self.workflow, self.evaluation.data)
 
     @property
     def is_session(self) -> bool:
@@ -140,7 +159,7 @@ class RunSections(Section):
 
     @property
     def has_scorers(self) -> bool:
-        """Whether scorers judge answers."""
+        """Whether scorers judge the answers of its steps."""
         return has_scorers(self.workflow)
 
     @property

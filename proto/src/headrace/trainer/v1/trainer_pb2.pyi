@@ -77,18 +77,22 @@ class OpenRunRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., config_json: _Optional[str] = ..., run_directory: _Optional[str] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
-    __slots__ = ("barrier", "drop_equal", "max_refill", "greedy_first", "by_turn")
+    __slots__ = ("barrier", "drop_equal", "max_refill", "greedy_first", "by_turn", "given_rewards", "given_by_token")
     BARRIER_FIELD_NUMBER: _ClassVar[int]
     DROP_EQUAL_FIELD_NUMBER: _ClassVar[int]
     MAX_REFILL_FIELD_NUMBER: _ClassVar[int]
     GREEDY_FIRST_FIELD_NUMBER: _ClassVar[int]
     BY_TURN_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_BY_TOKEN_FIELD_NUMBER: _ClassVar[int]
     barrier: Barrier
     drop_equal: bool
     max_refill: int
     greedy_first: bool
     by_turn: bool
-    def __init__(self, barrier: _Optional[_Union[Barrier, str]] = ..., drop_equal: _Optional[bool] = ..., max_refill: _Optional[int] = ..., greedy_first: _Optional[bool] = ..., by_turn: _Optional[bool] = ...) -> None: ...
+    given_rewards: _containers.RepeatedScalarFieldContainer[InferKind]
+    given_by_token: bool
+    def __init__(self, barrier: _Optional[_Union[Barrier, str]] = ..., drop_equal: _Optional[bool] = ..., max_refill: _Optional[int] = ..., greedy_first: _Optional[bool] = ..., by_turn: _Optional[bool] = ..., given_rewards: _Optional[_Iterable[_Union[InferKind, str]]] = ..., given_by_token: _Optional[bool] = ...) -> None: ...
 
 class CloseRunRequest(_message.Message):
     __slots__ = ("header",)

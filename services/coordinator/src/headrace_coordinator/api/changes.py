@@ -82,9 +82,8 @@ class RunChanges:
                 await self._archived(self._reads.find(run_id))
             if users := [run.id for run in self._event_log.state.active_runs() if _begins_with(run, run_id)]:
                 others = ", ".join(users)
-                reason = (
-                    f"{others} may still read a checkpoint of run {run_id}; wait for its end, or cancel it"
-                )
+                what = f"a checkpoint or the export of run {run_id}"
+                reason = f"{others} may still read {what}; wait for its end, or cancel it"
                 raise Refused("CONFLICT", reason)
             directory = self._event_log.history.directory(run_id).parent
             deleted = ev.RunDeleted(at=self._event_log.now(), run=run_id)
@@ -169,10 +168,10 @@ class RunChanges:
 
 
 def _begins_with(run: RunState, origin: str) -> bool:
-    """Whether a run that has not ended is a fork of another, or evaluates its checkpoint."""
+    """Whether a run that has not ended begins with another's checkpoint or export, or evaluates its checkpoint."""
     forked = run.spec.get("from_checkpoint") or {}
     evaluates = run.evaluation is not None and run.evaluation.checkpoint_run == origin
-    return evaluates or forked.get("run") == origin
+    return evaluates or origin in (forked.get("run"), *run.follows[-1:])
 
 
 def _remove(directory: Path) -> None:

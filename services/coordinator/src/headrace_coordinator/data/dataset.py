@@ -17,15 +17,18 @@ from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.aside import OPENING, Aside, TooSlow
 from headrace_coordinator.data.fetching import with_local_data
-from headrace_coordinator.data.given import GivenForm
+from headrace_coordinator.data.given import GivenForm, with_questions
 from headrace_coordinator.data.items import DataItem, squeezed
 from headrace_coordinator.data.packed import HASH_BYTES, WORDS, PackedItems, hash_of, in_order
 from headrace_coordinator.data.prompts import PromptContent, Prompter
 from headrace_coordinator.data.sources import MOST_ITEMS, DataSource, bounded, open_source
+from headrace_coordinator.data.splitting import check_enough, distinct_items, parts_of, turns_of
 
 ORDERS_KEPT = 2
 LARGE = 20_000
 """Training items from which an order takes long enough to find to be found in a thread."""
+HELDOUT = "heldout"
+"""The kind of evaluation of the held-out items; others are named by sets of `evaluation.data`."""
 WARMUP_BYTES = 48_000_000
 """Most bytes of a supervised warm-up's examples, which travel in the message that opens a run at a trainer."""
 
@@ -55,7 +58,7 @@ class Dataset:
     ) -> None:
         self._items = items = items if isinstance(items, PackedItems) else PackedItems(items)
         self._prompter = Prompter(section.prompt, items)
-        distinct, self._ids, self.contradicting = _distinct(items, self._prompter.shown)
+        distinct, self._ids, self.contradicting = distinct_items(items, self._prompter.shown)
         self.repeated = len(items) - len(distinct)
         """Items left out because the same one had been read before."""
         self.left_out = dict(left_out or {})
@@ -63,7 +66,7 @@ class Dataset:
         kept = self._not_excluded(distinct, {squeezed(text) for text in section.exclude})
         if len(kept) < len(distinct):
             self.left_out["named by data.exclude"] = len(distinct) - len(kept)
-        _enough(section, len(kept), len(distinct) - len(kept))
+        check_enough(section, len(kept), len(distinct) - len(kept))
         self._seed = seed
         self._heldout: list[DataItem] = []
         heldout = np.empty(0, np.int64)
@@ -78,7 +81,7 @@ class Dataset:
         self._train_hashes = hashes[order]
         self._train_high = self._train_hashes["high"].astype(np.uint64)
         self._orders: dict[tuple[int, int], np.ndarray] = {}
-        self._parts = _parts(self._train, items.parts, weights)
+        self._parts = parts_of(self._train, items.parts, weights)
         self._weights = tuple(weights) or (1,)
         self.digest = self._digest(heldout)
         self.given: GivenForm | None = None
@@ -119,7 +122,7 @@ class Dataset:
         goes on exactly where it was. Above 0, `attempt` numbers other items of the same part, to take in its place.
         """
         number, place = divmod(prompt_ordinal, sum(self._weights))
-        turns = _turns(self._seed, number, self._weights)
+        turns = turns_of(self._seed, number, self._weights)
         part = turns[place]
         if attempt:
             mine = self._parts[part]
@@ -154,7 +157,7 @@ class Dataset:
     @property
     def evaluated(self) -> list[str]:
         """Kinds of evaluations of a version: the held-out items, if there are any, and each set of other data."""
-        return [*(["heldout"] if self._heldout else []), *self.sets]
+        return [*([HELDOUT] if self._heldout else []), *self.sets]
 
     def of_kind(self, kind: str) -> tuple[Dataset, list[DataItem]]:
         """The items of a kind of evaluation, and the data that renders their prompts."""
@@ -318,41 +321,6 @@ def _of_set(name: str, found: KeyProblemView, spec: RunSpec) -> KeyProblemView:
     return found.model_copy(update={"key": found.key.replace("data.", f"evaluation.data.{name}.", 1)})
 
 
-def _distinct(items: PackedItems, shown: Sequence[str]) -> tuple[np.ndarray, dict[int, str], int]:
-    """Numbers of items that differ, ids of some, and how many the source answers in more than one way.
-
-    The first answer counts. Where the question alone does not tell items apart, the id of each is all that the prompt
-    shows of it.
-    """
-    hashes = items.key_hashes
-    order = in_order(hashes)
-    again = np.flatnonzero(hashes[order][1:] == hashes[order][:-1]) + 1
-    if not len(again):
-        return np.arange(len(items)), {}, 0
-    alike: dict[int, list[int]] = {}
-    first = -1
-    for place in again.tolist():
-        if place - 1 != first or not alike:
-            start = int(order[place - 1])
-        first = place
-        alike.setdefault(start, []).append(int(order[place]))
-    kept = np.ones(len(items), np.bool_)
-    ids: dict[int, str] = {}
-    contradicting: set[str] = set()
-    for one, others in alike.items():
-        known = items[one]
-        same = {known.told_apart(shown): (one, known.answer)}
-        for number in others:
-            item = items[number]
-            number_known, answer = same.setdefault(told := item.told_apart(shown), (number, item.answer))
-            kept[number] = number_known == number
-            if answer != item.answer:
-                contradicting.add(told)
-        if len(same) > 1:
-            ids |= {number: told for told, (number, _) in same.items()}
-    return np.flatnonzero(kept), ids, len(contradicting)
-
-
 @lru_cache(maxsize=2)
 def _read(
     source_class: type[DataSource], options: str, fingerprint: str, most: int, given: GivenForm | None
@@ -364,7 +332,7 @@ def _read(
     source = source_class.model_validate_json(options)
     try:
         items = bounded(source.items(), most)
-        return PackedItems(given.checked(items) if given else items), source.left_out()
+        return PackedItems(given.checked(items) if given else with_questions(items)), source.left_out()
     except Impossible as error:
         return error
 
@@ -372,40 +340,3 @@ def _read(
 def forget_items() -> None:
     """Drops what was read of sources and is kept; a run that waits reads its own again when it starts."""
     _read.cache_clear()
-
-
-def _enough(section: DataSection, kept: int, excluded: int) -> None:
-    if kept == 0:
-        reason = f"the source {section.source} has no item" + (
-            f" left after {excluded} excluded" if excluded else ""
-        )
-        raise Impossible(
-            [problem("data.exclude" if excluded else "data.source", reason, "give it items to train on")]
-        )
-    if section.heldout >= kept:
-        reason = f"{section.heldout} held-out items leave none to train on: {kept} distinct items remain" + (
-            f" after {excluded} excluded" if excluded else ""
-        )
-        raise Impossible([problem("data.heldout", reason, f"the nearest valid value is {kept - 1}")])
-
-
-def _parts(train: np.ndarray, part_of: np.ndarray, weights: Sequence[int]) -> list[np.ndarray]:
-    """Numbers of training items by source, where the sources have weights; else one part with all."""
-    if not weights:
-        return [train]
-    parts = [train[part_of[train] == part] for part in range(len(weights))]
-    if empty := [part for part, numbers in enumerate(parts) if not len(numbers)]:
-        key = f"data.options.parts[{empty[0]}]"
-        reason = (
-            "no item of it is left to train on (held out, excluded, or the same as one of a part before it)"
-        )
-        raise Impossible([problem(key, reason, "give it more items, or leave it out")])
-    return parts
-
-
-@lru_cache(maxsize=64)
-def _turns(seed: int, number: int, weights: tuple[int, ...]) -> tuple[int, ...]:
-    """The part of each ordinal of a block."""
-    parts = [part for part, weight in enumerate(weights) for _ in range(weight)]
-    places = sorted(range(len(parts)), key=lambda place: hash_of(f"block {seed} {number} {place}".encode()))
-    return tuple(parts[place] for place in places)

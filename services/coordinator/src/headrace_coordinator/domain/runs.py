@@ -165,6 +165,10 @@ class RunState(msgspec.Struct):
     """What makes it learn nothing, by what that is about; with STALLED, that its step stands still."""
     deaths: dict[str, ev.DeathCharged] = {}
     """The last death of a shared instance that was charged to it, by kind of instance."""
+    follows: list[str] = []
+    """The runs before it, in order."""
+    begins_with: str = ""
+    """The export of the last of them, once there is one."""
     regrouped_at: float = 0.0
     gave_at: float = 0.0
     """When its trainer group changed last, and when it last did for another run."""
@@ -172,6 +176,11 @@ class RunState(msgspec.Struct):
     team: str = ""
     visibility: str = "private"
     """Who sees it: private, team or fleet."""
+
+    @property
+    def awaited(self) -> str:
+        """The run whose export it waits for; empty for one that may begin."""
+        return self.follows[-1] if self.follows and not self.begins_with else ""
 
     @property
     def progress(self) -> int:
@@ -295,6 +304,10 @@ class RunState(msgspec.Struct):
                 self.warnings = warnings
             case ev.DeathCharged(kind=kind):
                 self.deaths[kind] = event
+            case ev.RunFollowed(path=path):
+                self.begins_with = path
+                own = {"path": path, "revision": None, "gguf_file": None}
+                self.spec = {**self.spec, "model": {**self.spec["model"], **own}}
             case ev.ModelExported(path=path):
                 self.export_path = path
 

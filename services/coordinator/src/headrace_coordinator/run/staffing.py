@@ -49,9 +49,9 @@ class Staffing:
 
     async def staff(self) -> None:
         """Every worker is alive and has the run open; raises `Unstaffed` when one is missing for too long."""
-        if self.workers.spec.has_given_answers:
+        if not self.workers.spec.generates:
             return await self.staff_trainers()
-        if not self.workers.spec.has_scorers:
+        if not self.workers.spec.is_scored:
             await gather_all(self.staff_trainers(), self.staff_rollouts())
             return None
         # Instances of different kinds open the run side by side: each loads libraries or starts processes for seconds.

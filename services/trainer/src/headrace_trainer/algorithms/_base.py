@@ -75,7 +75,7 @@ class CriticPlan:
 
     A value head on the policy, or, with `own_model`, on a model of its own that begins as `path` (None: as the policy
     begins). In the run's first `warmup_steps` it learns alone. `bootstraps`: values of where answers were cut are
-    wanted, as `Outcomes.bootstrap_values_B`.
+    wanted, as `Outcomes.bootstrap_values_B`. A head without `bias` is told apart from none by differences alone.
     """
 
     own_model: bool = False
@@ -83,6 +83,17 @@ class CriticPlan:
     learning_rate: float | None = None
     warmup_steps: int = 0
     bootstraps: bool = False
+    bias: bool = True
+
+
+@dataclass(frozen=True)
+class GivenRewards:
+    """What an answer's reward is made of, up to a factor: a column, less a second one where there are two; added up
+    over its trained tokens, or their mean.
+    """
+
+    columns: tuple[str, ...] = ()
+    by_token: bool = False
 
 
 @dataclass(frozen=True)
@@ -282,6 +293,16 @@ class Algorithm(Protocol):
         Read it with `branch_weights_of`: an algorithm may leave it out.
         """
 
+    @property
+    def judge(self) -> str:
+        """What the values of its critic's head are of, and so what is exported: "answers", a classifier of sequences;
+        "steps", of tokens; "": nothing, the head is an aid. Read it with `judge_of`: an algorithm may leave it out.
+        """
+
+    @property
+    def given_rewards(self) -> GivenRewards:
+        """What given answers are compared by. Read it with `given_rewards_of`: an algorithm may leave it out."""
+
     def advantages(self, outcomes: Outcomes) -> Tensor | Advantages:
         """One advantage for each trained token, (B, T), in the rewards' type; 0 outside the mask.
 
@@ -323,6 +344,17 @@ def turn_credit_of(algorithm: Algorithm) -> TurnCredit | None:
     """`Algorithm.turn_credit`; None of one that has no such property."""
     found: TurnCredit | None = getattr(algorithm, "turn_credit", None)
     return found
+
+
+def judge_of(algorithm: Algorithm) -> str:
+    """`Algorithm.judge`; empty of one that has no such property."""
+    return str(getattr(algorithm, "judge", ""))
+
+
+def given_rewards_of(algorithm: Algorithm) -> GivenRewards:
+    """`Algorithm.given_rewards`; of nothing where it has no such property."""
+    found = getattr(algorithm, "given_rewards", None)
+    return found if isinstance(found, GivenRewards) else GivenRewards()
 
 
 def batch_figures_of(algorithm: Algorithm) -> dict[str, float]:

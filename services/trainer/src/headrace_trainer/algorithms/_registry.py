@@ -21,7 +21,7 @@ _BUILT_IN = (
     *("dr_grpo", "gmpo", "grpo", "gspo", "opo"),
     *("passk_grpo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo"),
 )
-_GIVEN = ("dpo", "ipo", "kto", "orpo", "session", "sft", "simpo")
+_GIVEN = ("bradley_terry", "dpo", "ipo", "kto", "orpo", "prm", "session", "sft", "simpo")
 """Of answers that the data or a loop of the user's own gives."""
 
 ALGORITHMS: Registry[Algorithm] = Registry(

@@ -19,6 +19,7 @@ from headrace_trainer.algorithms._base import (
     Refill,
     TokenBatch,
     Turns,
+    judge_of,
     turn_credit_of,
 )
 from headrace_trainer.algorithms._registry import ALGORITHMS
@@ -88,7 +89,7 @@ def _check_sum(algorithm: Algorithm) -> None:
     whole, whole_2K = _loss(algorithm, [slice(0, 6)])
     parts, parts_2K = _loss(algorithm, [slice(0, 2), slice(2, 6)])
     require(bool(torch.isfinite(whole_2K).all()), "the gradient is not finite")
-    require(bool(whole_2K[0].any()), "the loss does not depend on the log-probs")
+    require(bool(judge_of(algorithm)) or bool(whole_2K[0].any()), "the loss does not depend on the log-probs")
     require(algorithm.critic is None or bool(whole_2K[1].any()), "the loss does not depend on the values")
     require(
         torch.allclose(whole, parts) and torch.allclose(whole_2K, parts_2K),

@@ -75,6 +75,30 @@ class KtoOptions(PairOptions):
     undesirable_weight: PositiveFloat = Field(default=1.0, description="weight of bad answers")
 
 
+class JudgeOptions(Options):
+    """Those of what learns a scalar head."""
+
+    head_lr: PositiveFloat | None = Field(
+        default=None, description="learning rate of the head, which begins at 0; default: optimizer.lr"
+    )
+
+
+class BradleyTerryOptions(JudgeOptions):
+    """`algorithm.options` of bradley_terry."""
+
+    center_coef: NotNegative = Field(
+        default=0.0, description="weight of the squared sum of a pair's rewards, which draws rewards to 0"
+    )
+
+
+class PrmOptions(JudgeOptions):
+    """`algorithm.options` of prm."""
+
+    separator: str = Field(
+        default="\n\n", min_length=1, description="what stands between two steps: the scorer's `separator`"
+    )
+
+
 SFT = Plugin(f"{_HERE}.supervised:Sft", SftOptions, "the likelihood of given answers (workflow: supervised)")
 DPO = Plugin(
     f"{_HERE}.preference:Dpo", DpoOptions, "direct preference optimisation of pairs (workflow: preference)"
@@ -91,6 +115,16 @@ ORPO = Plugin(
     f"{_HERE}.preference:Orpo",
     OrpoOptions,
     "likelihood with an odds ratio, without a reference (workflow: preference)",
+)
+BRADLEY_TERRY = Plugin(
+    f"{_HERE}.judging:BradleyTerry",
+    BradleyTerryOptions,
+    "a reward model of pairs (workflow: reward_model)",
+)
+PRM = Plugin(
+    f"{_HERE}.judging:Prm",
+    PrmOptions,
+    "a reward model of steps that are labelled good or bad (workflow: reward_model)",
 )
 KTO = Plugin(
     f"{_HERE}.preference:Kto",

@@ -10,18 +10,19 @@ from abc import abstractmethod
 from typing import TypeVar
 
 import torch
+from headrace_servicekit.registry import Options
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, Outcomes
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, GivenRewards, Outcomes
 from headrace_trainer.algorithms.functional.losses import preference as losses
 from headrace_trainer.algorithms.given import DpoOptions, KtoOptions, OrpoOptions, PairOptions, SimpoOptions
 from headrace_trainer.algorithms.supervised import GivenAnswers
 
-Compared = TypeVar("Compared", bound=PairOptions)
+Compared = TypeVar("Compared", bound=Options)
 
 
 class Pairwise(GivenAnswers[Compared]):
-    """P pairs; subclasses give each one's loss, of log-ratios or, without a reference, of log-probs."""
+    """P pairs; subclasses give each one's loss, of what `columns` have: log-ratios, log-probs, or a head's values."""
 
     least_group = 2
     columns: tuple[str, ...] = (OLD_LOG_PROBS, REFERENCE_LOG_PROBS)
@@ -30,7 +31,13 @@ class Pairwise(GivenAnswers[Compared]):
 
     def __init__(self, options: Compared) -> None:
         super().__init__(options)
+        self._scale = float(getattr(options, "beta", 1.0))
         self._figures: dict[str, float] = {}
+
+    @property
+    def given_rewards(self) -> GivenRewards:
+        """Of its columns."""
+        return GivenRewards(self.columns, self.by_token)
 
     @abstractmethod
     def pair_losses(self, values_P2: Tensor, rewards_P2: Tensor) -> Tensor:
@@ -43,9 +50,9 @@ class Pairwise(GivenAnswers[Compared]):
     def advantages(self, outcomes: Outcomes) -> Tensor:
         """-∂f/∂log p of each answer at each of its tokens; 0 in a group without two answers."""
         columns, mask_BT = outcomes.columns_BT, outcomes.mask_BT
-        read_BT = columns[OLD_LOG_PROBS]
-        if REFERENCE_LOG_PROBS in self.columns:
-            read_BT = read_BT - columns[REFERENCE_LOG_PROBS]
+        read_BT, *others = (columns[name] for name in self.columns)
+        for other_BT in others:
+            read_BT = read_BT - other_BT
         counts_B = mask_BT.sum(1)
         scale_B = (1 / counts_B.clamp(min=1)).to(read_BT) if self.by_token else torch.ones_like(read_BT[:, 0])
         values_B = ((read_BT * mask_BT).sum(1) * scale_B).requires_grad_()
@@ -64,7 +71,7 @@ class Pairwise(GivenAnswers[Compared]):
     def _measured(self, values_P2: Tensor, rewards_P2: Tensor) -> dict[str, float]:
         if not len(values_P2):
             return {}
-        chosen_P, rejected_P = (self.options.beta * values_P2).unbind(1)
+        chosen_P, rejected_P = (self._scale * values_P2).unbind(1)
         margin_P = chosen_P - rejected_P
         return {
             "reward_chosen": float(chosen_P.mean()),

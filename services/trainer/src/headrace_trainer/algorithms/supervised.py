@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
+from headrace_servicekit.registry import Options
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import Barrier, LossSums, Outcomes, Passes, Refill, TokenBatch
-from headrace_trainer.algorithms.given import GivenOptions, SftOptions
+from headrace_trainer.algorithms._base import (
+    Barrier,
+    CriticPlan,
+    LossSums,
+    Outcomes,
+    Passes,
+    Refill,
+    TokenBatch,
+)
+from headrace_trainer.algorithms.given import SftOptions
 
-Chosen = TypeVar("Chosen", bound=GivenOptions)
+Chosen = TypeVar("Chosen", bound=Options)
 
 
 class GivenAnswers(Generic[Chosen]):
@@ -22,7 +31,7 @@ class GivenAnswers(Generic[Chosen]):
     barrier, passes, refill = Barrier.BATCH, Passes(), Refill()
     least_group = 1
     greedy_first = every_token = needs_teacher = False
-    critic = None
+    critic: CriticPlan | None = None
     columns: tuple[str, ...] = ()
 
     def __init__(self, options: Chosen) -> None:

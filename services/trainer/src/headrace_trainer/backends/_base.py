@@ -172,6 +172,10 @@ class Backend(Protocol):
         no other, in the order of `owners`; else the leader's are on the CPU.
         """
 
+    def head(self) -> Iterator[tuple[str, Tensor]]:
+        """The head of its critic, whole, by names that begin with "critic.head."; every rank must exhaust it."""
+        return iter(())
+
     def weight_parts(self) -> Iterator[StatePart]:
         """What this rank saves of the weights; every rank must exhaust it."""
 

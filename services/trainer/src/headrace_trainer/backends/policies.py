@@ -22,8 +22,9 @@ from headrace_trainer.backends._base import AdaptingBackend, Backend, Owners, Re
 from headrace_trainer.checkpoints.reader import STEPS_KIND, StateReader
 from headrace_trainer.memory import MemoryPlan, Rooms
 
-Gathered = Literal["merged", "all", "base", "adapters"]
-"""Weights with what they have of adapters, and behind these (all) the adapters once more; frozen weights; adapters."""
+Gathered = Literal["merged", "all", "judge", "base", "adapters"]
+"""Weights with what they have of adapters, behind these (all) the adapters once more, and behind these (judge) the
+critic's head; frozen weights; adapters."""
 
 
 class Backends(dict[str, Backend]):
@@ -104,10 +105,12 @@ class Backends(dict[str, Backend]):
             found: list[Iterator[tuple[str, Tensor]]] = []
             if what == "base" and adapting is not None and not name:
                 found = [adapting.base_weights(published=published)]
-            elif what in ("merged", "all"):
+            elif what in ("merged", "all", "judge"):
                 found = [backend.weights(published=published)]
-            if what in ("all", "adapters") and adapting is not None:
+            if what in ("all", "judge", "adapters") and adapting is not None:
                 found.append(adapting.adapters())
+            if what == "judge":
+                found.append(backend.head())
             for tensor, value in chain.from_iterable(found):
                 yield below(name, tensor), value
 

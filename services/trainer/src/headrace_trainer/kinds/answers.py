@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
+from headrace_modelkit.classifier import body_weights, empty_judge, head_weights
 from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.experts import FAMILIES, expert_shape
 from headrace_modelkit.exporting import export_model, save_adapter
+from headrace_modelkit.families.mixtures import expert_shape, no_shape
 from headrace_modelkit.loading import load_architecture, load_model, reads_images
 from headrace_modelkit.lora import is_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
@@ -34,11 +35,13 @@ from headrace_trainer.algorithms._base import (
     Algorithm,
     Barrier,
     balance_loss_of,
+    judge_of,
     replays_routing,
     turn_credit_of,
 )
 from headrace_trainer.backends import build_backend, choose_backend
 from headrace_trainer.backends._base import Backend
+from headrace_trainer.backends.shared.fit import CRITIC
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.kinds._base import AnyLearner, PolicyKind
@@ -47,6 +50,8 @@ from headrace_trainer.learning.learner import BatchLearner, Learner
 from headrace_trainer.learning.passes import StepRounds
 from headrace_trainer.learning.reading import is_given, read_given_group, read_group, read_sequence
 from headrace_trainer.learning.samples import Group, Sample
+
+HEAD = f"{CRITIC}head."
 
 
 class AnswersRun(PolicyKind):
@@ -66,6 +71,8 @@ class AnswersRun(PolicyKind):
             if (critic := algorithm.critic) is not None and critic.path is not None:
                 section = critic_section(config.model, critic.path)
                 check_critic(config.model, section, "algorithm.options.critic_path")
+            if form := judge_of(algorithm):
+                empty_judge(config.model, form)
             self._check_parts()
             self._check_lora()
             self._check_experts(algorithm)
@@ -124,8 +131,14 @@ class AnswersRun(PolicyKind):
     @cached_property
     def _given(self) -> GivenReader:
         """What reads answers that the data gives. Raises ModelNotReadable."""
-        options = getattr(self.algorithm(), "options", None)
-        return GivenReader(self.config.model, all_turns=getattr(options, "turns", "last") == "all")
+        algorithm = self.algorithm()
+        options = getattr(algorithm, "options", None)
+        return GivenReader(
+            self.config.model,
+            all_turns=getattr(options, "turns", "last") == "all",
+            judged=bool(judge_of(algorithm)),
+            separator=getattr(options, "separator", ""),
+        )
 
     @cached_property
     def _by_turn(self) -> bool:
@@ -144,7 +157,7 @@ class AnswersRun(PolicyKind):
     @override
     def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sample]:
         return [
-            self._given.read(each.branches[0].given_json, {}, "a held-out row")
+            self._given.read(each.branches[0].given_json, {}, "a held-out row")[-1]
             if is_given(each)
             else read_sequence(each, self.config.sampling, self.vocabulary)
             for each in messages
@@ -156,18 +169,28 @@ class AnswersRun(PolicyKind):
 
     @override
     def export(self, tensors: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:
-        """A Hugging Face directory in model.dtype. Adapters, which are merged into the weights, go by themselves into
-        `adapter/`, in peft's format.
+        """A Hugging Face directory in model.dtype, of a reward model a classifier. Adapters, which are merged into
+        the weights, go by themselves into `adapter/`, in peft's format.
         """
         config, lora = self.config, self.config.trainer.lora
         adapters: dict[str, torch.Tensor] = {}
+        head: dict[str, torch.Tensor] = {}
+        form = judge_of(self.algorithm())
+        judge = empty_judge(config.model, form) if form else None
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in tensors:
                 if is_adapter(name):
                     adapters[name] = tensor.clone()
+                elif name.startswith(HEAD):
+                    head[name.removeprefix(HEAD)] = tensor.clone()
                 else:
                     yield name, tensor
+
+        def judged() -> Iterator[tuple[str, torch.Tensor]]:
+            assert judge is not None
+            yield from body_weights(judge, weights())
+            yield from head_weights(judge, head)
 
         def save_beside(directory: Path) -> None:
             if lora is not None:
@@ -177,7 +200,9 @@ class AnswersRun(PolicyKind):
                 codec.images.save(directory)
 
         codec = load_tokenizer(config.model)
-        export_model(config.model, weights(), codec, target, beside=save_beside)
+        export_model(
+            config.model, judged() if judge else weights(), codec, target, beside=save_beside, model=judge
+        )
 
     def _check_parts(self) -> None:
         """Raises Refusal INVALID for a part to be frozen that the model has not; and ModelNotReadable."""
@@ -213,11 +238,15 @@ class AnswersRun(PolicyKind):
             return
         key = f"algorithm.options.{chosen[0]}"
         architecture = load_architecture(self.config.model)
-        if expert_shape(architecture) is None:
-            families = ", ".join(FAMILIES)
+        shape = expert_shape(architecture)
+        if shape is None:
             raise invalid(
-                f"{key}: {self.config.model.path!r} is a {architecture.model_type} model without experts that the "
-                f"trainer routes (families: {families}); leave it out",
+                f"{key}: {self.config.model.path!r} {no_shape(architecture)}; leave it out", key=key
+            )
+        if not shape.routed:
+            raise invalid(
+                f"{key}: {self.config.model.path!r} is a {architecture.model_type} model, whose routers weigh experts "
+                "in a way that Headrace does not know; leave it out",
                 key=key,
             )
 
@@ -241,6 +270,30 @@ class AnswersRun(PolicyKind):
             raise invalid(
                 f"{key}.path: its vocabulary of {own} tokens is smaller than the policy's of {vocabulary}; give a "
                 "model with the same tokenizer",
+                key=f"{key}.path",
+            )
+        self._check_tokenizer(section, key)
+
+    def _check_tokenizer(self, section: ModelSection, key: str) -> None:
+        """Raises Refusal INVALID for a reference with another tokenizer: its log-probs would be of other texts."""
+        try:
+            known = load_tokenizer(section).tokenizer.get_vocab()
+        except ModelNotReadable:
+            return  # a directory of weights alone is read by the policy's
+        own = load_tokenizer(self.config.model).tokenizer.get_vocab()
+        other = next(
+            (
+                token
+                for token in sorted(own, key=own.__getitem__)
+                if known.get(token, own[token]) != own[token]
+            ),
+            None,
+        )
+        if other is not None:
+            raise invalid(
+                f"{key}.path: its tokenizer is another one: {other!r} is token {own[other]} of the policy's and "
+                f"{known[other]} of its own; give a model with the policy's tokenizer, or imitate its answers with "
+                "workflow: supervised",
                 key=f"{key}.path",
             )
 

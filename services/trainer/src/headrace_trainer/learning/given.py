@@ -18,24 +18,33 @@ from pydantic import ValidationError
 
 from headrace_trainer.errors import invalid
 from headrace_trainer.learning.pictures import place_images
-from headrace_trainer.learning.samples import Image, Sample
+from headrace_trainer.learning.samples import Image, Sample, Turn
 
 Piece = tuple[list[int], bool]
 """Ids, and whether they are trained."""
 PROMPT_ALONE = {"add_generation_prompt": False}
+BEHIND = 0
+"""The id of the token that stands behind what is judged: nothing reads it."""
 SHOWN = 60
 """Characters of a prompt by which a row is told."""
 
 
 class GivenReader:
-    """Reads the rows of a run, of which the trained turns are the last or all. Raises ModelNotReadable."""
+    """Reads the rows of a run, of which the trained turns are the last or all, or which are `judged` as a whole: then
+    what is behind an answer is trained, or behind each of its steps. Raises ModelNotReadable.
+    """
 
-    def __init__(self, model: ModelSection, *, all_turns: bool) -> None:
+    def __init__(
+        self, model: ModelSection, *, all_turns: bool, judged: bool = False, separator: str = ""
+    ) -> None:
         self._codec, self._all_turns = load_tokenizer(model), all_turns
+        self._judged, self._separator = judged, separator
         self._positions = positions_of(model)
 
-    def read(self, given_json: str, files: Mapping[str, Image], where: str) -> Sample:
-        """The sample of a `GivenAnswer`. Raises Refusal INVALID, which says where it is and how it begins."""
+    def read(self, given_json: str, files: Mapping[str, Image], where: str) -> tuple[Sample, ...]:
+        """The sample of a `GivenAnswer`, or one for each of its steps. Raises Refusal INVALID, which says where it is
+        and how it begins.
+        """
         try:
             given = GivenAnswer.model_validate_json(given_json)
         except ValidationError as error:
@@ -47,12 +56,16 @@ class GivenReader:
             raise invalid(f"{where}: image {missing[0]} did not come with it", "DIGEST_MISMATCH")
         images = [files[digest] for digest in given.images]
         try:
-            found = read_given(self._codec, given, images, all_turns=self._all_turns)
+            if self._judged:
+                found = tuple(_judged(self._codec, given, images, self._separator))
+            else:
+                found = (read_given(self._codec, given, images, all_turns=self._all_turns),)
         except ValueError as error:
             raise invalid(f"data: {where}: {error}", key="data") from error
-        if self._positions is not None and len(found.tokens) > self._positions:
+        longest = max(len(each.tokens) for each in found)
+        if self._positions is not None and longest > self._positions:
             raise invalid(
-                f"data: {where} has {len(found.tokens)} tokens with its answer, and the model reads {self._positions}; "
+                f"data: {where} has {longest} tokens with its answer, and the model reads {self._positions}; "
                 "shorten the row, leave it out (data.options.longest_question), or raise model.max_context",
                 key="data",
             )
@@ -79,14 +92,42 @@ def read_given(
     Raises ValueError with the template's reason.
     """
     ids, trained = list[int](), list[int]()
-    for piece, learned in [
-        *_prompt(codec, given, images, all_turns),
-        (codec.encode_answer(given.answer), True),
-    ]:
+    for piece, learned in _pieces(codec, given, images, all_turns):
         if learned:
             trained += range(len(ids), len(ids) + len(piece))
         ids += piece
+    trained = [place for place in trained if place]  # A text's first token follows nothing.
     return Sample(ids, trained, [math.nan] * len(trained), weight=1.0, images=tuple(dict.fromkeys(images)))
+
+
+def _pieces(codec: TextCodec, given: GivenAnswer, images: Many[Image], all_turns: bool) -> Iterator[Piece]:
+    if given.turn is None:
+        yield from _prompt(codec, given, images, all_turns)
+        yield codec.encode_answer(given.answer), True
+        return
+    if images or given.chat is None or given.prefill:
+        raise ValueError("an answer that calls tools follows a chat, without images and prefill")
+    chat = [*given.chat, given.turn]
+    turns = [place for place, turn in enumerate(given.chat) if all_turns and _is_trained(turn)]
+    yield from _turns(codec, chat, [*turns, len(given.chat)], given, ends=True)
+
+
+def _judged(codec: TextCodec, given: GivenAnswer, images: Many[Image], separator: str) -> Iterator[Sample]:
+    """An answer behind its prompt as the scorer `reward_model` reads it, or each of its beginnings that end a step."""
+    if given.prefill or given.arguments or images or given.turn is not None:
+        raise ValueError(
+            "a reward model reads messages alone; leave prefill, tools, template_arguments and images out"
+        )
+    before = given.chat or [{"role": "user", "content": given.text or ""}]
+    beginnings = [separator.join(given.steps[: count + 1]) for count in range(len(given.steps))]
+    for place, answer in enumerate(beginnings or [given.answer]):
+        turns = [*before, {"role": "assistant", "content": answer}]
+        if codec.tokenizer.chat_template:
+            ids = codec.encode_rendered(codec.render(turns, PROMPT_ALONE))
+        else:
+            ids = codec.tokenizer.encode("".join(str(turn.get("content") or "") for turn in turns))
+        labels = (Turn(1, given.labels[place], place=place),) if given.labels else ()
+        yield Sample([*ids, BEHIND], [len(ids)], [math.nan], weight=1.0, turns=labels)
 
 
 def _prompt(codec: TextCodec, given: GivenAnswer, images: Many[Image], all_turns: bool) -> Iterator[Piece]:
@@ -106,9 +147,16 @@ def _is_trained(turn: Mapping[str, Any]) -> bool:
 
 
 def _turns(
-    codec: TextCodec, chat: Many[Mapping[str, Any]], turns: Many[int], given: GivenAnswer
+    codec: TextCodec,
+    chat: Many[Mapping[str, Any]],
+    turns: Many[int],
+    given: GivenAnswer,
+    *,
+    ends: bool = False,
 ) -> Iterator[Piece]:
-    """The prompt in pieces: what stands before each trained turn, and that turn up to the token that ends it."""
+    """The prompt in pieces: what stands before each trained turn, and that turn up to the token that ends it; unless
+    it `ends` with such a one, what begins the answer.
+    """
     known = ""
     messages = [in_parts(message) for message in chat]
     for place in turns:
@@ -118,6 +166,8 @@ def _turns(
         yield _ids(codec, _behind(before, known), first=not known), False
         yield codec.encode_behind(said), True
         known = before + said
+    if ends:
+        return
     yield codec.encode_behind(_behind(codec.render(messages, given.arguments) + given.prefill, known)), False
 
 

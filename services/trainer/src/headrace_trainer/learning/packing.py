@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from headrace_modelkit.experts import ExpertShape, Routing
+from headrace_modelkit.families.mixtures import ExpertShape
+from headrace_modelkit.families.routing import Routing
 from headrace_modelkit.logprobs import Temperature
 from headrace_modelkit.vision import ImageReader, Pictures
 from torch import Tensor

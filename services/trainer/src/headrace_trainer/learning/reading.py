@@ -79,7 +79,7 @@ def read_given_group(message: trainer_pb2.SettledGroup, reader: GivenReader) -> 
             attempt=each.trajectory.attempt,
             body_digest=each.trajectory.body_digest,
             reward=each.reward,
-            samples=(reader.read(each.trajectory.branches[0].given_json, files, where),),
+            samples=reader.read(each.trajectory.branches[0].given_json, files, where),
             masked=each.masked,
         )
         for each in sorted(message.members, key=lambda member: member.trajectory.sample.sample_index)

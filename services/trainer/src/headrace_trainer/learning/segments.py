@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from headrace_modelkit.experts import OWN, ExpertShape
+from headrace_modelkit.families.mixtures import ExpertShape
+from headrace_modelkit.families.routing import OWN
 from torch import Tensor
 
 from headrace_trainer.learning.planning import Run

@@ -16,6 +16,8 @@ from headrace_servicekit.folders import open_below
 from safetensors import SafetensorError
 from torch import Tensor
 
+from headrace_trainer.algorithms._base import judge_of
+from headrace_trainer.backends.policies import Gathered
 from headrace_trainer.checkpoints.directory import write_state
 from headrace_trainer.checkpoints.files import digest_file
 from headrace_trainer.checkpoints.reader import StateReader
@@ -131,7 +133,8 @@ def export_run(rounds: Rounds, directory: Path, name: str) -> Path:
     kind, target = rounds.rank.kind, directory / name
     config = rounds.rank.config
     lora = config.trainer.lora is not None or bool(config.policies)
-    rounds.gather(lambda tensors: _export(kind, tensors, target), "all" if lora else "merged")
+    what: Gathered = "judge" if judge_of(rounds.rank.algorithms[""]) else "all" if lora else "merged"
+    rounds.gather(lambda tensors: _export(kind, tensors, target), what)
     return target
 
 

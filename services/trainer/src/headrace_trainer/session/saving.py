@@ -21,6 +21,8 @@ from headrace_servicekit.logs import get_logger
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.stores.files import addressed
 
+from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.algorithms._base import judge_of
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
 from headrace_trainer.checkpoints.parts import StateCopy
 from headrace_trainer.checkpoints.reader import ReferenceFacts
@@ -36,7 +38,8 @@ _KEPT: dict[str, Any] = {"model": True, "seed": True, "trainer": {"lora": True},
 
 def exported_model(config: TrainerConfig) -> dict[str, object]:
     """What the files of a run must keep of its configuration, so that its checkpoints can be exported."""
-    found: dict[str, object] = addressed(config.model_dump(mode="json", include=_KEPT))
+    judges = {"algorithm": True} if judge_of(build_algorithm(config.algorithm)) else {}
+    found: dict[str, object] = addressed(config.model_dump(mode="json", include=_KEPT | judges))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from google.protobuf import duration_pb2
@@ -44,6 +44,12 @@ COLUMNS = {
     trainer_pb2.INFER_KIND_VALUES: VALUES,
 }
 """What Infer serves, by the column that is its answer."""
+
+
+def infer_kinds(columns: Sequence[str]) -> list[trainer_pb2.InferKind]:
+    """What Infer serves columns as."""
+    kinds = {column: kind for kind, column in COLUMNS.items()}
+    return [kinds[column] for column in columns]
 
 
 def outcome(record: GroupRecord) -> trainer_pb2.GroupOutcome:

@@ -78,6 +78,7 @@ def run_view(
         run_directory=run.directory,
         forked_from=(run.spec.get("from_checkpoint") or {}).get("run", ""),
         first_step=run.ledger.first_step,
+        pipeline=[*run.follows, run.id] if run.follows else [],
         uploads=_uploads_view(run) if run.spec.get("store") else None,
         suite=None if asked is None else suite_view(asked, run.dataset_digest),
         plan=plan_view(run) if asked is None else None,

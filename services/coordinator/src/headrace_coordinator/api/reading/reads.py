@@ -23,6 +23,7 @@ from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.access import OPERATE, Owned
 from headrace_coordinator.domain.devices.demand import instances_wanted
+from headrace_coordinator.domain.pipelines import pipeline
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.state import EndedRun, InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
@@ -68,10 +69,15 @@ class Reads:
         run = self.find(run_id)
         plan = self._scheduler.plan
         queue = list(plan.waiting)
-        place = queue.index(run_id) + 1 if run_id in queue and run.state == run_states.QUEUED else None
+        place = (
+            queue.index(run_id) + 1
+            if run_id in queue and not run.awaited and run.state == run_states.QUEUED
+            else None
+        )
         view = run_view(run, self._waiting_for(run), place, plan.gifts.get(run_id))
+        view = view.model_copy(update={"pipeline": pipeline(self._event_log.state, run)})
         if not CALLER.get().may(OPERATE):
-            texts = view.model_dump(include={"reason", "ranks_reason", "waiting_for", "warnings"})
+            texts = view.model_dump(include={"reason", "ranks_reason", "waiting_for", "warnings", "pipeline"})
             view = view.model_copy(update=self.discreet(texts))
         return self._labels.shown(view)
 

@@ -26,9 +26,9 @@ def instances(submission: Submission) -> Iterator[KeyProblemView]:
     """Numbers of instances that are not ready."""
     spec, fleet = submission.spec, submission.fleet
     wanted = [
-        ("rollout.instances", "rollout", 0 if spec.has_given_answers else spec.rollout.instances),
+        ("rollout.instances", "rollout", spec.rollout.instances if spec.generates else 0),
         ("trainer.ranks", "trainer", spec.trainer.ranks),
-        ("reward.scorers", "reward", 1 if spec.has_scorers else 0),
+        ("reward.scorers", "reward", 1 if spec.is_scored else 0),
         *([("environment", "simulator", 1)] if spec.environment else []),
     ]
     for key, kind, count in wanted:

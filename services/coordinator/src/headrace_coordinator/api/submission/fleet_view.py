@@ -27,8 +27,9 @@ EXTRAS = ("vllm", "sglang")
 """Engines that are an extra of headrace-rollout, the one that `auto` prefers first."""
 SMALLEST_HEAD = 32
 """Numbers of a head that vLLM's and SGLang's kernels take."""
-ATTENTION = {"full_attention", "sliding_attention"}
-"""Kinds of layers that the built-in engine runs."""
+LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "mamba"}
+LAYERS |= {"hybrid", "attention", "moe", "mlp"}
+"""Kinds of layers that the built-in engine runs (`headrace_modelkit.attending`)."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def choose_engine(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:
     """
     engine, named = spec.rollout.engine, {"engine", "engine_options"} & spec.rollout.model_fields_set
     plain = spec.acts_in_environments or not has_gpus(spec, fleet)
-    if spec.has_given_answers or (engine != AUTO and (named or plain)):
+    if not spec.generates or (engine != AUTO and (named or plain)):
         return engine, ""
     name, why = _preferred(spec, fleet)
     return name, f"rollout.engine: {AUTO} takes {name}: {why}"
@@ -158,7 +159,7 @@ def has_gpus(spec: RunSpec, fleet: FleetView) -> bool:
 
 def _unusual_layers(model: ModelSection) -> set[str]:
     kinds = text_config(model).get("layer_types")
-    return {str(kind) for kind in kinds} - ATTENTION if isinstance(kinds, list) else set()
+    return {str(kind) for kind in kinds} - LAYERS if isinstance(kinds, list) else set()
 
 
 def _head_size(model: ModelSection) -> int:
@@ -174,7 +175,7 @@ def hardware_defaults(spec: RunSpec, engine: str, fleet: FleetView) -> list[Defa
     if spec.acts_in_environments or not has_gpus(spec, fleet):
         return []
     found = gpu_defaults(spec, engine, text_config(spec.model), gpus_of(spec, fleet))
-    return [each for each in found if not spec.has_given_answers or each.key.startswith("trainer.")]
+    return [each for each in found if spec.generates or each.key.startswith("trainer.")]
 
 
 def gpus_of(spec: RunSpec, fleet: FleetView) -> Gpus:
@@ -198,7 +199,7 @@ def correction(spec: RunSpec, fleet: FleetView) -> list[Default]:
     """Truncated importance sampling for rollouts that are quantised, or merge adapters into a base of few bits, in each
     policy's algorithm that names no correction of its own: the engine's distribution is not the trainer's then.
     """
-    if spec.has_given_answers:
+    if not spec.generates:
         return []
     what = quantized(spec.rollout.engine_options)
     why = f"the engine computes with {what}, and the trainer without"

@@ -34,7 +34,7 @@ def names(submission: Submission) -> Iterator[KeyProblemView]:
     """Engines, backends, algorithms and scorers that no instance has."""
     spec, fleet = submission.spec, submission.fleet
     wanted = [
-        *([] if spec.has_given_answers else [("rollout.engine", submission.engine, "rollout", "engines")]),
+        *([("rollout.engine", submission.engine, "rollout", "engines")] if spec.generates else []),
         ("trainer.backend", spec.trainer.backend, "trainer", "backends"),
         ("algorithm.name", spec.algorithm.name, "trainer", f"{submission.registry}s"),
     ]

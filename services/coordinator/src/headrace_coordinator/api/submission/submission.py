@@ -6,7 +6,7 @@ What can be foreseen of a run that would teach little or the wrong thing is said
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from headrace_schema.evaluating import EvaluationSpec
@@ -139,6 +139,8 @@ class Submission:
     origin: Origin | None = None
     """The run that the spec forks, or whose checkpoint is evaluated."""
     evaluated: Evaluated | None = None
+    follows: list[str] = field(default_factory=list)
+    """The runs before it, each of which begins with the export of the one before."""
 
     @cached_property
     def _defaults(self) -> list[Default]:

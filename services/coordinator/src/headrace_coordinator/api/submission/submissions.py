@@ -27,6 +27,7 @@ from headrace_coordinator.api.submission.evaluations import (
     suite_evaluation,
 )
 from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.following import following
 from headrace_coordinator.api.submission.foreign import foreign_paths
 from headrace_coordinator.api.submission.local_rules import fork
 from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of
@@ -128,6 +129,10 @@ class Submissions:
         return submission
 
     async def _resolve(self, asked: RunSpec | EvaluationSpec) -> Submission:
+        follows: list[str] = []
+        if isinstance(asked, RunSpec) and asked.after is not None:
+            names = [each for each in self._reads.newest_first() if self._reads.sees(each)]
+            asked, follows = following(asked, names, self._reads.run)
         named = asked.from_checkpoint if isinstance(asked, RunSpec) else asked.checkpoint
         if isinstance(asked, EvaluationSpec) and named is not None and is_remote(named.run):
             fix = "export the checkpoint, and give the model's path in place of checkpoint"
@@ -139,7 +144,7 @@ class Submissions:
             data = await self._open_dataset(spec)
         except Impossible as error:
             data = error
-        return Submission(spec, FleetView.of(self._reads.instances()), data, origin, evaluated)
+        return Submission(spec, FleetView.of(self._reads.instances()), data, origin, evaluated, follows)
 
     async def _origin(self, name: str) -> Origin:
         if is_remote(name):
@@ -179,6 +184,7 @@ class Submissions:
             spec=spec.model_dump(mode="json"),
             directory=str(self._data_dir / "runs" / run),
             evaluation=None if evaluation is None else msgspec.to_builtins(evaluation),
+            follows=submission.follows,
             owner=caller.name,
             team=caller.team,
             visibility=visibility,

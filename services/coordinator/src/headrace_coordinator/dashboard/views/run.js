@@ -111,7 +111,7 @@ function runHeader(element, path, signal) {
 
   function tick() {
     const run = now;
-    const given = ["supervised", "preference"].includes(run.spec.workflow); // no rollout and no scorer takes part
+    const given = ["supervised", "preference", "reward_model"].includes(run.spec.workflow); // no rollout and no scorer takes part
     const best = run.evaluations.filter((view) => view.kind === "heldout");
     const until = run.finished_at ?? Date.now() / 1000;
     figures.replaceChildren(facts([
@@ -130,6 +130,7 @@ function runHeader(element, path, signal) {
       ["Started", clock(run.started_at)],
       ["Time", run.started_at ? duration(until - run.started_at) : "–"],
       ...(run.place ? [["Place in the queue", `${run.place}`]] : []),
+      ...(run.pipeline?.length ? [["Pipeline", h("span", {}, ...run.pipeline.flatMap((id, at) => [at ? " → " : "", id === run.id ? h("strong", {}, id) : h("a", { href: `#/runs/${encodeURIComponent(id)}` }, id)]))]] : []),
       ...(run.forked_from ? [["Forked from", h("a", { href: `#/runs/${encodeURIComponent(run.forked_from)}` }, run.forked_from)]] : []),
     ]));
   }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from headrace_coordinator.data.builtin.turns import (
     conversation,
     is_conversation,
     part_text,
+    spoken,
     with_objects,
 )
 from headrace_coordinator.data.builtin.values import (
@@ -39,8 +40,10 @@ from headrace_coordinator.data.builtin.values import (
 )
 from headrace_coordinator.data.items import DataItem
 
-Form = Literal["plain", "gsm8k", "math", "aime", "gpqa", "verl", "trl", "openai", "dpo"]
+Form = Literal["plain", "gsm8k", "math", "aime", "gpqa", "verl", "trl", "openai", "dpo", "text"]
 LETTERS = "ABCD"
+ANSWER_TURN, REJECTED_TURN = "answer_turn", "rejected_turn"
+"""Keys of an item's answers that are turns which call tools."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +144,11 @@ def _plain(row: Row, keys: Keys) -> DataItem:
 def _verl(row: Row, keys: Keys) -> DataItem:
     """verl: `prompt` is a list of messages, the answer `reward_model.ground_truth`; the row goes to the scorers.
 
-    Ground truths of its puzzles are objects: the answer is their JSON, and a function of verl gets the object.
+    Ground truths of its puzzles are objects: the answer is their JSON, and a function of verl gets the object. Rows of
+    `messages` are those of its supervised trainer.
     """
+    if not keys.question and "messages" in row and "prompt" not in row:
+        return _openai(row, keys)
     answer = keys.answer or key_if_there(row, "reward_model.ground_truth")
     return _item(row, keys.question or "prompt", answer, _same, objects=True, prompt_alone=True)
 
@@ -150,8 +156,13 @@ def _verl(row: Row, keys: Keys) -> DataItem:
 def _trl(row: Row, keys: Keys) -> DataItem:
     """TRL: `prompt` is text or a list of messages; other columns, and `answer` or `solution`, go to the scorers.
 
-    `tools` and `chat_template_kwargs` are given to the chat template.
+    `tools` and `chat_template_kwargs` are given to the chat template. Rows of `messages`, of `chosen` and `rejected`,
+    and of `text` are read as what they are.
     """
+    if not keys.question:
+        for key, read in (("messages", _openai), ("chosen", _dpo), ("text", _text)):
+            if key in row and (key == "chosen" or "prompt" not in row):
+                return read(row, keys)
     answer = keys.answer or next(
         (key for key in ("answer", "solution", "ground_truth", "completion") if key in row), ""
     )
@@ -183,7 +194,9 @@ def _dpo(row: Row, keys: Keys) -> DataItem:
     else:
         item = _item(row, chosen, "", _same)
     if is_conversation(rejected):
-        item = replace(item, metadata={**item.metadata, "rejected": _rejected(item, rejected)})
+        said, turn = _rejected(item, rejected)
+        beside = {REJECTED_TURN: turn} if turn is not None else {}
+        item = replace(item, metadata={**item.metadata, "rejected": said, **beside})
     return replace(item, arguments=arguments(row))
 
 
@@ -200,14 +213,18 @@ def _with_prompt(row: Row, chosen: str, rejected: str) -> Row:
     return {**row, "prompt": prompt, chosen: row[chosen][end:], "rejected": rejected[end:]}
 
 
-def _rejected(item: DataItem, turns: Any) -> str:
-    """The text of a rejected answer that is a conversation: of one message, or with the chosen answer's prompt."""
-    if len(turns) == 1 and turns[0].get("role") == "assistant":
-        return as_text(turns[0].get("content"), "rejected")
-    messages, answer = conversation(turns, "rejected", prompt_alone=False)
-    if [*messages] != [*item.messages]:
+def _rejected(item: DataItem, turns: Any) -> tuple[str, Mapping[str, Any] | None]:
+    """What a rejected answer says that is a conversation: of one message, or with the chosen answer's prompt; and its
+    turn, where that calls tools.
+    """
+    if len(turns) == 1 and turns[0].get("role") == "assistant" and not turns[0].get("tool_calls"):
+        return as_text(turns[0].get("content"), "rejected"), None
+    if len(turns) == 1:
+        turns = [*(item.messages or [{"role": "user", "content": item.question}]), *turns]
+    messages, turn = conversation(turns, "rejected", prompt_alone=False)
+    if item.messages and [*messages] != [*item.messages]:
         raise BadRow("is a pair whose rejected answer has another prompt", "give both answers one prompt")
-    return answer
+    return (spoken(turn), turn if turn.get("tool_calls") else None) if turn else ("", None)
 
 
 def _gsm8k(row: Row, keys: Keys) -> DataItem:
@@ -249,6 +266,12 @@ def _gpqa(row: Row, keys: Keys) -> DataItem:
     return DataItem(f"{question}\n\n{shown}", letter, {"stem": question, **choices}, plain_row(row))
 
 
+def _text(row: Row, keys: Keys) -> DataItem:
+    """A text that is learned from as a whole: there is no question."""
+    text = text_of(row, keys.answer or "text")
+    return DataItem("", text, {}, {key: value for key, value in plain_row(row).items() if key != "text"})
+
+
 _READERS: dict[str, Callable[[Row, Keys], DataItem]] = {
     "plain": _plain,
     "gsm8k": _gsm8k,
@@ -259,6 +282,7 @@ _READERS: dict[str, Callable[[Row, Keys], DataItem]] = {
     "trl": _trl,
     "openai": _openai,
     "dpo": _dpo,
+    "text": _text,
 }
 
 
@@ -278,9 +302,10 @@ def _item(
     asked = value_of(row, question_key)
     messages: tuple[dict[str, Any], ...] = ()
     answer = ""
+    turn: Mapping[str, Any] | None = None
     if is_conversation(asked):
-        messages, answer = conversation(asked, question_key, prompt_alone=prompt_alone)
-        question = messages[-1]["content"] or ""
+        messages, turn = conversation(asked, question_key, prompt_alone=prompt_alone)
+        question, answer = messages[-1]["content"] or "", spoken(turn) if turn else ""
     else:
         question = text_of(row, question_key)
     if not question.strip():
@@ -289,7 +314,11 @@ def _item(
         given = value_of(row, answer_key)
         # The chosen answer of a preference pair may be a conversation of one assistant's turn.
         if is_conversation(given):
-            given = given[-1].get("content")
+            if len(given) > 1 or given[0].get("tool_calls"):
+                messages, turn, given = _goes_on(messages or question, given, answer_key)
+                question = messages[-1]["content"] or ""
+            else:
+                given = given[0].get("content")
         if objects and _is_object(given):
             answer = json.dumps(jsonable(given, answer_key))
         else:
@@ -298,7 +327,29 @@ def _item(
     fields = _fields(rest)
     if answer_key in rest:
         fields.pop(answer_key, None)
+    if turn is not None and turn.get("tool_calls"):
+        rest = {**rest, ANSWER_TURN: turn}
     return DataItem(question, answer, fields, rest, messages)
+
+
+def _goes_on(
+    prompt: Sequence[Row] | str, turns: Sequence[Row], key: str
+) -> tuple[tuple[dict[str, Any], ...], Mapping[str, Any], str]:
+    """A prompt with all of an answer's turns but the last, that turn, and what it says. The prompt's own turns of the
+    assistant are not learned from.
+    """
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    if _said(turns[: len(before)]) == _said(before):  # the answer is told with its prompt
+        turns = turns[len(before) :]
+    known = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in before]
+    messages, turn = conversation([*known, *turns], key, prompt_alone=False)
+    if turn is None:
+        raise BadRow(f"ends {key!r} with no turn of the assistant", "end it with one")
+    return tuple(map(dict, map(with_objects, messages))), turn, spoken(turn)
+
+
+def _said(turns: Sequence[Row]) -> list[tuple[Any, Any]]:
+    return [(turn.get("role"), turn.get("content")) for turn in turns]
 
 
 def _fields(rest: Mapping[str, Any], above: str = "") -> dict[str, str | int | float]:

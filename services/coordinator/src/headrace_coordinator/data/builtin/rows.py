@@ -45,7 +45,7 @@ class RowSource(DataSource):
 
     form: Form = Field(
         default="plain",
-        description="how rows are written: plain, gsm8k, math, aime, gpqa, verl, trl, openai, dpo",
+        description="how rows are written: plain, gsm8k, math, aime, gpqa, verl, trl, openai, dpo, text",
     )
     question: str = Field(
         default="",

@@ -24,22 +24,25 @@ def is_conversation(value: Any) -> bool:
 
 def conversation(
     turns: Sequence[Row], key: str, *, prompt_alone: bool
-) -> tuple[tuple[dict[str, Any], ...], str]:
-    """The turns up to the one that is answered, and the assistant's answer to it, which may be missing."""
+) -> tuple[tuple[dict[str, Any], ...], Mapping[str, Any] | None]:
+    """The turns up to the one that is answered, and the assistant's turn that answers it, which may be missing."""
     messages = tuple(_message(turn, f"{key}[{place}]") for place, turn in enumerate(turns))
-    answer, last = "", messages[-1]
+    answer, last = None, messages[-1]
     if last["role"] == "assistant":
         if prompt_alone:
             reason = f"ends {key!r} with a turn of the assistant, which a model does not go on with"
             raise BadRow(reason, "leave it out, or begin all answers alike with data.prompt.prefill")
-        if last.get("tool_calls"):
-            reason = f"ends {key!r} with calls of tools, which are no text that could be the answer"
-            raise BadRow(reason, "end it with the tools' answers, or with a text")
-        answer, messages = last["content"], messages[:-1]
+        answer, messages = with_objects(last), messages[:-1]
     if not messages or messages[-1]["role"] not in ANSWERED:
         reason = f"has no user's turn at the end of {key!r}, nor a tool's answer"
         raise BadRow(reason, "end it with a message of the user or of a tool")
     return messages, answer
+
+
+def spoken(turn: Mapping[str, Any]) -> str:
+    """What a turn says as people read it: its text, and its calls of tools as JSON."""
+    calls = turn.get("tool_calls")
+    return f"{turn.get('content') or ''}{json.dumps(calls) if calls else ''}"
 
 
 def _message(turn: Row, place: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import msgspec
 from headrace_schema.sections.generating import engine_hosts, engines_apart, instance_gpus
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
-from headrace_schema.workflow import acts_in_environments, has_given_answers, has_scorers
+from headrace_schema.workflow import acts_in_environments, generates, is_scored
 
 from headrace_coordinator.domain.devices.leases import all_gpus
 from headrace_coordinator.domain.devices.placement import placement_of
@@ -67,10 +67,11 @@ class Demand(msgspec.Struct, frozen=True):
 
 def demand_of(run: RunState) -> Demand:
     """A run's demand from its spec. A run that has begun, or trains nothing, goes on with at least one rollout, but one
-    whose data gives the answers: it has none.
+    in which none takes part.
     """
     spec, section = run.spec, PlacementSection.model_validate(run.spec["placement"])
-    given = has_given_answers(spec["workflow"])
+    evaluated = (spec.get("evaluation") or {}).get("data")
+    given = not generates(spec["workflow"], evaluated)
     rollouts = 0 if given else spec["rollout"]["instances"]
     engines, options = 1 + engines_apart(spec), spec["rollout"].get("engine_options", {})
     hosts = engine_hosts(options)
@@ -100,7 +101,7 @@ def demand_of(run: RunState) -> Demand:
         engines=engines,
         engine_gpus=engines * instance_gpus(options),
         engine_hosts=hosts,
-        scores=has_scorers(spec["workflow"]),
+        scores=is_scored(spec["workflow"], evaluated),
     )
 
 
@@ -126,7 +127,7 @@ def instances_wanted(state: State) -> dict[str, int]:
     Of kinds that runs share: one more than there are while their stage takes most of some run's step, one fewer while
     it takes next to nothing.
     """
-    demands = [(run, demand_of(run)) for run in state.active_runs() if run.intent == RUN]
+    demands = [(run, demand_of(run)) for run in state.active_runs() if run.intent == RUN and not run.awaited]
     wanted = {
         "rollout": sum(demand.rollouts + demand.decoders for _, demand in demands),
         "trainer": sum(demand.trainers + demand.helpers for _, demand in demands),

@@ -100,6 +100,8 @@ class _Planner:
         runs = sorted(state.active_runs(), key=self._order)
         self._admitted = [run for run in runs if run.grant is not None]
         wanting = [run for run in runs if run.state == QUEUED and run.intent == RUN]
+        self._following = [run for run in wanting if run.awaited]
+        wanting = [run for run in wanting if not run.awaited]
         spent = {run.id: quotas.exhausted(state, run, now) for run in (*wanting, *self._admitted)}
         self._exhausted = {run: reason for run, reason in spent.items() if reason}
         """Ids of runs whose device-hours are used up, and until when."""
@@ -140,6 +142,7 @@ class _Planner:
         if plan.waiting.keys() <= spent:
             for run in self._admitted:
                 self._refill(run, plan, grow=True)
+        plan.waiting |= {run.id: f"run {run.awaited} to succeed" for run in self._following}
         return plan
 
     def regroup(self, run: RunState, held: Grant, ranks: int, *, fair: bool) -> Grant | str:

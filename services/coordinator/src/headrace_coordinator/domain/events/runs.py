@@ -16,9 +16,18 @@ class RunSubmitted(RunEvent, frozen=True, kw_only=True):
     directory: str
     evaluation: dict[str, Any] | None = None
     """The request of an evaluation of a suite; None for a run that trains."""
+    follows: list[str] = []
+    """The runs before it, each of which begins with the export of the one before; it begins with that of the last."""
     owner: str = "admin"
     team: str = ""
     visibility: str = "private"
+
+
+class RunFollowed(RunEvent, frozen=True, kw_only=True):
+    """The run that this one begins after has succeeded: it begins with that one's export."""
+
+    origin: str
+    path: str
 
 
 class RunIntentChanged(RunEvent, frozen=True, kw_only=True):

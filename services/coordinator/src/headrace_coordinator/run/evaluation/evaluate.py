@@ -20,7 +20,7 @@ from headrace_schema.resources.evaluations import EvaluationView
 from headrace_servicekit.causes import cause_first
 from headrace_servicekit.tracing import trace
 
-from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.data.dataset import HELDOUT, Dataset
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.episode_figures import (
@@ -215,7 +215,11 @@ async def evaluate_if_due(context: RunContext, published: Published, timer: Step
     for kind, prefill in kinds:
         if not context.unevaluated(kind):
             continue
-        given, workers = context.spec.has_given_answers, context.workers
+        # Of answers that the data gives, the trainer reads held-out ones; other prompts are answered.
+        given, workers = context.spec.has_given_answers and kind == HELDOUT, context.workers
+        if context.spec.has_given_answers and context.spec.generates:
+            with timer.stage("switch"):
+                await _hand_devices(context, None if given else published)
         devices = {d for each in (workers.trainers if given else workers.rollouts) for d in each.devices}
         try:
             named = trace(f"evaluate {kind} at step {ordinal}", run=context.run_id, step=ordinal)
@@ -234,6 +238,16 @@ async def evaluate_if_due(context: RunContext, published: Published, timer: Step
         await log.commit(ev.Evaluated(at=log.now(), run=context.run_id, view=figures))
         context.projection.evaluation(view)
         context.keep_time("evaluation", ordinal, timer)
+
+
+async def _hand_devices(context: RunContext, published: Published | None) -> None:
+    """Of a run whose steps need no rollout: to the rollouts, which answer with a version, or to the trainers."""
+    if published is None:
+        await context.devices.hand_devices_to_trainers()
+        return
+    await context.staffing.staff_rollouts()
+    context.leases.assign()
+    await context.devices.hand_devices_to_rollouts(published)
 
 
 async def evaluate(

@@ -13,6 +13,7 @@ from headrace_schema.openings import GivenAnswer
 from headrace_servicekit.rpc.digests import digest_bytes, trajectory_digest
 
 from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.data.given import STEPS, steps_of
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import PENDING, Slot
@@ -117,13 +118,19 @@ def answers_of(context: RunContext, prompt: int) -> list[tuple[str, float]]:
 
 
 def told(
-    dataset: Dataset, item: DataItem, answer: str, key: common.SlotKey, attempt: int
+    dataset: Dataset, item: DataItem, answer: str, key: common.SlotKey, attempt: int, upto: int | None = None
 ) -> common.Trajectory:
-    """An answer of the data as a trajectory."""
-    content = dataset.prompt(item)
+    """An answer of the data as a trajectory; of one in steps, those `upto` a number."""
+    content, form = dataset.prompt(item), dataset.given
+    steps, labels = steps_of(item) if form is not None and form.kind == STEPS else ([], [])
+    ends = steps if upto is None else steps[:upto]
+    turns = form.turns(item) if form is not None else [None]
     given = GivenAnswer(
-        chat=content.chat,
-        text=content.text,
+        steps=ends,
+        labels=labels[: len(ends)],
+        turn=turns[key.sample_index] if key.sample_index < len(turns) else None,
+        chat=content.chat if item.question else None,
+        text=content.text if item.question else "",
         prefill=content.prefill,
         arguments=dict(content.arguments),
         answer=answer,

@@ -27,6 +27,9 @@ class TrainerClient(WorkerClient):
     greedy_first: bool = False
     by_turn: bool = False
     """Groups go to it with rewards by turn."""
+    given_rewards: tuple[int, ...] = ()
+    """What the reward of a given answer is made of: what is inferred, and what is subtracted."""
+    given_by_token: bool = False
     adam: trainer.AdamParams | None = None
     """The optimizer's parameters of the next commit, where the spec's are not meant."""
     joined: bool = False
@@ -43,6 +46,7 @@ class TrainerClient(WorkerClient):
         self.barrier = response.barrier
         self.drop_equal, self.max_refill = response.drop_equal, response.max_refill
         self.greedy_first, self.by_turn = response.greedy_first, response.by_turn
+        self.given_rewards, self.given_by_token = tuple(response.given_rewards), response.given_by_token
 
     async def join(self, generation: int, world: int, rendezvous: str, timeout: float) -> None:
         """Forms a trainer group with the other ranks."""

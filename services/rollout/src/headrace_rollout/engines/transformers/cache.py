@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from headrace_modelkit.attending import Reach
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -29,6 +30,7 @@ from headrace_rollout.engines.transformers.buckets import (
     span,
     tokens_of,
 )
+from headrace_rollout.engines.transformers.states import PassStates, RowStates, States, row_of, stacked
 
 FREE_BYTES = 8 << 20
 """What the cache takes as it comes: splitting so little into buckets would cost more than it saves."""
@@ -39,10 +41,11 @@ JOINED = 4
 
 @dataclass
 class PromptKeys:
-    """A prompt's keys and values, per layer [H, T, D], kept while members of its group wait for a row."""
+    """A prompt's keys and values, per layer [H, T, D], and states: kept while members of its group wait for a row."""
 
     length: int
     layers: list[Layer] = field(default_factory=list)
+    states: States = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,30 +85,48 @@ class _Step:
     visible: int
 
 
-class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
-    """A Hugging Face cache over rows. Set `prefill` or `decode` before each forward pass.
+class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not annotated
+    """A Hugging Face cache over rows. Set `prefill` or `decode` before each forward pass, and call `end_pass` after it.
 
     Where every row's last length fits (see `fits`), `size_bytes` stays within `budget_bytes`, but for one layer that
     is there twice while rows move. `split` false: the model's attention cannot take rows of several tensors.
+    `reaches`: of each layer, if it does not see all earlier tokens.
     """
 
-    def __init__(self, *, split: bool, free_bytes: int = FREE_BYTES) -> None:
-        super().__init__(layers=[])
+    def __init__(
+        self, *, split: bool, reaches: Sequence[Reach | None] = (), free_bytes: int = FREE_BYTES
+    ) -> None:
+        PassStates.__init__(self)
+        Cache.__init__(self, layers=[])
+        self.states = RowStates()
+        self.reaches = reaches if any(reaches) else ()
+        self._plan: PrefillPlan | None = None
+        self._order: Tensor | None = None
+        self._rows: list[int] = []
+        self._sources: list[int] = []
         self.budget_bytes = UNBOUNDED
         self.free_bytes = free_bytes
         self.buckets: list[Bucket] = []
         self.split = split
         self._like: list[Layer] = []
+        self._place: dict[int, int] = {}
+        """Of each layer that has keys, which one of those it is."""
         self._learning = False
         self._writes: list[_Write] = []
         self._keep: Sequence[tuple[int, PromptKeys]] = ()
         self._steps: list[_Step] = []
-        self._masks: list[Tensor] = []
+        self._masks: dict[Reach | None, list[Tensor]] = {}
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all buckets."""
-        return sum(bucket.tokens for bucket in self.buckets) * self.token_bytes
+        """Memory of all buckets, and of the rows' states."""
+        rows = sum(len(bucket.rows) for bucket in self.buckets)
+        return sum(bucket.tokens for bucket in self.buckets) * self.token_bytes + rows * self.states.row_bytes
+
+    @property
+    def stateful(self) -> bool:
+        """Whether layers have states beside keys and values."""
+        return bool(self.states.like)
 
     @property
     def token_bytes(self) -> int:
@@ -121,11 +142,12 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
     def fits(self, lengths: Sequence[int], kept: int = 0) -> bool:
         """Whether rows may grow to these lengths beside a kept prompt, with some room for padding."""
         needed = sum(lengths) if self.split else len(lengths) * max(lengths, default=0)
-        return needed * KEPT + kept <= self.budget_tokens
+        states = len(lengths) * self.states.row_bytes / self.token_bytes
+        return needed * KEPT + kept + states <= self.budget_tokens
 
     def learn(self) -> None:
         """The next pass, over one token, tells how large a token is; nothing of it is kept."""
-        self._learning, self._like = True, []
+        self._learning, self._like, self.passing = True, [], {}
 
     def join(self, lengths: Sequence[int], contexts: Sequence[int]) -> None:
         """Makes room for rows of `contexts` tokens behind the rows of `lengths` tokens that are there."""
@@ -141,13 +163,27 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
 
     def prefill(self, plan: PrefillPlan, device: torch.device) -> None:
         """The next pass computes prompts from their first token."""
-        self._learning, self._steps, self._writes, self._keep = False, [], [], plan.keep
-        end = plan.first_row + len(plan.prompt_of_row)
+        self._learning, self._steps, self._plan = False, [], plan
+        self.narrow(sorted(set(plan.prompt_of_row)), device)
+
+    def narrow(self, prompts: Sequence[int], device: torch.device) -> None:
+        """The next pass computes these prompts alone of the plan's."""
+        plan = self._plan
+        assert plan is not None
+        place = {prompt: at for at, prompt in enumerate(prompts)}
+        goes = {
+            row: place[prompt]
+            for row, prompt in enumerate(plan.prompt_of_row, plan.first_row)
+            if prompt in place
+        }
+        self._keep = [(place[prompt], keys) for prompt, keys in plan.keep if prompt in place]
+        self._writes, self.passing = [], {}
+        self._rows, self._sources = list(goes), list(goes.values())
         for bucket in self.buckets:
-            slots = [slot for slot, row in enumerate(bucket.rows) if plan.first_row <= row < end]
-            prompts = [plan.prompt_of_row[bucket.rows[slot] - plan.first_row] for slot in slots]
+            slots = [slot for slot, row in enumerate(bucket.rows) if row in goes]
             if slots:
-                self._writes.append(_Write(bucket, span(slots), torch.tensor(prompts, device=device)))
+                source = torch.tensor([goes[bucket.rows[slot]] for slot in slots], device=device)
+                self._writes.append(_Write(bucket, span(slots), source))
 
     def decode(
         self, length_N: NDArray[np.int64], device: torch.device, dtype: torch.dtype, tokens: int = 1
@@ -165,8 +201,27 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
             slots = torch.arange(end - start, device=device)[:, None]
             self._steps.append(_Step(bucket, slots, position_NT[start:end], visible))
             start = end
-        self._masks = [_mask(step.position, step.visible, dtype) for step in self._steps]
-        return DecodePlan(order, position_NT, self._masks[0])
+        self._masks = {
+            reach: [mask_of(step.position, step.visible, dtype, reach) for step in self._steps]
+            for reach in set(self.reaches or (None,))
+        }
+        if self.stateful:
+            self._order = torch.from_numpy(order).to(device)
+            self.passing = self.states.of(self._order)
+        return DecodePlan(order, position_NT, next(iter(self._masks.values()))[0])
+
+    def end_pass(self) -> None:
+        """Stores what the rows' states are behind a pass."""
+        if self._learning:
+            self.states.learn(self.passing)
+        elif self._order is not None:
+            self.states.store(self._order, self.passing)
+        elif self.passing and self._rows:
+            found = {key: tensor[self._sources] for key, tensor in self.passing.items()}
+            self.states.store(torch.tensor(self._rows, device="cpu"), found)
+            for prompt, keys in self._keep:
+                keys.states = row_of(self.passing, prompt)
+        self.passing, self._order = {}, None
 
     def place(self, first_row: int, prompts: Sequence[PromptKeys]) -> None:
         """Copies kept prompts into rows from `first_row` on."""
@@ -176,64 +231,81 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
             for kept, layer in zip(prompt.layers, bucket.layers, strict=True):
                 for side in (0, 1):
                     layer[side][slot, :, : prompt.length] = kept[side]
+        if self.stateful and prompts:
+            found = stacked([prompt.states for prompt in prompts])
+            self.states.store(torch.arange(first_row, first_row + len(prompts), device="cpu"), found)
 
     def context_of(self, row: int, length: int, digest: str) -> CachedContext:
-        """A row's first `length` tokens for another engine with the weights of `digest`.
+        """A row's first `length` tokens, all that it has, for another engine with the weights of `digest`.
 
-        Per layer keys and values, each [H, length, D].
+        Per layer keys and values, each [H, length, D]; then the states.
         """
         bucket, slot = next((b, b.rows.index(row)) for b in self.buckets if row in b.rows)
-        parts = [each[slot, :, :length].reshape(-1) for layer in bucket.layers for each in layer]
-        data = torch.cat(parts).view(torch.uint8).cpu().numpy().data
+        parts = [each[slot, :, :length] for layer in bucket.layers for each in layer]
+        parts += self._states_of(row).values()
+        data = torch.cat([each.reshape(-1).view(torch.uint8) for each in parts]).cpu().numpy().data
         return CachedContext(self._form(digest), length, data)
 
+    def _states_of(self, row: int) -> States:
+        return row_of(self.states.of(torch.tensor([row], device="cpu")), 0)
+
     def kept(self, row: int, length: int) -> PromptKeys:
-        """A copy of a row's first `length` tokens."""
+        """A copy of a row's first `length` tokens; of a model with states, all that it has."""
         bucket, slot = next((b, b.rows.index(row)) for b in self.buckets if row in b.rows)
         layers = [
             (keys[slot, :, :length].clone(), values[slot, :, :length].clone())
             for keys, values in bucket.layers
         ]
-        return PromptKeys(length, layers)
+        return PromptKeys(length, layers, self._states_of(row))
 
     def keys_of(self, context: CachedContext, digest: str) -> PromptKeys | None:
         """What `context_of` of another engine made; None where its weights, its form or its size are others."""
         length, data = context.tokens, context.data
-        if context.form != self._form(digest) or len(data) != length * self.token_bytes:
+        size = length * self.token_bytes + self.states.row_bytes
+        if context.form != self._form(digest) or len(data) != size:
             return None
-        values = torch.frombuffer(bytearray(data), dtype=self._like[0][0].dtype)
-        kept, start = PromptKeys(length), 0
+        whole, start = torch.frombuffer(bytearray(data), dtype=torch.uint8), 0
+
+        def read(like: Tensor, *shape: int) -> Tensor:
+            nonlocal start
+            end = start + math.prod(shape) * like.element_size()
+            # A copy: another type's part may begin anywhere.
+            found = whole[start:end].clone().view(like.dtype).view(shape)
+            start = end
+            return found
+
+        kept = PromptKeys(length)
         for layer in self._like:
-            sides = []
-            for like in layer:
-                shape = (like.shape[1], length, like.shape[3])
-                end = start + math.prod(shape)
-                sides.append(values[start:end].view(shape))
-                start = end
-            kept.layers.append((sides[0], sides[1]))
+            keys, values = (read(like, like.shape[1], length, like.shape[3]) for like in layer)
+            kept.layers.append((keys, values))
+        kept.states = {key: read(like, *like.shape[1:]) for key, like in self.states.like.items()}
         return kept
 
     def _form(self, digest: str) -> str:
         """How `context_of` lays bytes out: the layers' key and value heads x dimension, their type, the weights."""
         layers = [" + ".join(f"{like.shape[1]}x{like.shape[3]}" for like in layer) for layer in self._like]
         kinds = layers[:1] if len(set(layers)) == 1 else layers
-        return f"{len(layers)} layers of {', '.join(kinds)} {self._like[0][0].dtype}, {digest}"
+        states = [f"{like.dtype} {list(like.shape[1:])}" for like in self.states.like.values()]
+        beside = f" and states {', '.join(states)}" if states else ""
+        return f"{len(layers)} layers of {', '.join(kinds)} {self._like[0][0].dtype}{beside}, {digest}"
 
     def remove(self, gone: Sequence[int], renamed: dict[int, int]) -> None:
         """Drops rows; `renamed` leads from rows to their new numbers. The last row's end gives all memory back."""
         for bucket in self.buckets:
             bucket.remove(set(gone), renamed)
+        self.states.remove(renamed)
         if not any(bucket.rows for bucket in self.buckets):
             self.clear()
 
     def clear(self) -> None:
         """Gives the rows' memory back. What comes next is arranged as if nothing had been there."""
-        self.buckets, self._steps, self._writes, self._masks, self._keep = [], [], [], [], ()
+        self.buckets, self._steps, self._writes, self._masks, self._keep = [], [], [], {}, ()
+        self.states.clear()
 
     def free(self) -> None:
         """Gives all memory back, and forgets what `learn` found."""
         self.clear()
-        self._like = []
+        self._like, self.states.like = [], {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -241,14 +313,16 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
         """Stores a layer's new keys and values; returns what its attention sees: tensors or Parts."""
         new = (key_states, value_states)
         if self._learning:
+            self._place[layer_idx] = len(self._like)
             self._like.append((key_states[:0, :, :0].clone(), value_states[:0, :, :0].clone()))
         elif not self._steps:
-            self._store_prompts(layer_idx, new)
+            self._store_prompts(self._place[layer_idx], new)
         else:
-            seen = self._store_tokens(layer_idx, new)
-            if len(self._steps) == 1:
-                return seen[0][0], seen[1][0]
-            return Parts(seen[0], self._masks), Parts(seen[1], self._masks)
+            keys, values = self._store_tokens(self._place[layer_idx], new)
+            if len(keys) == 1 and not self.reaches:
+                return keys[0], values[0]
+            masks = self._masks[self.reaches[layer_idx] if self.reaches else None]
+            return Parts(keys, masks), Parts(values, masks)
         return new
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -314,7 +388,11 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
             self.buckets = moved(self.buckets, shapes, self._like)
 
 
-def _mask(position_NT: Tensor, visible: int, dtype: torch.dtype) -> Tensor:
-    hidden_NTL = torch.arange(visible, device=position_NT.device) > position_NT[:, :, None]
+def mask_of(position_NT: Tensor, visible: int, dtype: torch.dtype, reach: Reach | None) -> Tensor:
+    """(N, 1, T, L) -inf where a token at one of these positions does not see a key."""
+    key_L = torch.arange(visible, device=position_NT.device)
+    hidden_NTL = key_L > position_NT[:, :, None]
+    if reach is not None:
+        hidden_NTL |= key_L < reach.first(position_NT)[:, :, None]
     mask_NTL = torch.zeros(hidden_NTL.shape, dtype=dtype, device=position_NT.device)
     return mask_NTL.masked_fill_(hidden_NTL, float("-inf"))[:, None]

@@ -11,7 +11,7 @@ from headrace_modelkit.probing import BROKEN, OFF, breaks, distance, in_words, p
 from torch import Tensor
 
 from headrace_rollout.engines.base import Refused
-from headrace_rollout.engines.transformers.cache import PrefillPlan
+from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 
 ENGINE = "rollout.engine: transformers"
@@ -33,14 +33,16 @@ def check_model(model: PolicyModel) -> None:
     except Varies as error:
         reason = f"the model at {model.path!r} has bits that hang on its batch: {error}"
         raise Refused("INVALID", f"deterministic: {reason}; set deterministic: false") from error
-    if problem and model.cache.split:
+    if problem and model.cache.split and not model.cache.reaches:
         model.cache.split = False
         problem = _problem(model)
     if problem:
         raise Refused("INVALID", problem)
+    model.continues = not _problem(model, extended=True)
 
 
-def _problem(model: PolicyModel) -> str:
+def _problem(model: PolicyModel, *, extended: bool = False) -> str:
+    """What is wrong with a decode behind two prompts; with `extended`, behind prompts that were kept and go on."""
     decoded = max(1, min(DECODED, model.context_limit - LONG))
     long = max(1, min(LONG, model.context_limit - decoded))
     contexts = [min(SHORT, long), long]
@@ -48,7 +50,7 @@ def _problem(model: PolicyModel) -> str:
     rows = [tokens[: contexts[0] + decoded + 1], tokens[-(long + decoded + 1) :]]
     try:
         with OnlyInvariant() if model.deterministic else nullcontext():  # type: ignore[no-untyped-call]
-            found = _decoded(model, rows, contexts, decoded)
+            found = _decoded(model, rows, contexts, decoded, extended=extended)
     except torch.OutOfMemoryError:
         raise
     except BROKEN as error:
@@ -61,7 +63,9 @@ def _problem(model: PolicyModel) -> str:
     return wrong(model.path, kind, off, by=ENGINE) if off > OFF[model.dtype] else ""
 
 
-def _decoded(model: PolicyModel, rows: list[list[int]], contexts: list[int], decoded: int) -> list[Tensor]:
+def _decoded(
+    model: PolicyModel, rows: list[list[int]], contexts: list[int], decoded: int, *, extended: bool
+) -> list[Tensor]:
     """Log-probs of each row's tokens behind its context, as the engine samples them."""
     cache = model.cache
     model.learn_token_size()
@@ -69,12 +73,22 @@ def _decoded(model: PolicyModel, rows: list[list[int]], contexts: list[int], dec
     free, cache.free_bytes = cache.free_bytes, 0
     cache.join([], contexts)
     cache.free_bytes = free
-    cache.prefill(PrefillPlan(0, [0, 1], []), model.device)
-    hidden = [model.prefill([row[:first] for row, first in zip(rows, contexts, strict=True)])]
+    given = [row[:first] for row, first in zip(rows, contexts, strict=True)]
+    if extended:
+        known = [PromptKeys(max(1, first // 2)) for first in contexts]
+        plan = PrefillPlan(0, [0, 1], list(enumerate(known)))
+        cache.prefill(plan, model.device)
+        model.prefill([each[: keys.length] for each, keys in zip(given, known, strict=True)])
+        hidden_ND, whole = model.extend(given, known)
+        cache.place(0, whole)
+        hidden = [hidden_ND]
+    else:
+        cache.prefill(PrefillPlan(0, [0, 1], []), model.device)
+        hidden = [model.prefill(given)]
     for step in range(decoded):
         lengths = np.array(contexts) + step
-        given = np.array([[row[at]] for row, at in zip(rows, lengths, strict=True)])
-        hidden.append(model.decode(given, lengths)[:, 0])
+        newest = np.array([[row[at]] for row, at in zip(rows, lengths, strict=True)])
+        hidden.append(model.decode(newest, lengths)[:, 0])
     cache.free()
     log_probs_TNV = torch.stack([model.head.logits(each).log_softmax(-1) for each in hidden])
     return [

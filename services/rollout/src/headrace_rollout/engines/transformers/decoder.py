@@ -205,7 +205,7 @@ class Decoder:
         """What each row guesses of its next tokens; empty where nobody may or can."""
         batch = self._batch
         most = min(self._speculative_tokens, MOST_ROWS // batch.count - 1)
-        plain = self.model.route_width or batch.seen.shape[1]
+        plain = self.model.route_width or batch.seen.shape[1] or self.model.cache.stateful
         if most < 1 or plain or batch.has_stop[: batch.count].any() or batch.shift[: batch.count].any():
             return []
         left = batch.limit[: batch.count] - batch.sampled[: batch.count] - 1

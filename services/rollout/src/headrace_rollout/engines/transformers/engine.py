@@ -31,7 +31,8 @@ from headrace_rollout.engines.trajectory import check_scored
 from headrace_rollout.engines.transformers.checking import check_model
 from headrace_rollout.engines.transformers.decoder import Decoder
 from headrace_rollout.engines.transformers.options import TransformersOptions
-from headrace_rollout.engines.transformers.policy_model import PolicyModel, passes
+from headrace_rollout.engines.transformers.passes import passes
+from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.weight_memory import HOST
 
 CAPABILITIES = Capabilities(

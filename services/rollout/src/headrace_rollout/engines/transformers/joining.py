@@ -98,6 +98,8 @@ class Joining:
         sampled, _ = batch.answer(row, tokens)
         ids = [*trajectory.prompt_ids, *sampled]
         length = min(int(batch.length[row]), len(ids))
+        if self._model.cache.stateful and length < batch.length[row]:
+            return  # states have read what a stop string cut off
         known = self._model.identity(ids, trajectory.images)[:length]
         key = (trajectory.stream.adapter, trajectory.key)
         self.kept.keep(key, known, self._model.cache.kept(row, length))
@@ -185,7 +187,7 @@ class Joining:
         return self.kept.find((first.stream.adapter, first.key), ids)
 
     def _goes_on(self, trajectory: RunningTrajectory) -> bool:
-        return trajectory.stream.goes_on and not self._model.route_width
+        return trajectory.stream.goes_on and self._model.continues and not self._model.route_width
 
     def _go_on(self, batch: Batch, moved: Sequence[Admission], first: int) -> None:
         """Rows that another engine has begun: their next token comes with the next round."""

@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from headrace_modelkit.attending import Reach
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from headrace_rollout.engines.samples import SlotKey
+from headrace_rollout.engines.transformers.attention import Parts
 from headrace_rollout.engines.transformers.buckets import Layer
-from headrace_rollout.engines.transformers.cache import PromptKeys
+from headrace_rollout.engines.transformers.cache import PromptKeys, mask_of
+from headrace_rollout.engines.transformers.states import PassStates, row_of, stacked
 
 Owner = tuple[str, SlotKey]
 """The adapter that computed it, and the slot that it is of."""
@@ -69,13 +72,21 @@ class KeptContexts:
             del self._of_slot[key]
 
 
-class Extension(Cache):  # type: ignore[misc]  # transformers is not annotated
+class Extension(PassStates, Cache):  # type: ignore[misc]  # transformers is not annotated
     """The cache of one pass over new tokens, each row's behind its known context: a key lies where its token does."""
 
-    def __init__(self, known: Sequence[PromptKeys], device: torch.device) -> None:
-        super().__init__(layers=[])
+    def __init__(
+        self, known: Sequence[PromptKeys], device: torch.device, reaches: Sequence[Reach | None] = ()
+    ) -> None:
+        PassStates.__init__(self)
+        Cache.__init__(self, layers=[])
+        if known[0].states:
+            self.passing = {
+                key: own.to(device) for key, own in stacked([each.states for each in known]).items()
+            }
         self._lengths, self._longest = [each.length for each in known], max(each.length for each in known)
-        self._device = device
+        self._device, self._reaches = device, reaches
+        self._masks: dict[Reach | None, Tensor] = {}
         self._past = [
             tuple(self._padded([each.layers[layer][side] for each in known]) for side in (0, 1))
             for layer in range(len(known[0].layers))
@@ -87,16 +98,17 @@ class Extension(Cache):  # type: ignore[misc]  # transformers is not annotated
         """Positions (N, T) of that many new tokens of each context, and what they may see: (N, 1, T, P + T)."""
         past_N = torch.tensor(self._lengths, device=self._device)
         self._place_NT = past_N[:, None] + torch.arange(max(lengths), device=self._device)
-        places_L = torch.arange(self._longest + max(lengths), device=self._device)
-        hidden = (places_L > self._place_NT[..., None])[:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill_(hidden, float("-inf"))
-        return self._place_NT, mask
+        visible = self._longest + max(lengths)
+        self._masks = {
+            reach: mask_of(self._place_NT, visible, dtype, reach) for reach in {None, *self._reaches}
+        }
+        return self._place_NT, self._masks[None]
 
     def keys(self, lengths: Sequence[int]) -> list[PromptKeys]:
         """Each context with its new tokens behind it."""
         found = []
         for row, (known, new) in enumerate(zip(self._lengths, lengths, strict=True)):
-            whole = PromptKeys(known + new)
+            whole = PromptKeys(known + new, states=row_of(self.passing, row))
             for past, made in zip(self._past, self._new, strict=True):
                 sides = [
                     torch.cat([past[side][row, :, :known], made[side][row, :, :new]], 1) for side in (0, 1)
@@ -107,11 +119,15 @@ class Extension(Cache):  # type: ignore[misc]  # transformers is not annotated
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Any, Any]:
         """What a layer's attention sees: of each row the known keys and values, then the new ones."""
         self._new.append((key_states, value_states))
-        past = self._past[layer_idx]
-        return self._behind(past[0], key_states), self._behind(past[1], value_states)
+        past = self._past[len(self._new) - 1]
+        seen = [self._behind(*pair) for pair in zip(past, (key_states, value_states), strict=True)]
+        if not self._reaches:
+            return seen[0], seen[1]
+        masks = [self._masks[self._reaches[layer_idx]]]
+        return Parts([seen[0]], masks), Parts([seen[1]], masks)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions are given."""
@@ -140,4 +156,5 @@ class Extension(Cache):  # type: ignore[misc]  # transformers is not annotated
 
 
 def _bytes(keys: PromptKeys) -> int:
-    return sum(side.numel() * side.element_size() for layer in keys.layers for side in layer)
+    tensors = [*(side for layer in keys.layers for side in layer), *keys.states.values()]
+    return sum(each.numel() * each.element_size() for each in tensors)

@@ -6,15 +6,15 @@ Shapes: P prompts, S scored sequences, T tokens, N rows, D hidden, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from headrace_modelkit.attending import looks_elsewhere
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.experts import expert_shape, take_routers
+from headrace_modelkit.experts import plain_experts, take_routers
+from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import make_invariant
 from headrace_modelkit.loading import body_of, context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
@@ -32,21 +32,19 @@ from headrace_modelkit.vision import (
 from headrace_schema.sections.generating import ModelSection
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from headrace_rollout.engines.base import Adapter, Policy, Refused, WeightView, adapters_differ
 from headrace_rollout.engines.holding import HeldModel
 from headrace_rollout.engines.samples import Distribution, ImageAt
 from headrace_rollout.engines.trajectory import Scored
 from headrace_rollout.engines.transformers.adapters import AdapterLayers
-from headrace_rollout.engines.transformers.attention import attend_by_parts, own_attention
+from headrace_rollout.engines.transformers.attention import own_attention
 from headrace_rollout.engines.transformers.cache import DecodePlan, PromptKeys, SlotCache
 from headrace_rollout.engines.transformers.kept import Extension
+from headrace_rollout.engines.transformers.passes import new_cache, padded, split
 from headrace_rollout.engines.transformers.sampling import RowDistributions, chosen_log_probs, process
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
-# Padded tokens of one scoring pass.
-PASS_TOKENS = 4096
 Images = tuple[ImageAt, ...]
 """Those of a context."""
 
@@ -67,20 +65,21 @@ class PolicyModel(HeldModel):
         self.architecture = architecture = load_architecture(config)
         self.path = config.path
         self.context_limit = context_limit(config, architecture)
-        check_supported(config, architecture, self.context_limit)
         self.device = HOST
         self._images = images
         self.policy: Policy | None = None
         self._model = load_model(config, weights=False, device="cpu")
         # Experts are computed as the trainer computes them, whether their routes are wanted or not.
         self._routing, shape = take_routers(self._model), expert_shape(architecture)
-        self._records = routed_experts and shape is not None
+        self._records = routed_experts and shape is not None and shape.routed
         self._route_type = np.dtype(np.uint8 if shape is None or shape.experts <= 256 else "<u2")
         self.route_width = (
             shape.layers * shape.chosen * self._route_type.itemsize if self._records and shape else 0
         )
         """Bytes of a token's routes; 0 where none are recorded."""
         self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._prefilled: list[bytes] = []
+        """Routes of a prefill that was made in several passes."""
         self.deterministic = deterministic
         if deterministic:
             try:
@@ -88,7 +87,9 @@ class PolicyModel(HeldModel):
             except ValueError as error:
                 reason = f"the model at {config.path!r} has bits that hang on its batch: {error}"
                 raise ModelNotReadable(f"deterministic: {reason}; set deterministic: false") from error
-        self.cache = SlotCache(split=attend_by_parts(self._model))
+        self.cache = new_cache(self._model, config, architecture, self.context_limit)
+        self.continues = True
+        """Whether a context can be computed behind what is kept of it (`check_model` finds out)."""
         self._layers = PackedLayers(body_of(self._model), fixed=deterministic)
         self._packed_head = PackedWeight(fixed=deterministic)
         self._adapters = AdapterLayers(self._model) if adapters else None
@@ -126,6 +127,12 @@ class PolicyModel(HeldModel):
         if not self.cache.token_bytes:
             self.cache.learn()
             self.hidden(padded([[0]], self.device), past_key_values=self.cache)
+            if not self.cache.token_bytes:
+                raise Refused(
+                    "INVALID",
+                    f"model.path: {self.path!r} has no layer with keys and values, without which rollout.engine: "
+                    "transformers cannot run; choose another engine",
+                )
 
     def prefill(
         self,
@@ -138,12 +145,28 @@ class PolicyModel(HeldModel):
         `adapters`: the adapter of each context.
         """
         lengths = [len(context) for context in contexts]
+        if self.cache.stateful and len(set(lengths)) > 1:  # a state would go on through padding
+            return self._by_length(contexts, adapters)
         # Causal attention never looks right, so padding behind a context needs no mask.
         tokens_PT = padded(contexts, self.device)
         pictures = self._pictures(contexts, images) if any(images) else None
         hidden_PTD = self.hidden(tokens_PT, pictures, adapters, past_key_values=self.cache)
         last = [row * max(lengths) + length - 1 for row, length in enumerate(lengths)]
         return hidden_PTD.flatten(0, 1).index_select(0, torch.tensor(last, device=self.device))
+
+    def _by_length(self, contexts: Sequence[Sequence[int]], adapters: Sequence[str]) -> Tensor:
+        found: dict[int, Tensor] = {}
+        recorded: list[bytes] = [b""] * len(contexts)
+        for length in sorted({len(context) for context in contexts}):
+            places = [at for at, context in enumerate(contexts) if len(context) == length]
+            own = [contexts[at] for at in places]
+            self.cache.narrow(places, self.device)
+            hidden_PD = self.prefill(own, adapters=[adapters[at] for at in places] if adapters else ())
+            found |= dict(zip(places, hidden_PD, strict=True))
+            for at, routes in zip(places, self.prefilled_routes(own), strict=False):
+                recorded[at] = routes
+        self._prefilled = recorded
+        return torch.stack([found[at] for at in range(len(contexts))])
 
     def shift(self, context: Sequence[int], images: Images) -> int:
         """What is added to the index of a token behind a context with images to get its position."""
@@ -190,9 +213,16 @@ class PolicyModel(HeldModel):
         adapters: Sequence[str] = (),
     ) -> tuple[Tensor, list[PromptKeys]]:
         """As `prefill`, of the tokens behind what is known of each context; and the whole contexts' keys and values."""
+        new_lengths = {len(context) - keys.length for context, keys in zip(contexts, known, strict=True)}
+        if self.cache.stateful and len(new_lengths) > 1:  # as in a prefill
+            each = [
+                self.extend([context], [keys], adapters=adapters[at : at + 1])
+                for at, (context, keys) in enumerate(zip(contexts, known, strict=True))
+            ]
+            return torch.cat([hidden for hidden, _ in each]), [keys for _, [keys] in each]
         before = [keys.length for keys in known]
         new = [context[length:] for context, length in zip(contexts, before, strict=True)]
-        lengths, extension = list(map(len, new)), Extension(known, self.device)
+        lengths, extension = list(map(len, new)), Extension(known, self.device, self.cache.reaches)
         position_NT, mask = extension.inputs(lengths, self._model.dtype)
         given: dict[str, Any] = {"attention_mask": mask, "past_key_values": extension}
         pictures = self._pictures(contexts, images, before) if any(images) else None
@@ -254,6 +284,9 @@ class PolicyModel(HeldModel):
         found: Tensor = body(
             **inputs, use_cache="past_key_values" in arguments, **arguments
         ).last_hidden_state
+        cache = arguments.get("past_key_values")
+        if isinstance(cache, SlotCache):
+            cache.end_pass()
         return found
 
     def plain(self, ids: Sequence[int]) -> Tensor:
@@ -261,7 +294,7 @@ class PolicyModel(HeldModel):
         if self._adapters is not None:
             self._adapters.of([""], self.device)
         untyped: Any = self._model
-        with own_attention(self._model):
+        with own_attention(self._model), plain_experts([self._model]):
             logits_TV: Tensor = untyped(input_ids=padded([ids], self.device), use_cache=False).logits[0]
         return logits_TV.float().log_softmax(-1)
 
@@ -272,6 +305,9 @@ class PolicyModel(HeldModel):
 
     def prefilled_routes(self, contexts: Sequence[Sequence[int]]) -> list[bytes]:
         """Of each context's tokens in the last prefill; empty where none are recorded."""
+        if self._prefilled:
+            found, self._prefilled = self._prefilled, []
+            return found if all(found) else []
         if not (recorded := self._recorded()):
             return []
         longest = max(map(len, contexts))
@@ -311,7 +347,7 @@ class PolicyModel(HeldModel):
             rows = RowDistributions.of([distribution] * len(part_N), self.device)
             scores_NV = process(self.head.logits(hidden_ND[begin : begin + size]), rows)
             found += chosen_log_probs(scores_NV, part_N).tolist()
-        return _split(found, counts)
+        return split(found, counts)
 
     def likeliest(self, sequences: Sequence[Scored], top: int) -> list[list[tuple[list[int], list[float]]]]:
         """The `top` likeliest ids of each position from a sequence's start on, and their log-probs."""
@@ -369,37 +405,3 @@ class PolicyModel(HeldModel):
         self._layers.free()
         self._packed_head.free()
         self.cache.free()
-
-
-def passes(sequences: Sequence[Scored]) -> Iterator[list[int]]:
-    """Indices of the sequences of each pass: similar lengths together, bounded in padded tokens."""
-    chosen: list[int] = []
-    for index in sorted(range(len(sequences)), key=lambda index: len(sequences[index][0])):
-        if chosen and len(sequences[index][0]) * (len(chosen) + 1) > PASS_TOKENS:
-            yield chosen
-            chosen = []
-        chosen.append(index)
-    if chosen:
-        yield chosen
-
-
-def padded(contexts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """(N, T) token ids, filled up with 0 behind each context."""
-    tokens_NT = np.zeros((len(contexts), max(map(len, contexts))), dtype=np.int64)
-    for row, context in enumerate(contexts):
-        tokens_NT[row, : len(context)] = context
-    return torch.from_numpy(tokens_NT).to(device)
-
-
-def check_supported(config: ModelSection, architecture: PreTrainedConfig, limit: int) -> None:
-    """Raises ModelNotReadable for layers whose state is not plain keys and values of the whole context."""
-    if reason := looks_elsewhere(architecture, limit):
-        raise ModelNotReadable(
-            f"model.path: {config.path!r}: {reason}, which rollout.engine: transformers cannot run; choose another "
-            "engine"
-        )
-
-
-def _split(values: list[float], counts: Sequence[int]) -> list[list[float]]:
-    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
-    return [values[end - count : end] for end, count in zip(ends, counts, strict=True)]

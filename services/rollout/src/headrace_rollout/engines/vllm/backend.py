@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from headrace.rollout.v1 import rollout_pb2
-from headrace_modelkit.experts import expert_shape
+from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.pictures import decode_image
 from headrace_schema.images import VISION_FAMILIES

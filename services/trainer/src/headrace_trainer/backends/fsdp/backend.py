@@ -15,7 +15,8 @@ from functools import partial
 
 import torch
 from headrace_modelkit.critic import Critic, hidden_size
-from headrace_modelkit.experts import expert_shape, take_routers
+from headrace_modelkit.experts import take_routers
+from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import is_invariant, make_invariant
 from headrace_modelkit.loading import body_prefix
 from headrace_modelkit.lora import standing_in
@@ -118,7 +119,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
     @property
     def notes(self) -> list[str]:  # type: ignore[override]
         """Why rows are not as cheap as they could be, and of which model that is so."""
-        known = {"model.path": self._attention.note}
+        known = {"model.path": self._attention.note, "trainer.lora": self._attention.idle}
         if self._reference is not None:
             known |= {"the reference model": self._reference.attention.note}
         return [f"{which}: {note}" for which, note in known.items() if note]
@@ -218,6 +219,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
         started = time.monotonic()
         with torch.compiler.set_stance("force_eager"):  # what is compiled is for rows of usual length
             self._attention = FormCheck(self._config, self._sharded, self._ranks).settle()
+        self._layers.drop_kept()
         self._check_seconds = time.monotonic() - started
 
     @property

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 from headrace_modelkit.critic import critic_section
-from headrace_modelkit.experts import expert_shape
+from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.loading import load_architecture, load_model, reads_images
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection

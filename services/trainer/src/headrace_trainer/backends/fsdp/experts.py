@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from headrace_modelkit.experts import FAMILIES, Routing, expert_blocks, expert_shape
+from headrace_modelkit.families.mixtures import expert_blocks, expert_shape, no_shape
+from headrace_modelkit.families.routing import Routing
 from headrace_modelkit.loading import load_architecture
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor, nn
@@ -42,8 +43,7 @@ def check_experts(options: FsdpOptions, config: TrainerConfig, algorithm: Algori
     shape = expert_shape(architecture)
     if shape is None:
         raise invalid(
-            f"{KEY}: {config.model.path!r} is a {architecture.model_type} model, which has no experts to divide "
-            f"(families with experts: {', '.join(FAMILIES)}); leave it out",
+            f"{KEY}: {config.model.path!r} {no_shape(architecture)}, so that there is nothing to divide; leave it out",
             key=KEY,
         )
     if shape.experts % ranks:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic
-from headrace_modelkit.experts import Routing, expert_shape
+from headrace_modelkit.families.mixtures import expert_shape
+from headrace_modelkit.families.routing import Routing
 from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
 from headrace_modelkit.loading import body_of
 from headrace_modelkit.logprobs import Head, token_log_probs

@@ -38,7 +38,7 @@ from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.shared.distributing import Place, Read, distribute
 from headrace_trainer.backends.shared.figures import TokenFigures
-from headrace_trainer.backends.shared.fit import ALPHA
+from headrace_trainer.backends.shared.fit import ALPHA, CRITIC
 from headrace_trainer.backends.shared.model import LearnedModel
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.errors import Refusal
@@ -242,6 +242,11 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
         self, *, published: bool = False, owners: Owners | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         return self._sharded.weights(self._dtype if published else None, owners=owners)
+
+    @override
+    def head(self) -> Iterator[tuple[str, Tensor]]:
+        names = [name for name in self._sharded.critic_names if name.startswith(f"{CRITIC}head.")]
+        return ((name, self._sharded.gather(name)) for name in names)
 
     @override
     def weight_parts(self) -> Iterator[StatePart]:

@@ -136,8 +136,8 @@ class FsdpState(ShardedBackend, LanguageModel):
         return self._critic_of(empty_model(section, dtype=torch.float32))
 
     def _critic_of(self, model: PreTrainedModel | None) -> Critic | None:
-        if self._algorithm.critic is None:
+        if (plan := self._algorithm.critic) is None:
             return None
         if model is None:
-            return Critic(hidden_size(load_architecture(self._config.model)))
+            return Critic(hidden_size(load_architecture(self._config.model)), bias=plan.bias)
         return Critic(hidden_size(model.config), body_of(model))

@@ -20,11 +20,26 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 
-class AllToAll(Exchange):
+class _OverRanks(Exchange):
     """Over ranks that have equal shares of the experts, in the order of the ranks."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
+
+    @property
+    @override
+    def place(self) -> int:
+        return self._group.rank()
+
+    @override
+    def added(self, own: Tensor) -> Tensor:
+        total = own.clone()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+
+class AllToAll(_OverRanks):
+    """Sends each rank the rows of its experts; the host waits for their numbers."""
 
     @override
     def __call__(self, rows_SD: Tensor, weights_S: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
@@ -68,7 +83,7 @@ class Room:
         self.share = max(self.share, math.ceil(4 * needed * self.ranks / sent) / 4)
 
 
-class PaddedAllToAll(Exchange):
+class PaddedAllToAll(_OverRanks):
     """As `AllToAll`, where sizes stay on the device: each rank sends each other one as many rows as there is room for.
 
     Behind the rows that there are, places have copies of others, which no expert multiplies and nobody takes back. Rows
@@ -76,7 +91,8 @@ class PaddedAllToAll(Exchange):
     """
 
     def __init__(self, group: ProcessGroup, room: Room) -> None:
-        self._group, self._room = group, room
+        super().__init__(group)
+        self._room = room
 
     @override
     def __call__(self, rows_SD: Tensor, weights_S: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
@@ -128,7 +144,7 @@ def swapped(parts: Tensor, group: ProcessGroup) -> Tensor:
     return found
 
 
-_apart = torch.compiler.disable(swapped)
+_apart = torch.compiler.disable(swapped)  # type: ignore[no-untyped-call]
 
 
 class _Swap(torch.autograd.Function):

@@ -14,7 +14,8 @@ from collections.abc import Sequence as Many
 import msgspec
 import torch
 from headrace_modelkit.devices import used_bytes
-from headrace_modelkit.experts import Counts, ExpertShape, Routing
+from headrace_modelkit.families.mixtures import ExpertShape
+from headrace_modelkit.families.routing import Counts, Routing
 from headrace_modelkit.pinned import rooms_of
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import OptimizerSection

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 
 def dpo_loss(chosen_P: Tensor, rejected_P: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
@@ -46,3 +46,8 @@ def kto_loss(
     sign_P = torch.where(good_P, 1.0, -1.0).to(ratios_P.dtype)
     weight_P = torch.where(good_P, *weights).to(ratios_P.dtype)
     return weight_P * (1 - torch.sigmoid(beta * sign_P * (ratios_P - distance)))
+
+
+def step_losses(values_K: Tensor, labels_K: Tensor) -> Tensor:
+    """Cross entropy of labels in [0, 1], of which values are the logits (arXiv 2305.20050). (K,)."""
+    return binary_cross_entropy_with_logits(values_K, labels_K.to(values_K.dtype), reduction="none")

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from headrace_modelkit.attending import longest_window
-from headrace_modelkit.experts import expert_shape
+from headrace_modelkit.experts import plain_experts
+from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import plain_attention
 from headrace_modelkit.loading import DTYPES, context_limit
 from headrace_modelkit.probing import (
@@ -35,11 +36,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headrace_trainer.backends.fsdp.attending.context import CONTEXT
+from headrace_trainer.backends.fsdp.attending.gradients import check_gradient
 from headrace_trainer.backends.fsdp.attending.prefixes import Attending, attend_to_trees, obstacle_to_trees
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
-from headrace_trainer.learning.packing import Attends, pack
+from headrace_trainer.learning.packing import Attends, MicroBatch, pack
 from headrace_trainer.learning.samples import Rows, Sample
 
 MOVED = 1e-3
@@ -63,6 +65,8 @@ class Attention:
     """For the run's user: why every answer gets a row of its own."""
     windowed: bool = False
     """Layers of it see the last tokens alone: of its forms segments know windows."""
+    idle: str = ""
+    """For the run's user: which adapters do not learn."""
 
 
 class FormCheck:
@@ -109,7 +113,14 @@ class FormCheck:
         if self._context is not None and not along:
             raise invalid(f"{CONTEXT}: ranks cannot divide rows: {obstacle}; leave it out", key=CONTEXT)
         note = f"every answer gets a row of its own: {obstacle}" if obstacle else ""
-        return Attention(wanted is not False and not obstacle, along, note, along and self._window > 0)
+        path = self._config.model.path
+        idle = check_gradient(path, self._model, self.bodies, self._ranks, self._lone())
+        return Attention(wanted is not False and not obstacle, along, note, along and self._window > 0, idle)
+
+    def _lone(self) -> MicroBatch:
+        """One answer, as ranks get it that divide rows."""
+        attends = Attends.SEGMENTS if self._context is not None else Attends.MASK
+        return self._packed([[self._first[2]]], attends, shared=False)
 
     def _alone(self) -> list[Tensor]:
         """What a lone answer is by the class itself, once it is sure that this is what is learned from.
@@ -119,7 +130,7 @@ class FormCheck:
         lone: Rows = [[self._first[2]]]
         path, kind = self._config.model.path, self.bodies[0].config.model_type
         try:
-            with plain_attention(self.bodies):
+            with plain_attention(self.bodies), plain_experts(self.bodies):
                 plain = self._probe(lone, Attends.MASK, shared=False, plain=True)
             own = self._probe(lone, Attends.MASK, shared=False)
         except torch.OutOfMemoryError:
@@ -167,6 +178,10 @@ class FormCheck:
             yield from [(attends, True) for attends in kinds] if shared else []
 
     def _probe(self, rows: Rows, attends: Attends, *, shared: bool, plain: bool = False) -> list[Tensor]:
+        found: list[Tensor] = self._policy.probe(self._packed(rows, attends, shared=shared), plain=plain)
+        return found
+
+    def _packed(self, rows: Rows, attends: Attends, *, shared: bool) -> MicroBatch:
         batch = pack(
             rows,
             shared=shared,
@@ -177,8 +192,7 @@ class FormCheck:
         )
         if self._context is not None and batch.segments is not None:
             batch = self._context.divided(batch)
-        found: list[Tensor] = self._policy.probe(batch.to(self._ranks.device), plain=plain)
-        return found
+        return batch.to(self._ranks.device)
 
     def _middle(self, found: Many[Tensor]) -> list[Tensor]:
         count = len(self._first[2].trained)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from headrace_modelkit.critic import critic_section, load_critic
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.experts import expert_blocks, take_routers
+from headrace_modelkit.experts import take_routers
+from headrace_modelkit.families.mixtures import expert_blocks
 from headrace_modelkit.loading import DTYPES, body_of, load_architecture, load_model
 from headrace_modelkit.logprobs import GPU_CHUNK_ELEMENTS
 from headrace_modelkit.lora import (

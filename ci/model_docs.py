@@ -1,0 +1,90 @@
+"""Writes docs/models.md: the families of models that tests hold, and what each does here.
+
+`python -m ci.model_docs [--check] FILE`. The rows are the data of the tests (`headrace_modelkit.families.known`) and
+what the trials at load find of the tiny models that they run. With --check it writes nothing and fails when the file is
+not current.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from headrace_modelkit.families.known import KNOWN, Known
+from headrace_modelkit.families.mixtures import ExpertShape, expert_shape
+from headrace_modelkit.presets.families import FAMILIES, tiny_config
+
+from ci.spec_docs import write_or_check
+
+HEAD = """# Families of models
+
+<!-- Written by `make reference-docs` from `headrace_modelkit.families.known`; change the text there. -->
+
+Each family here has a tiny model in the tests, made of transformers' own configuration class. In fp32 its log-probs
+and gradient are transformers' within 1e-4 (most within 1e-5), in whatever form rows lie; on two ranks they are one
+rank's; an export has the names, types and numbers that it came from. `make test` holds some families of each kind,
+`make nightly` all. A family that is not here is not refused: [trials as it is
+loaded](own-model.md#how-a-family-is-found-to-be-right) decide.
+
+- **Rows**: *shared*, a group's prompt is computed once and answers are packed; otherwise every answer gets a row of
+  its own, for the reason that is named.
+- **Experts**: *divided* over ranks (`expert_parallel`), with routes that are *replayed* and the load-balance loss;
+  *adapters*: LoRA of experts. Bias terms of routers (`e_score_correction_bias`) are frozen: they stay as the
+  checkpoint has them.
+- **Context parallel**: whether ranks can divide a row. Sharding, recomputation and LoRA of linear layers work in
+  all families.
+- **Built-in engine**: generates by continuous batching, keys and states kept for next turns; or why it refuses.
+  *Begins again*: a next turn is computed from its first token.
+- **Tools**: the value of `tool_calls` that reads the family's calls; none where Headrace has no parser for them.
+
+| family (`model_type`) | rows | experts | context parallel | built-in engine | tools | more |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+TAIL = """
+Not in transformers' own classes, and so refused by `model.path`: the wrappers of Mistral 3 and Kimi K2.5 with
+images (use the language model's own directory). Layers that predict several tokens (MTP) are left out as a
+checkpoint is read, so exports lack them. vLLM and SGLang have lists of their own: [Engines](engines.md).
+
+Speed of the tiny models against transformers' own loops: `benchmarks/families.py`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return HEAD + "".join(_row(family, known) for family, known in KNOWN.items()) + TAIL
+
+
+def _row(family: str, known: Known) -> str:
+    assert family in FAMILIES, family
+    shape = expert_shape(tiny_config(family))
+    name, _, variant = family.partition("+")
+    cells = [
+        f"{known.models} (`{name}`{f' with {variant}' if variant else ''})",
+        "shared" if known.shares else f"apart: {known.why_apart}",
+        _experts(tiny_config(family), shape),
+        "yes" if known.shares and shape is None else f"no: {known.why_apart or 'experts'}",
+        f"no: {known.generates}" if known.generates else "yes" if known.continues else "yes, begins again",
+        f"`{known.parser}`" if known.parser else "–",
+        known.note,
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _experts(config: Any, shape: ExpertShape | None) -> str:
+    if shape is None:
+        text = config.get_text_config()
+        keys = ("num_experts", "num_local_experts", "n_routed_experts")
+        has = text.model_type in ("llama4_text", "doge") and any(getattr(text, key, None) for key in keys)
+        return "by its class alone" if has else "–"
+    found = ["divided", *(["replayed"] if shape.routed else []), *(["adapters"] if shape.adapts else [])]
+    return ", ".join(found)
+
+
+def main() -> int:
+    """Writes the page, or says how it differs."""
+    return write_or_check(Path(sys.argv[-1]), page(), check="--check" in sys.argv, target="reference-docs")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What differs from family to family: a module each, only where something does."""

@@ -1,0 +1,108 @@
+"""What is known of each family that a tiny model of is tried: the data of its tests, and of docs/models.md.
+
+A family that is not here is decided by the trials at load. Knows no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Known:
+    """A family, by what the trials find of it."""
+
+    models: str
+    """What people call it."""
+    shares: bool = True
+    """Whether the trainer shares a group's prompt and packs rows; otherwise every answer gets a row of its own."""
+    why_apart: str = ""
+    """Why it does not."""
+    generates: str = ""
+    """Why the built-in engine refuses it; empty: it generates."""
+    continues: bool = True
+    """Whether the built-in engine computes a next turn behind what it kept of the ones before."""
+    parser: str = ""
+    """The tool parser to name where the template shows tools; empty: none of Headrace's reads its calls."""
+    note: str = ""
+
+
+_STATES = "layers with a state of their own"
+_SINKS = "eager attention with sinks"
+_INDEXER = "an indexer chooses tokens"
+_UNKEPT = "states outside of transformers' cache"
+
+KNOWN: dict[str, Known] = {
+    "qwen3_5_text": Known("Qwen3.5 and later", False, _STATES, parser="qwen3_coder"),
+    "qwen3_5_moe_text": Known("Qwen3.5 with experts", False, _STATES, parser="qwen3_coder"),
+    "qwen3_next": Known("Qwen3-Next", False, _STATES, parser="hermes"),
+    "qwen3": Known("Qwen3", parser="hermes"),
+    "qwen3_moe": Known("Qwen3 with experts", parser="hermes"),
+    "qwen2": Known("Qwen2, 2.5", parser="hermes"),
+    "qwen2_moe": Known("Qwen1.5-MoE, Qwen2-MoE", parser="hermes"),
+    "gpt_oss": Known(
+        "gpt-oss",
+        False,
+        _SINKS,
+        note="MXFP4 checkpoints are dequantised as they are read; harmony is not parsed",
+    ),
+    "gemma2": Known("Gemma 2", False, "eager attention with capped scores"),
+    "gemma3_text": Known("Gemma 3"),
+    "gemma3n_text": Known("Gemma 3n", note="the last layers share keys"),
+    "gemma4_text": Known("Gemma 4 E2B, E4B", note="the last layers share keys"),
+    "gemma4_text+experts": Known(
+        "Gemma 4 26B-A4B", note="its routers scale each expert, so that routes are not replayed"
+    ),
+    "deepseek_v3": Known(
+        "DeepSeek V3, R1; Kimi K2",
+        note="fp8 checkpoints are dequantised; `kimi_k2` needs `model.trust_remote_code`",
+    ),
+    "deepseek_v32": Known("DeepSeek V3.2", False, _INDEXER, _INDEXER),
+    "glm_moe_dsa": Known("GLM-5", False, _INDEXER, _INDEXER, parser="glm"),
+    "deepseek_v4": Known(
+        "DeepSeek V4", False, "compressed attention", _INDEXER, note="hash routers are not replayed"
+    ),
+    "glm4": Known("GLM-4", parser="glm"),
+    "glm4_moe": Known("GLM-4.5 to 4.7", parser="glm"),
+    "glm4_moe_lite": Known("GLM-4.7-Flash", parser="glm"),
+    "nemotron_h": Known("Nemotron-H, Nemotron 3", False, _STATES, parser="qwen3_coder"),
+    "nemotron": Known("Nemotron-4, Minitron", False, "its layers pass no keywords on"),
+    "llama": Known("Llama 2 and 3, SmolLM2", parser="llama3"),
+    "llama4_text": Known(
+        "Llama 4", False, "chunks", note="its experts are computed by its class: neither divided nor replayed"
+    ),
+    "mistral": Known("Mistral", parser="mistral"),
+    "ministral": Known("Ministral 8B", parser="mistral"),
+    "ministral3": Known("Ministral 3, Mistral 3", parser="mistral"),
+    "mixtral": Known("Mixtral", parser="mistral"),
+    "smollm3": Known("SmolLM3", parser="hermes"),
+    "olmo2": Known("OLMo 2"),
+    "olmo3": Known("OLMo 3"),
+    "olmo_hybrid": Known("OLMo Hybrid", False, _STATES),
+    "granite": Known("Granite 3"),
+    "granitemoe": Known("Granite MoE"),
+    "granitemoehybrid": Known("Granite 4", False, _STATES),
+    "phi3": Known("Phi-3, Phi-4"),
+    "seed_oss": Known("Seed-OSS"),
+    "minimax_m2": Known("MiniMax M2"),
+    "minimax": Known("MiniMax-Text-01", False, _STATES, _UNKEPT),
+    "ernie4_5_moe": Known("Ernie 4.5"),
+    "afmoe": Known("AFMoE (Trinity)"),
+    "mimo_v2_flash": Known("MiMo-V2-Flash", False, _SINKS),
+    "kimi_linear": Known("Kimi Linear", False, _STATES),
+    "bamba": Known("Bamba", False, _STATES),
+    "jamba": Known("Jamba", False, _STATES, continues=False),
+    "falcon_h1": Known("Falcon-H1", False, _STATES),
+    "recurrent_gemma": Known("RecurrentGemma", False, _STATES, _UNKEPT),
+    "lfm2": Known("LFM2", False, "convolutions"),
+    "lfm2_moe": Known("LFM2 with experts", False, "convolutions"),
+    "lfm3": Known("LFM3", False, "convolutions"),
+    "exaone4": Known("EXAONE 4"),
+    "hyperclovax": Known("HyperCLOVA X"),
+    "cohere": Known("Command R"),
+    "stablelm": Known("StableLM"),
+    "gpt2": Known("GPT-2"),
+    "opt": Known("OPT"),
+    "doge": Known("Doge", False, "a mask of its own"),
+}
+"""By the names of `presets.families.FAMILIES`."""

@@ -1,0 +1,66 @@
+"""What a model's passes are made of: its cache, padded ids, and which sequences are scored together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from headrace_modelkit.attending import reach_of, without_cache
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_schema.sections.generating import ModelSection
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from headrace_rollout.engines.trajectory import Scored
+from headrace_rollout.engines.transformers.attention import attend_by_parts
+from headrace_rollout.engines.transformers.cache import SlotCache
+
+# Padded tokens of one scoring pass.
+PASS_TOKENS = 4096
+
+
+def passes(sequences: Sequence[Scored]) -> Iterator[list[int]]:
+    """Indices of the sequences of each pass: similar lengths together, bounded in padded tokens."""
+    chosen: list[int] = []
+    for index in sorted(range(len(sequences)), key=lambda index: len(sequences[index][0])):
+        if chosen and len(sequences[index][0]) * (len(chosen) + 1) > PASS_TOKENS:
+            yield chosen
+            chosen = []
+        chosen.append(index)
+    if chosen:
+        yield chosen
+
+
+def padded(contexts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """(N, T) token ids, filled up with 0 behind each context."""
+    tokens_NT = np.zeros((len(contexts), max(map(len, contexts))), dtype=np.int64)
+    for row, context in enumerate(contexts):
+        tokens_NT[row, : len(context)] = context
+    return torch.from_numpy(tokens_NT).to(device)
+
+
+def new_cache(
+    model: PreTrainedModel, config: ModelSection, architecture: PreTrainedConfig, limit: int
+) -> SlotCache:
+    """The cache for a model whose contexts have up to `limit` tokens.
+
+    Raises ModelNotReadable for layers that keep something else than keys, values and states, or see the last tokens
+    alone in a way that cannot be followed.
+    """
+    layers = range(int(architecture.get_text_config().num_hidden_layers))
+    reaches = [reach_of(architecture, layer, limit) for layer in layers]
+    reason, by_parts = without_cache(architecture), attend_by_parts(model)
+    if not reason and any(reaches) and not by_parts:
+        reason = "the model has layers that see the last tokens alone, by an attention of their own"
+    if reason:
+        raise ModelNotReadable(
+            f"model.path: {config.path!r}: {reason}, which rollout.engine: transformers cannot run; choose another "
+            "engine"
+        )
+    return SlotCache(split=by_parts, reaches=reaches)
+
+
+def split(values: list[float], counts: Sequence[int]) -> list[list[float]]:
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    return [values[end - count : end] for end, count in zip(ends, counts, strict=True)]

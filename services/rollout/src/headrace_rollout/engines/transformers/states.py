@@ -1,0 +1,118 @@
+"""States of layers that have one for each row instead of keys: of convolutions, delta rules and Mamba.
+
+They stand beside keys and values: a row's states belong to all tokens that it has, and cannot be cut at fewer. Knows no
+tokens; transformers' layers ask and update them through their cache.
+
+Shapes: R rows, N rows of a pass, K width of a convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Key = tuple[int, str, int]
+"""Layer, kind and number of a state."""
+States = dict[Key, Tensor]
+CONVOLUTION, RECURRENT = "convolution", "recurrent"
+
+
+class PassStates:
+    """The states of one pass, as transformers' layers ask for them: the methods of its `Cache`."""
+
+    def __init__(self) -> None:
+        self.passing: States = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """(N, …, K) inputs before the pass, or None; layers may write into it."""
+        return self.passing.get((layer_idx, CONVOLUTION, state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        """Keeps the newest K inputs; returns those before the pass and all new ones."""
+        key = (layer_idx, CONVOLUTION, state_idx)
+        before = self.passing.get(key)
+        whole = conv_states if before is None else torch.cat([before, conv_states], -1)
+        width = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        if (short := width - whole.shape[-1]) > 0:
+            whole = F.pad(whole, (short, 0))
+        self.passing[key] = whole[..., -width:]
+        return whole
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """(N, …) before the pass, or None; layers may write into it."""
+        return self.passing.get((layer_idx, RECURRENT, state_idx))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """Keeps what a layer's state is behind the pass."""
+        key = (layer_idx, RECURRENT, state_idx)
+        before = self.passing.get(key)
+        self.passing[key] = recurrent_states if before is None else recurrent_states.to(before.dtype)
+        return self.passing[key]
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether the pass goes on from states."""
+        return any(layer_idx in (None, layer) and state_idx in (None, at) for layer, _, at in self.passing)
+
+    def is_recording_past(self, layer_idx: int | None = None) -> bool:
+        """Never: nothing is taken back."""
+        return False
+
+
+class RowStates:
+    """Of all running rows, by their numbers."""
+
+    def __init__(self) -> None:
+        self._kept: States = {}
+        self.like: States = {}
+        """Each state with no row in it."""
+
+    @property
+    def row_bytes(self) -> int:
+        """What the states of one row take; 0 for a model that has none."""
+        return sum(like[0:0].new_empty(like.shape[1:]).nbytes for like in self.like.values())
+
+    def learn(self, found: States) -> None:
+        """Takes the shapes of a pass."""
+        self.like = {key: tensor[:0].clone() for key, tensor in found.items()}
+
+    def clear(self) -> None:
+        """Gives the rows' memory back."""
+        self._kept = {}
+
+    def of(self, order: Tensor) -> States:
+        """Copies of these rows' states, in this order."""
+        return {key: tensor.index_select(0, order.to(tensor.device)) for key, tensor in self._kept.items()}
+
+    def store(self, rows: Tensor, found: States) -> None:
+        """Row `rows[i]` has the states i from now on."""
+        for key, tensor in found.items():
+            like = self.like[key]
+            self._room(key, int(rows.max()) + 1).index_copy_(0, rows.to(like.device), tensor.to(like))
+
+    def remove(self, renamed: dict[int, int]) -> None:
+        """`renamed` leads from rows to their new numbers."""
+        sources, targets = list(renamed), list(renamed.values())
+        for tensor in self._kept.values() if renamed else ():
+            tensor[targets] = tensor[sources]
+
+    def _room(self, key: Key, rows: int) -> Tensor:
+        own = self._kept.get(key, self.like[key])
+        if len(own) < rows:
+            more = own.new_zeros(max(rows, 2 * len(own)) - len(own), *own.shape[1:])
+            own = self._kept[key] = torch.cat([own, more])
+        return own
+
+
+def stacked(several: Sequence[States]) -> States:
+    """(N, …) of single rows' states."""
+    return {key: torch.stack([each[key] for each in several]) for key in several[0]}
+
+
+def row_of(states: States, row: int) -> States:
+    """A copy of one row's states."""
+    return {key: tensor[row].clone() for key, tensor in states.items()}
