@@ -33,7 +33,7 @@ DISTS := proto libs/servicekit libs/schema libs/planner libs/modelkit services/c
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check lint test nightly test-all engines test-engines megatron test-megatron browser e2e-browser screenshots recording simulators test-simulators soak audit gpu-check gpu-check-bundle docs spec-docs reference-docs wheels freeze clean
+.PHONY: help setup run check lint test nightly test-all engines test-engines megatron test-megatron browser e2e-browser screenshots recording simulators test-simulators test-tinker soak audit gpu-check gpu-check-bundle docs spec-docs reference-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -106,6 +106,9 @@ simulators: ## Make .envs/SIM with one simulator and the service (SIM=metaworld,
 
 test-simulators: ## The tests of one simulator in its environment (SIM=…, also openenv and nemo-gym, whose servers run apart).
 	@TORCH_FROM="$(TORCH_FROM)" PYTHON="$(PYTHON)" sh ci/test_simulators.sh "$(SIM)"
+
+test-tinker: setup ## Tinker's own client and recipes against a fleet; makes .envs/tinker first.
+	@TORCH_FROM="$(TORCH_FROM)" sh ci/test_tinker.sh
 
 recording: setup ## Draw docs/img/run.svg anew: a live run of examples/tiny.yaml in a terminal, on a fleet of its own.
 	@PYTHON=.venv/bin/python sh ci/recording.sh docs/img/run.svg

@@ -112,6 +112,12 @@ _OTHERS = (
     *(f":(glob){_WORLDS}/*.py", f":(glob){_WORLDS}/backends/*.py", ":(glob)ci/*simulators.sh"),
     *(f"constraints/{name}.txt" for name in ("verifiers", "web", "openenv", "nemo-gym")),
 )
+_TINKER = (
+    *(f"{_COORDINATOR}/{name}" for name in ("api/http/tinker", "sessions", "run/asked")),
+    *("proto/src/headrace/tinker", "libs/schema/src/headrace_schema/sessions.py"),
+    *("integration_tests/engines/test_tinker_run.py", "integration_tests/engines/tinker_loop.py"),
+    *("constraints/tinker.txt", ":(glob)ci/*tinker.sh"),
+)
 _BROWSER = (
     *("integration_tests/browser", f"{_COORDINATOR}/dashboard", "docs/http-api.md"),
     *("constraints/browser.txt", "ci/browser.sh"),
@@ -158,6 +164,12 @@ def _megatron(*options: str, timeout_s: int) -> Part:
     """The megatron backend against the fsdp one, in groups of up to four processes; makes its environment first."""
     command = ("sh", "ci/test_megatron.sh", "--durations=10", "--durations-min=5", *options)
     return Part("megatron", command, timeout_s, "plugins/megatron/tests", True, inputs=_MEGATRON)
+
+
+def _tinker(*options: str, timeout_s: int) -> Part:
+    """Tinker's own client and recipes against a fleet; makes their environment first."""
+    command = ("sh", "ci/test_tinker.sh", "--durations=10", "--durations-min=5", *options)
+    return Part("tinker", command, timeout_s, "integration_tests/engines", True, True, _TINKER)
 
 
 _MYPY = shlex.quote(str(BIN / "mypy"))
@@ -235,6 +247,7 @@ _TEST = [
     *_UNITS,
     _simulator("metaworld", timeout_s=900),
     *(_others(name, timeout_s=900) for name in ("verifiers", "web")),
+    _tinker(timeout_s=1200),
     _tests("flows", "integration_tests/flows", timeout_s=1800, shares=True),
     _tests("contracts", "integration_tests/contracts", timeout_s=900, shares=True),
     _tests("deploy", "integration_tests/deploy", shares=True),
@@ -314,6 +327,7 @@ NIGHTLY = [
     *(_simulator(name, "-m", "", timeout_s=3600) for name in ("metaworld", "maniskill", "libero")),
     _RESOLUTION,
     *(_others(name, "-m", "", timeout_s=3600) for name in ("verifiers", "web", "openenv", "nemo-gym")),
+    _tinker("-m", "", timeout_s=3600),
     *(_nightly(name, f"plugins/{name}/tests", timeout_s=1800) for name in ("environments", "containers")),
     _nightly("clusters", "integration_tests/clusters", "plugins/clusters/tests", timeout_s=7200),
     _BROWSER_ENVIRONMENT,

@@ -90,6 +90,9 @@ class Save(Message):
 
     kind: Literal["save"] = "save"
     name: CheckpointName
+    overwrite: bool = Field(
+        default=False, description="replace the checkpoint of another version that has this name"
+    )
 
 
 class Load(Message):
@@ -109,8 +112,16 @@ class Publish(Message):
     kind: Literal["publish"] = "publish"
 
 
+class Refuse(Message):
+    """A call that who speaks for the loop could not read: its number is used up, and its result is this failure."""
+
+    kind: Literal["refuse"] = "refuse"
+    message: str
+    key: str = ""
+
+
 Operation = Annotated[
-    Forward | ForwardBackward | OptimStep | Save | Load | Publish, Field(discriminator="kind")
+    Forward | ForwardBackward | OptimStep | Save | Load | Publish | Refuse, Field(discriminator="kind")
 ]
 """What changes a session or reads its weights, in the order of sequence numbers."""
 

@@ -99,6 +99,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default=float(env("HEADRACE_AUTOSCALE_COOLDOWN_S", "300")),
         help="seconds for which fewer must be wanted before there are fewer",
     )
+    parser.add_argument(
+        "--tinker-models",
+        type=Path,
+        default=env("HEADRACE_TINKER_MODELS") or None,
+        help="YAML file of the models that clients of Tinker ask for by name, as NAME: {model: {path: …}}",
+    )
     parser.add_argument("--reflection", action="store_true", help="answer gRPC reflection")
     return parser.parse_args(argv)
 

@@ -40,6 +40,7 @@ from headrace_coordinator.access.issuer import BadIssuer, Issuer, read_issuer
 from headrace_coordinator.access.trust import BadTrust, Trust, read_trust
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.http.routes.service import joining_routes
+from headrace_coordinator.api.http.tinker.offers import read_models
 from headrace_coordinator.app import Coordinator
 from headrace_coordinator.autoscaler import parse_bounds
 from headrace_coordinator.data.dataset import forget_items
@@ -136,6 +137,10 @@ async def serve(arguments: argparse.Namespace) -> None:
         bounds = parse_bounds(arguments.autoscale)
     except ValueError as error:
         raise Refusal(f"--autoscale (HEADRACE_AUTOSCALE): {error}") from error
+    try:
+        arguments.tinker_models = read_models(arguments.tinker_models)
+    except ValueError as error:
+        raise Refusal(f"--tinker-models (HEADRACE_TINKER_MODELS): {error}") from error
     issuer, trust = _issuer(arguments), _trust(arguments)
     _trace(arguments.otlp_endpoint)
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
@@ -256,7 +261,13 @@ async def _serve_http(
 ) -> None:
     host, port = split_address(arguments.http)
     watch({CHECKPOINTS: arguments.data_dir})
-    app = make_app(coordinator, runs_directory=arguments.data_dir / "runs", token=token, issuer=issuer)
+    app = make_app(
+        coordinator,
+        runs_directory=arguments.data_dir / "runs",
+        token=token,
+        issuer=issuer,
+        tinker_models=arguments.tinker_models,
+    )
     joining = _secret(arguments.join_token_file)
     if joining and arguments.authority_dir and (own := tls_dir()):
         app.include_router(joining_routes(arguments.authority_dir, own, joining))

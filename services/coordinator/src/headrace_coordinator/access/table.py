@@ -125,6 +125,10 @@ TABLE: Mapping[str, Row] = {
     "sample_session": Row(SUBMIT, Rule.OWNED, audited=False, of="session"),
     "delete_session_checkpoint": Row(SUBMIT, Rule.OWNED, of="session"),
     "close_session": Row(SUBMIT, Rule.OWNED, of="session"),
+    # Tinker's protocol, whose bodies name the models: their owner alone calls them, and who sees them reads.
+    "tinker_read": _read(Rule.LISTED),
+    "tinker_call": Row(SUBMIT, audited=False),
+    "tinker_change": Row(SUBMIT),
     # The fleet.
     "get_instance_logs": Row(OPERATE),
     "get_metrics": Row(OPERATE, audited=False),

@@ -84,6 +84,8 @@ class Policy:
 
     number: int
     digest: str
+    any_order: bool = field(default=False, compare=False)
+    """It may be installed in place of a later one: a loop of one's own samples from any that it has."""
 
 
 @dataclass(frozen=True)

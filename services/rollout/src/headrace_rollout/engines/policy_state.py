@@ -60,7 +60,7 @@ def is_installed(
         raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
     if installed == policy:
         return True
-    if installed is not None and policy.number <= installed.number:
+    if installed is not None and policy.number <= installed.number and not policy.any_order:
         raise Refused(
             "POLICY_MISMATCH",
             f"version {policy.number} does not follow version {installed.number}, which is installed",

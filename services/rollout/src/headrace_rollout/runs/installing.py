@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import grpc
 from headrace.rollout.v1 import rollout_pb2
+from headrace_schema.workflow import SESSION
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.receiving import ReceivedWeights, receive_base, receive_weights
 from headrace_servicekit.weights.store import WeightStore
@@ -91,8 +92,7 @@ async def _is_installed(run: OpenedRun, request: rollout_pb2.InstallPolicyReques
     """Whether the engine has the version; of files it is known by its number. Raises Refused."""
     version, installed = request.version, run.engine.policy
     if not request.HasField("files"):
-        wanted = Policy(version.number, version.digest)
-        return await run.engine.check_install(wanted, in_flight=request.in_flight)
+        return await run.engine.check_install(_policy(run, request), in_flight=request.in_flight)
     if installed is None or installed.number != version.number:
         return False
     version.digest = installed.digest
@@ -115,11 +115,16 @@ async def _swap(
     run: OpenedRun, request: rollout_pb2.InstallPolicyRequest, weights: Weights, authority: Authority
 ) -> float:
     """Seconds for which the engine stood still. Raises Refused, and ServiceError WEIGHTS_MISMATCH."""
-    policy = Policy(request.version.number, request.version.digest)
     try:
-        return await run.engine.install(policy, weights, authority, in_flight=request.in_flight)
+        return await run.engine.install(
+            _policy(run, request), weights, authority, in_flight=request.in_flight
+        )
     except ValueError as error:
         raise _mismatch(error) from error
+
+
+def _policy(run: OpenedRun, request: rollout_pb2.InstallPolicyRequest) -> Policy:
+    return Policy(request.version.number, request.version.digest, run.config.workflow == SESSION)
 
 
 def _mismatch(error: ValueError) -> ServiceError:

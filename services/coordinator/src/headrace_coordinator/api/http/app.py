@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI
@@ -32,6 +34,8 @@ from headrace_coordinator.api.http.routes.recordings import recording_routes, vi
 from headrace_coordinator.api.http.routes.runs import run_routes
 from headrace_coordinator.api.http.routes.service import plan_routes, service_routes
 from headrace_coordinator.api.http.routes.sessions import CallRequest, session_routes
+from headrace_coordinator.api.http.tinker.routes import tinker_routes
+from headrace_coordinator.api.http.tinker.service import Tinker
 
 if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator
@@ -57,12 +61,15 @@ def make_app(
     token: str | None = None,
     issuer: Issuer | None = None,
     heartbeat_s: float = HEARTBEAT_S,
+    tinker_models: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> FastAPI:
     """The API of a coordinator; trajectories are read from `runs_directory`/RUN, logs from the `logs` beside it.
 
     With a `token` every request but /healthz and those for the dashboard's files must bear it, one that an admin made,
     or one of the `issuer`. Without one, only requests that name this machine by an address or as localhost, and that
     come from no other site's web page, are answered.
+
+    `tinker_models`: specs of the models that clients of Tinker ask for by name.
     """
     app = FastAPI(
         title="Headrace coordinator",
@@ -97,6 +104,7 @@ def make_app(
     app.include_router(link_routes(links, asks=bool(token)))
     app.include_router(page_routes())
     app.include_router(plan_routes())
+    app.include_router(tinker_routes(Tinker(coordinator, tinker_models)))
     app.add_middleware(Guard, coordinator=coordinator, token=token, issuer=issuer, links=links, relay=relay)
     add_error_handlers(app)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]

@@ -28,6 +28,7 @@ from headrace_coordinator.api.http.errors import NO_HEAD, error_response
 from headrace_coordinator.api.http.links import DOWNLOAD, Links
 from headrace_coordinator.api.http.relay import Relay, is_relayed
 from headrace_coordinator.api.http.routes.dashboard import is_page
+from headrace_coordinator.api.http.tinker import KEY_PREFIX, PREFIX
 from headrace_coordinator.domain.access import NOBODY, SYSTEM, Principal
 
 if TYPE_CHECKING:
@@ -149,15 +150,18 @@ class Guard:
             caller = await self._doors.caller(made)
             if caller is not None:
                 return caller
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        form = "Authorization: Bearer TOKEN"
+        if path.startswith(f"{PREFIX}/"):
+            form, scheme = f"X-API-Key: {KEY_PREFIX}TOKEN", "bearer"
+            given = headers.get("x-api-key", "").removeprefix(KEY_PREFIX)
+        else:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
         given = given.strip()
         caller = await self._doors.caller(given) if given and scheme.lower() == "bearer" else None
         if caller is not None:
             return caller
         wrong = "wrong, revoked or expired" if given else "missing"
-        return error_response(
-            "UNAUTHENTICATED", f"the API token is {wrong}; send Authorization: Bearer TOKEN"
-        )
+        return error_response("UNAUTHENTICATED", f"the API token is {wrong}; send {form}")
 
 
 def _from_here(scope: Scope) -> Principal | Response:

@@ -25,6 +25,7 @@ from headrace_schema.sessions import (
     OptimStepResult,
     Publish,
     PublishResult,
+    Refuse,
     Result,
     Save,
     SaveResult,
@@ -189,7 +190,9 @@ class Calls:
             case OptimStep():
                 return await self._applied(operation)
             case Save():
-                return await self._saved(operation.name)
+                return await self._saved(operation)
+            case Refuse():
+                return Failure(category="user", message=operation.message, key=operation.key)
             case Load():
                 return await self._loaded(operation)
             case Publish():
@@ -253,8 +256,12 @@ class Calls:
             await self._step.drop(why)
         self._step = None
 
-    async def _saved(self, name: str) -> Result:
-        context, head = self._context, self._context.state.lineage.head
+    async def _saved(self, save: Save) -> Result:
+        context, head, name = self._context, self._context.state.lineage.head, save.name
+        there = self._journal.named.get(name)
+        if there is not None and not save.overwrite and there["version"] != head:
+            what = f"there is a checkpoint {name} of version {there['version']}: take another name, or overwrite it"
+            return Failure(category="user", message=what, key="name")
         known = {each.version.number: each for each in (await listed(context)).checkpoints}
         if head not in known:
             await self._checkpointer.save(wait=True)
