@@ -264,7 +264,13 @@ def _in_any_layer(lora: LoraSection, model: PreTrainedModel, *, vision: bool) ->
         target.rpartition(".")[2] if targets_problem(model, own, vision=vision) else target
         for target, own in alone.items()
     ]
-    return lora.model_copy(update={"targets": found})
+    # A first layer that is dense has no experts, which layers behind it have.
+    there = [
+        name
+        for name in found
+        if not targets_problem(model, lora.model_copy(update={"targets": [name]}), vision=vision)
+    ]
+    return lora.model_copy(update={"targets": there or "all-linear"})
 
 
 def _attend_as_on_a_gpu(model: PreTrainedModel) -> None:
