@@ -169,7 +169,7 @@ def _megatron(*options: str, timeout_s: int) -> Part:
 def _tinker(*options: str, timeout_s: int) -> Part:
     """Tinker's own client and recipes against a fleet; makes their environment first."""
     command = ("sh", "ci/test_tinker.sh", "--durations=10", "--durations-min=5", *options)
-    return Part("tinker", command, timeout_s, "integration_tests/engines", True, True, _TINKER)
+    return Part("tinker", command, timeout_s, "integration_tests/engines", True, _TINKER)
 
 
 _MYPY = shlex.quote(str(BIN / "mypy"))
@@ -306,7 +306,7 @@ NIGHTLY = [
     _nightly("simulator", "services/simulator/tests", timeout_s=600),
     _nightly("fake-world", "tools/fake_world/tests", timeout_s=1800),
     script("soak", "benchmarks/soak.py", "--check", timeout_s=9000),
-    Part("audit", ("sh", "ci/audit.sh", "all", sys.executable), 900, shares=True, waits=True),
+    Part("audit", ("sh", "ci/audit.sh", "all", sys.executable), 900, shares=True),
     script("load", "benchmarks/load.py", "--check", timeout_s=1800),
     script("memory-at-size", "benchmarks/memory_at_size.py", "--check", timeout_s=3600),
     script("weights-at-size", "benchmarks/weights_at_size.py", "--check", timeout_s=600),
