@@ -83,6 +83,7 @@ def _run(fleet: Fleet, model: Path, steps: int, rows: int) -> list[float]:
 def _loop(fleet: Fleet, model: Path, steps: int, rows: int) -> list[float]:
     tokenizer, rng = Tokenizer.from_file(str(model / "tokenizer.json")), random.Random(0)
     end, ended = tokenizer.token_to_id("<eos>"), []
+    assert end is not None
     with Training(fleet.client, {"model": _section(model), "export": False}) as training:
         sent = []
         for step in range(steps):

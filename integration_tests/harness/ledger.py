@@ -101,6 +101,7 @@ def _check_certificate(item: Certificate, most: int, ordinals: Mapping[int, int]
     if item.given:
         assert item.given == len(item.trained) and not item.tokens_by_version and item.tokens > 0
         return
+    assert item.max_staleness is not None and item.mean_staleness is not None
     lags = {base - ordinals[int(number)]: count for number, count in item.tokens_by_version.items()}
     assert min(lags) >= 0 and max(lags) == item.max_staleness <= most
     mean = sum(lag * count for lag, count in lags.items()) / item.tokens
