@@ -219,7 +219,9 @@ def test_every_built_in_algorithm_of_samples_but_one_says_that_it_corrects_for_o
         "orpo",
         "kto",
         "session",
-    }  # the last seven sample nothing
+        "bradley_terry",
+        "prm",
+    }  # all but the first sample nothing
 
 
 @pytest.fixture
