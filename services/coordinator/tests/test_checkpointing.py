@@ -26,7 +26,7 @@ def run(monkeypatch):
     lineage = SimpleNamespace(base=SimpleNamespace(ordinal=0), head=1)
     section = SimpleNamespace(enabled=True, interval_steps=10)
     return SimpleNamespace(
-        spec=SimpleNamespace(checkpoint=section),
+        spec=SimpleNamespace(checkpoint=section, is_session=False),
         run_id="run",
         state=SimpleNamespace(lineage=lineage, last_checkpoint=0, ledger=SimpleNamespace(step=0)),
         event_log=SimpleNamespace(monotonic=lambda: 0.0),

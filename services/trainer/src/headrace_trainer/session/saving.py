@@ -21,8 +21,6 @@ from headrace_servicekit.logs import get_logger
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.stores.files import addressed
 
-from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.algorithms._base import judge_of
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
 from headrace_trainer.checkpoints.parts import StateCopy
 from headrace_trainer.checkpoints.reader import ReferenceFacts
@@ -36,10 +34,11 @@ FINISH_S = 60.0
 _KEPT: dict[str, Any] = {"model": True, "seed": True, "trainer": {"lora": True}, "policies": True}
 
 
-def exported_model(config: TrainerConfig) -> dict[str, object]:
-    """What the files of a run must keep of its configuration, so that its checkpoints can be exported."""
-    judges = {"algorithm": True} if judge_of(build_algorithm(config.algorithm)) else {}
-    found: dict[str, object] = addressed(config.model_dump(mode="json", include=_KEPT | judges))
+def exported_model(config: TrainerConfig, *, judges: bool) -> dict[str, object]:
+    """What the files of a run must keep of its configuration, so that its checkpoints can be exported; `judges`: as a
+    reward model, whose form the algorithm says.
+    """
+    found: dict[str, object] = addressed(config.model_dump(mode="json", include=_KEPT | ({"algorithm": True} if judges else {})))
     return found
 
 
@@ -77,7 +76,7 @@ class RunCheckpoints:
     One is written at a time, in the background, while the next step runs.
     """
 
-    def __init__(self, run_directory: Path, config: TrainerConfig) -> None:
+    def __init__(self, run_directory: Path, config: TrainerConfig, *, judges: bool) -> None:
         self.directory = CheckpointDirectory(run_directory)
         self.origin = Origin()
         self.store_id = ""
@@ -85,7 +84,7 @@ class RunCheckpoints:
         """Of the recorded step, as the coordinator gave it."""
         self.last_failure = ""
         """Name of the last checkpoint whose write failed, with the reason."""
-        self._config, self._model = config.checkpoint, exported_model(config)
+        self._config, self._model = config.checkpoint, exported_model(config, judges=judges)
         self._lineage: int | None = None
         self._write: Write | None = None
         self._restored: Restored | None = None

@@ -16,7 +16,7 @@ import torch
 from headrace_servicekit.failpoints import failpoint_sync
 from headrace_servicekit.weights.store import WeightStore
 
-from headrace_trainer.algorithms._base import OLD_LOG_PROBS
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, judge_of
 from headrace_trainer.backends._base import PrivateGradient
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.reader import StateReader
@@ -55,7 +55,9 @@ class Session:
 
     def __init__(self, run: str, run_directory: Path, rounds: Rounds, store: WeightStore) -> None:
         self.rounds = rounds
-        self.checkpoints = RunCheckpoints(run_directory, rounds.rank.config)
+        self.checkpoints = RunCheckpoints(
+            run_directory, rounds.rank.config, judges=bool(judge_of(rounds.rank.algorithms[OWN]))
+        )
         self._state = steps.StepState()
         self._run, self._directory, self._store = run, run_directory, store
         self._versions: RunVersions | None = None
