@@ -41,13 +41,13 @@ from headrace_coordinator.api.http.tinker.names import (
     run_name,
 )
 from headrace_coordinator.api.http.tinker.wire import NO_IMAGES, wrong
-from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain.access import SYSTEM
-from headrace_coordinator.sessions.interface import Sessions
 
 if TYPE_CHECKING:
+    from headrace_coordinator.api.reading.reads import Reads
     from headrace_coordinator.app import Coordinator
+    from headrace_coordinator.sessions.interface import Sessions
 
 ALPHA = 32.0
 """Of adapters: Tinker's client names none, and says that its service has 32."""
