@@ -54,7 +54,7 @@ def test_a_follower_holds_nothing_and_says_for_whom_it_waits(chained):
     alone = fleet(rollouts=2, trainers=2)
     submit(alone, "sft-1")
     assert instances_wanted(chained) == instances_wanted(alone)
-    assert [pipeline(chained, chained.runs[each]) for each in chained.runs] == [
+    assert [pipeline(chained, each, chained.runs[each].follows) for each in chained.runs] == [
         ["sft-1", "dpo-1", "rl-1"]
     ] * 3
 

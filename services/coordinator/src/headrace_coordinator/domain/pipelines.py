@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace_coordinator.domain import events as ev
@@ -39,8 +39,8 @@ def _settled(state: State, run: RunState, now: float) -> list[ev.Event]:
     )
 
 
-def pipeline(state: State, run: RunState) -> list[str]:
+def pipeline(state: State, run: str, follows: Sequence[str]) -> list[str]:
     """Ids of the runs before it, itself, and those after it that have not been archived; none of a run alone."""
-    behind = [each for each in state.runs.values() if run.id in each.follows]
+    behind = [each for each in state.runs.values() if run in each.follows]
     after = [each.id for each in sorted(behind, key=lambda each: (len(each.follows), each.created_at))]
-    return [*run.follows, run.id, *after] if run.follows or after else []
+    return [*follows, run, *after] if follows or after else []

@@ -63,9 +63,9 @@ class Reads:
         state = self._event_log.state
         if (ended := self._ended(run_id)) is not None and run_id not in state.runs:
             view = self._archive.view(run_id)
-            return self._labels.shown(
-                view.model_copy(update={"visibility": ended.visibility})
-            )  # which may have changed
+            line = pipeline(state, run_id, view.pipeline[:-1])
+            changes = {"visibility": ended.visibility, "pipeline": self._discreetly(line)}
+            return self._labels.shown(view.model_copy(update=changes))
         run = self.find(run_id)
         plan = self._scheduler.plan
         queue = list(plan.waiting)
@@ -75,11 +75,13 @@ class Reads:
             else None
         )
         view = run_view(run, self._waiting_for(run), place, plan.gifts.get(run_id))
-        view = view.model_copy(update={"pipeline": pipeline(self._event_log.state, run)})
-        if not CALLER.get().may(OPERATE):
-            texts = view.model_dump(include={"reason", "ranks_reason", "waiting_for", "warnings", "pipeline"})
-            view = view.model_copy(update=self.discreet(texts))
-        return self._labels.shown(view)
+        view = view.model_copy(update={"pipeline": pipeline(state, run_id, run.follows)})
+        texts = view.model_dump(include={"reason", "ranks_reason", "waiting_for", "warnings", "pipeline"})
+        return self._labels.shown(view.model_copy(update=self._discreetly(texts)))
+
+    def _discreetly(self, value: Any) -> Any:
+        """`discreet` for callers who may not know of every run."""
+        return value if CALLER.get().may(OPERATE) else self.discreet(value)
 
     def discreet(self, value: Any) -> Any:
         """The value, with words in place of every id of a run that the caller may not know of."""
