@@ -70,7 +70,7 @@ def test_no_bit_differs_over_a_run_of_a_real_model(fleet, lora):
 
 
 def test_the_first_bit_that_differs_ends_the_run_by_its_name(own_fleet, spec_of):
-    """The rollout keeps the version before from its third install on: its answers are another policy's by some bits.
+    """From its third install on the rollout has weights of its own: its answers are another policy's by some bits.
 
     Under load an install may be repeated, so that the third is of an earlier version.
     """

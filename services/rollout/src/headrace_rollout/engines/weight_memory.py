@@ -61,8 +61,12 @@ class ParameterMemory:
         views = {view.name: tensor_of(view) for view in tensors}
         adapted = [view for view in tensors if view.adapter]
         self.take(device)
-        if failpoints.skips("rollout.install.load"):
-            return  # it serves other weights than it says
+        if failpoints.skips("rollout.install.load"):  # it serves other weights than it says
+            self.free()
+            self.take(device)
+            others = {name: tensor * (1 + 2**-8) for name, tensor in views.items()}
+            load_weights(self._model, others, rooms_of(device).to_device)
+            return
         if device.type == "cpu" and not adapted and all(view.on_device is None for view in tensors):
             share_weights(self._model, views)
             return
