@@ -254,6 +254,13 @@ def trainer_target(service, learner, groups, model):
         "OpenRun": plain("OpenRun", config_json=json.dumps(config), run_directory=str(learner.directory)),
         "BeginStep": begin,
         "Learn": learn,
+        # Refused by the run, which is no session, once its fields are read.
+        "ComputeLoss": plain(
+            "ComputeLoss",
+            loss="ppo",
+            options={"clip_low_threshold": 0.8},
+            sequences=[trainer_pb2.LossSequence(token_ids=[1, 2], targets=[2, 3], log_probs=[-1.0, -1.0])],
+        ),
         "AbortStep": plain("AbortStep", step=0, attempt=1),
         "CommitStep": commit,
         "RecordStep": plain("RecordStep", step=0, attempt=1, number=1),

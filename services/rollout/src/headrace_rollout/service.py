@@ -21,7 +21,7 @@ from headrace_servicekit.lease.devices import bind_cpu
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.rpc.addresses import advertised_host, split_address
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.requests import check_enum, check_name
+from headrace_servicekit.rpc.requests import check_enum, check_name, check_number
 from headrace_servicekit.session_marks import mark_of
 from headrace_servicekit.weights.versions import base_name
 
@@ -193,6 +193,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._instance.fence.check(request.header, lease=True)
         run = self._opened(request.header).text
         check_enum("distribution.log_prob_kind", common_pb2.LogProbKind, request.distribution.log_prob_kind)
+        check_number("top", request.top)
         wanted = request.distribution
         if wanted.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
             wanted = common_pb2.SamplingDistribution(temperature=1.0)

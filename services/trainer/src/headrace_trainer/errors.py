@@ -62,5 +62,5 @@ def refused(error: PluginError) -> Refusal:
 
 
 def conflict(message: str) -> Refusal:
-    """A request whose key an earlier one had with other content."""
+    """A request that does not fit what is there: such as a key that an earlier one had with other content."""
     return Refusal("CONFLICT", message, "conflict")

@@ -16,7 +16,7 @@ import torch
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, TokenBatch
 from headrace_trainer.algorithms.asked import SAMPLED, WEIGHTS, AskedLosses
-from headrace_trainer.errors import conflict, invalid
+from headrace_trainer.errors import conflict
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.learner import planned
 from headrace_trainer.learning.policies import Learning
@@ -55,7 +55,7 @@ def compute(state: steps.StepState, policy: Learning, call: Call) -> tuple[steps
     """
     version, algorithm = steps.held_version(state), policy.algorithm
     if not isinstance(algorithm, AskedLosses):
-        raise invalid("workflow: the losses of calls are those of a session run", key="workflow")
+        raise conflict("the run is no session, whose calls have losses of their own")
     if call.learns:
         steps.check_open(state, call.step, call.attempt)
         if call.key[0] in state.groups:
