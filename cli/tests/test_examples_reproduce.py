@@ -119,7 +119,9 @@ def test_the_mixture_of_experts_plans_as_its_published_runs_took():
     assert plan["step_s"] <= times["collocated, resident"]
 
 
-@pytest.mark.parametrize("name", sorted({*ALGORITHMS.names()} - {*IMITATING, *COMPARING_TWO, *JUDGING, "session"}))
+@pytest.mark.parametrize(
+    "name", sorted({*ALGORITHMS.names()} - {*IMITATING, *COMPARING_TWO, *JUDGING, "session"})
+)
 def test_a_plan_waits_for_the_batch_where_the_algorithm_does(name):
     teacher = {"trainer.reference": {"path": "teacher"}} if name == "distill" else {}
     changes = {"algorithm.name": name, **teacher}

@@ -38,7 +38,9 @@ def exported_model(config: TrainerConfig, *, judges: bool) -> dict[str, object]:
     """What the files of a run must keep of its configuration, so that its checkpoints can be exported; `judges`: as a
     reward model, whose form the algorithm says.
     """
-    found: dict[str, object] = addressed(config.model_dump(mode="json", include=_KEPT | ({"algorithm": True} if judges else {})))
+    found: dict[str, object] = addressed(
+        config.model_dump(mode="json", include=_KEPT | ({"algorithm": True} if judges else {}))
+    )
     return found
 
 
