@@ -14,6 +14,7 @@ TRIES = {
     "another link to the token": lambda: os.link("/secrets/fleet/fleet-token", Path.home() / "token"),
     "mode of the token": lambda: os.chmod("/secrets/fleet/fleet-token", 0o666),
     "folder of the token": lambda: Path("/secrets/fleet/new").write_text(""),
+    "key of the certificate": lambda: Path("/tls/host-key.pem").read_bytes(),
     "weights": lambda: Path("/weights/new").write_text(""),
     "runs": lambda: Path("/data/new").write_text(""),
     "environment of the service": lambda: Path(f"/proc/{SERVICE}/environ").read_bytes(),

@@ -34,15 +34,23 @@ MEGABYTES = {"coordinator": 550, "reward": 700}
 """The coordinator's image has the clients of Kubernetes (85 MB), which the scaler needs, and of S3."""
 
 FIND_TORCH = "import importlib.util; print(importlib.util.find_spec('torch'))"
-CALL_WITHOUT_TOKEN = """
+CALL_REWARD = """
 import grpc
+from pathlib import Path
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
-stub = reward_pb2_grpc.RewardServiceStub(grpc.insecure_channel("reward:7000"))
-try:
-    stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=10)
-except grpc.RpcError as error:
-    print(error.code().name)
+from headrace_servicekit.rpc.tls import INSTANCE_NAME, channel_credentials
+named = [("grpc.ssl_target_name_override", INSTANCE_NAME)]
+token = ("authorization", "Bearer " + Path("/secrets/fleet/fleet-token").read_text().strip())
+known = grpc.secure_channel("reward:7000", channel_credentials(), named)
+for channel, shown in ((grpc.insecure_channel("reward:7000"), [token]), (known, []), (known, [token])):
+    try:
+        stub = reward_pb2_grpc.RewardServiceStub(channel)
+        stub.ListScorers(reward_pb2.ListScorersRequest(), metadata=shown, timeout=10)
+        print("OK")
+    except grpc.RpcError as error:
+        print(error.code().name)
 """
+"""Without a certificate, without the token, and with both."""
 CALL_OUTSIDE = """
 import socket
 try:
@@ -136,8 +144,12 @@ def test_an_image_holds_what_its_service_needs_and_no_torch(fleet, service):
     assert size < MEGABYTES[service], f"{service}: {size:.0f} MB"
 
 
-def test_calls_without_the_token_are_refused_and_there_is_no_way_out(fleet):
-    assert fleet.inside("rollout", "python", "-c", CALL_WITHOUT_TOKEN).strip() == "UNAUTHENTICATED"
+def test_a_call_needs_certificate_token_and_role_and_there_is_no_way_out(fleet):
+    said = {
+        role: fleet.inside(role, "python", "-c", CALL_REWARD).split() for role in ("coordinator", "rollout")
+    }
+    assert said["coordinator"] == ["UNAVAILABLE", "UNAUTHENTICATED", "OK"]
+    assert said["rollout"] == ["UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED"]
     assert "NOAUTH" in fleet.inside("redis", "redis-cli", "get", "headrace:leader")
     assert "unreachable" in fleet.inside("rollout", "python", "-c", CALL_OUTSIDE)
 

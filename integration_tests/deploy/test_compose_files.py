@@ -1,8 +1,11 @@
 """docker-compose.yml and what is put on top of it, as Docker's own renderer understands them; no engine is needed."""
 
 import json
+import os
 import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from harness.processes import ROOT, clean_environment
@@ -166,6 +169,24 @@ def test_a_service_has_the_secrets_that_it_needs_and_no_other(render, overlay):
         for key, value in (service.get("environment") or {}).items():
             if key.endswith("_FILE"):
                 assert value.rpartition("/")[0] in held, f"{name}: {key} names a secret that it does not have"
+
+
+def test_the_secrets_of_compose_are_made_where_it_mounts_a_volume_and_nowhere_else(render, tmp_path):
+    secrets = render()["services"]["secrets"]
+    mounted = {volume["target"] for volume in secrets["volumes"] if "/secrets" in volume["target"]}
+    folders = {tmp_path / target.removeprefix("/secrets/") for target in mounted}
+    for folder in folders:
+        folder.mkdir(parents=True)
+    (script,) = secrets["command"]
+    script = script.replace("/make_secrets.sh", str(ROOT / "deploy/make_secrets.sh"))
+    script = re.sub("(?<= )/secrets", str(tmp_path), script)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [*secrets["entrypoint"], script]
+    subprocess.run(command, env=clean_environment(PATH=path), check=True, timeout=60)
+    assert {file.parent for file in tmp_path.rglob("*") if file.is_file()} == folders
+    image = (ROOT / "deploy/Dockerfile").read_text()
+    made = re.search(r"'/secrets/tls/%s ' ([a-z ]+)\)", image)[1].split()
+    assert {f"/secrets/tls/{role}" for role in (*made, "authority")} == CERTIFIED, "else root owns its volume"
 
 
 def test_secrets_are_made_once_in_folders_of_their_own(tmp_path):

@@ -301,20 +301,21 @@ def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes an authority and the files of every role, where there are none or half of their life is over."""
+    """Makes an authority and the files of roles, where there are none or half of their life is over."""
     parser = argparse.ArgumentParser(
-        prog="headrace-certificates", description="Makes FOLDER/authority and FOLDER/ROLE for every role."
+        prog="headrace-certificates", description="Makes FOLDER/authority and FOLDER/ROLE for each role."
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--fleet", default="", help="the fleet's name in certificates; default: a fresh one")
     parser.add_argument(
         "--host", default=ANY_HOST, help="of their holders; default: any container of the role"
     )
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES, help="default: all")
     parser.add_argument("--days", type=float, default=HOST_DAYS, help="for which they live")
     arguments = parser.parse_args(argv)
     authority = arguments.folder / "authority"
     make_authority(authority, "localhost", arguments.fleet)
-    for role in ROLES:
+    for role in arguments.roles:
         folder = arguments.folder / role
         try:
             check_files(folder, role)
