@@ -340,9 +340,10 @@ async def test_a_version_that_no_way_brings_is_named(source, hosts, fault, told)
 
 
 async def test_a_fleet_with_encryption_says_why_it_does_not_broadcast(source, hosts, monkeypatch):
-    monkeypatch.setenv("HEADRACE_TLS_DIR", "/nowhere")
-    told = source.told(1)
-    monkeypatch.delenv("HEADRACE_TLS_DIR")
+    with monkeypatch.context() as encrypted:
+        encrypted.setenv("HEADRACE_TLS_DIR", "/nowhere")
+        encrypted.setenv("HEADRACE_ENCRYPT_ALL", "1")
+        told = source.told(1)
     received = await take(hosts[0], source.described, told)
     assert received.transport == GRPC
     assert received.fallbacks == [

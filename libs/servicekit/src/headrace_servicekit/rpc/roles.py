@@ -39,9 +39,9 @@ TABLE: Mapping[str, frozenset[str]] = {
     **_rows(
         "trainer.v1.TrainerService",
         _each(
-            "OpenRun CloseRun JoinTrainerGroup LeaveTrainerGroup Restore BeginStep Learn CommitStep RecordStep "
-            "AbortStep GetStepState Infer PublishPolicy SaveCheckpoint ListCheckpoints FetchLedger ExportModel Help "
-            "TakeContribution AddContribution Suspend Wake",
+            "OpenRun CloseRun JoinTrainerGroup LeaveTrainerGroup Restore BeginStep Learn ComputeLoss CommitStep "
+            "RecordStep AbortStep GetStepState Infer PublishPolicy SaveCheckpoint ListCheckpoints FetchLedger ExportModel "
+            "Help TakeContribution AddContribution Suspend Wake",
             COORDINATOR,
         ),
     ),
