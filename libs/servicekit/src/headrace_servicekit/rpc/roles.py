@@ -40,8 +40,8 @@ TABLE: Mapping[str, frozenset[str]] = {
         "trainer.v1.TrainerService",
         _each(
             "OpenRun CloseRun JoinTrainerGroup LeaveTrainerGroup Restore BeginStep Learn ComputeLoss CommitStep "
-            "RecordStep AbortStep GetStepState Infer PublishPolicy SaveCheckpoint ListCheckpoints FetchLedger ExportModel "
-            "Help TakeContribution AddContribution Suspend Wake",
+            "RecordStep AbortStep GetStepState Infer PublishPolicy SaveCheckpoint ListCheckpoints FetchLedger "
+            "ExportModel Help TakeContribution AddContribution Suspend Wake",
             COORDINATOR,
         ),
     ),
