@@ -241,6 +241,18 @@ def test_the_head_certifies_no_more_than_a_hosts_own_processes(tmp_path, given, 
     assert refused.value.reason == reason
 
 
+def test_a_part_on_the_heads_own_machine_has_the_heads_address_too(tmp_path):
+    """As Ray's --pack puts it there: it asks from that address."""
+    place = DataDir.at(tmp_path)
+    make_files(place, "127.0.0.5", "head")
+    fleet = certificates.fleet_of((place.authority_keys / "ca.pem").read_bytes())
+    asked = request(tmp_path, names=[f"spiffe://{fleet}/rollout/b", "127.0.0.5"])
+    own = place.certificates / "coordinator"
+    assert set(joining.admit(place.authority_keys, own, "s", asked, "127.0.0.5")["certificates"]) == {
+        "rollout"
+    }
+
+
 def test_a_host_joins_an_encrypted_fleet_by_its_fingerprint(tmp_path, monkeypatch):
     def say(folder, *arguments):
         command = [sys.executable, "-m", "headrace_cli", *arguments, "--data-dir", str(tmp_path / folder)]

@@ -18,6 +18,7 @@ from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.checks import check_run
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
+from torch.nn import Linear
 
 pytestmark = pytest.mark.timeout(3000)
 QUICK = ("gpt_oss", "nemotron_h")
@@ -46,12 +47,21 @@ def divides_rows(family: str) -> bool:
     return KNOWN[family].shares and SHAPES[family] is None
 
 
+def linears(family: str) -> set[str]:
+    """What linear layers of the model are called."""
+    return {
+        name.rpartition(".")[2] for name, each in tiny_of(family).named_modules() if isinstance(each, Linear)
+    }
+
+
 def keys(family: str, form: str) -> dict[str, object]:
     """What a form adds to a run, however many ranks it has."""
     shape = SHAPES[family]
     if form == "lora":
-        targets = ["o_proj"] if shape is None or not shape.adapts else ["o_proj", "experts"]
-        return {"lora": {"targets": "all-linear" if shape is None else targets}}
+        if shape is None:
+            return {"lora": {"targets": "all-linear"}}
+        last = next(each for each in ("o_proj", "o_b_proj", "out_proj") if each in linears(family))
+        return {"lora": {"targets": [last, "experts"] if shape.adapts else [last]}}
     return {"routed": True} if form == "divided" and shape is not None and shape.routed else {}
 
 

@@ -179,7 +179,7 @@ def _asked(head: Head, place: DataDir, ask: Callable[[httpx.Client], httpx.Respo
 
 def _why(answer: httpx.Response) -> str:
     try:
-        return str(answer.json()["error"]["message"])
+        return str(answer.json()["message"])
     except (ValueError, KeyError, TypeError):
         return f"it answers {answer.status_code}"
 

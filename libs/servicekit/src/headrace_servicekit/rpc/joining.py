@@ -59,8 +59,11 @@ def answered(secret: str, asked: Mapping[str, Any], answer: Any) -> tuple[bytes,
     return authority.encode("ascii"), pems
 
 
-def admit(authority: Path, own: Path, secret: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The head's answer, by the authority in a folder; `own` has the files of the head itself.
+def admit(
+    authority: Path, own: Path, secret: str, asked: Mapping[str, Any], peer: str = ""
+) -> dict[str, Any]:
+    """The head's answer, by the authority in a folder; `own` has the files of the head itself. Who asks from an address
+    of the head's, `peer`, is on its machine and has that address too.
 
     Raises ServiceError UNAUTHENTICATED for a wrong proof, INVALID for requests that the head does not sign.
     """
@@ -70,18 +73,20 @@ def admit(authority: Path, own: Path, secret: str, asked: Mapping[str, Any]) -> 
         raise ServiceError(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", message)
     heads = _names((own / CERTIFICATE).read_bytes())
     known = identity(heads)
+    taken = {*heads} - {*COMMON, peer}
     if known is not None and known.host == asked["host"]:
         raise _invalid(f"{known.host!r} is the head's own name; give this host another with --name")
     signed = {}
     for role, pem in asked["requests"].items():
         if role not in JOINING:
             raise _invalid(f"{role!r} is none of {', '.join(JOINING)}")
-        signed[role] = _signed(authority, pem, role, str(asked["host"]), heads)
+        signed[role] = _signed(authority, pem, role, str(asked["host"]), taken)
     answer = {"authority": (authority / AUTHORITY).read_text("ascii"), "certificates": signed}
     return {**answer, "proof": _proof(secret, "answers", {**answer, "nonce": document["nonce"]})}
 
 
 def _signed(authority: Path, pem: str, role: str, host: str, heads: Collection[str]) -> str:
+    """The certificate. Raises ServiceError INVALID; `heads`: names that are the head's alone."""
     try:
         certificate = certify(authority, pem.encode(), (role,))
         names = _names(certificate)
@@ -90,7 +95,7 @@ def _signed(authority: Path, pem: str, role: str, host: str, heads: Collection[s
             raise BadCertificate(
                 f"it is for {found.uri if found else 'nobody'}, not for a process of host {host!r}"
             )
-        if taken := set(names) & (set(heads) - COMMON):
+        if taken := {*names} & {*heads}:
             raise BadCertificate(f"{', '.join(sorted(taken))} is the head's own")
     except BadCertificate as error:
         raise _invalid(f"the {role}'s request: {error}") from error

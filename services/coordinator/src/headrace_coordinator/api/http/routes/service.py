@@ -89,8 +89,11 @@ def joining_routes(authority: Path, own: Path, secret: str) -> APIRouter:
         from headrace_servicekit.rpc.joining import admit
 
         asked = await read_model(request, JoinRequest, "the request of a host that joins")
+        peer = request.client.host if request.client is not None else ""
         try:
-            return JSONResponse(await asyncio.to_thread(admit, authority, own, secret, asked.model_dump()))
+            return JSONResponse(
+                await asyncio.to_thread(admit, authority, own, secret, asked.model_dump(), peer)
+            )
         except ServiceError as error:
             raise Refused(error.reason, error.message) from error
 
