@@ -14,9 +14,11 @@ from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
+from headrace_servicekit.rpc.certificates import make_authority, make_certificate
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
+from headrace_servicekit.rpc.tls import VARIABLE
 from headrace_servicekit.weights.serving import WeightServicer
 from headrace_servicekit.weights.store import WeightStore
 
@@ -160,6 +162,19 @@ def until() -> Callable:
         return found
 
     return wait
+
+
+@pytest.fixture
+def certified(tmp_path, monkeypatch) -> Callable:
+    """`certified(role)` gives this process a certificate: its servers may listen beyond the loopback."""
+
+    def certify(role="reward"):
+        folder = tmp_path / "tls"
+        make_authority(folder, "head")
+        make_certificate(folder, folder, role, "here")
+        monkeypatch.setenv(VARIABLE, str(folder))
+
+    return certify
 
 
 @pytest.fixture

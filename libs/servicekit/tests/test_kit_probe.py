@@ -3,8 +3,10 @@
 import asyncio
 import socket
 
+import pytest
 from headrace_servicekit.process.probe import main
 from headrace_servicekit.rpc.server import GrpcServer
+from headrace_servicekit.rpc.tls import VARIABLE
 
 
 async def ask(*arguments):
@@ -21,14 +23,20 @@ async def test_a_server_is_healthy_until_it_drains(capfd):
     await server.drain(0)
 
 
-async def test_without_an_address_it_asks_this_hosts_own_server(monkeypatch):
+@pytest.mark.parametrize("role", ["reward", "coordinator"])
+async def test_without_an_address_it_asks_this_hosts_own_server(monkeypatch, certified, role):
+    """With the server's own files: it listens beyond the loopback, and so takes nobody without a certificate."""
+    certified(role)
     server = GrpcServer("0.0.0.0:0", token="secret")
     monkeypatch.setenv("HEADRACE_LISTEN", await server.start())
     assert await ask() == 0
+    monkeypatch.delenv(VARIABLE)
+    assert await ask() == 1
     await server.drain(0)
 
 
-async def test_it_asks_every_server_that_the_container_has(monkeypatch, capfd):
+async def test_it_asks_every_server_that_the_container_has(monkeypatch, capfd, certified):
+    certified()
     server = GrpcServer("0.0.0.0:0", token="secret")
     monkeypatch.setenv("HEADRACE_LISTEN", await server.start())
     monkeypatch.setenv("HEADRACE_COUNT", "2")

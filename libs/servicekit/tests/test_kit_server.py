@@ -100,9 +100,14 @@ def test_errors_without_a_reason_have_none():
     assert reason_of(ServiceError(grpc.StatusCode.ABORTED, "BUSY", "later")) == "BUSY"
 
 
-async def test_beyond_loopback_there_must_be_a_token(scripted_reward):
-    with pytest.raises(ServiceError, match="HEADRACE_TOKEN_FILE"):
+async def test_beyond_loopback_there_must_be_a_certificate_and_a_token(certified):
+    with pytest.raises(ServiceError, match="HEADRACE_TLS_DIR") as refused:
+        await GrpcServer("0.0.0.0:0", token="secret").start()
+    assert refused.value.reason == "CERTIFICATE_REQUIRED"
+    certified()
+    with pytest.raises(ServiceError, match="HEADRACE_TOKEN_FILE") as refused:
         await GrpcServer("0.0.0.0:0", token=None).start()
+    assert refused.value.reason == "TOKEN_REQUIRED"
     server = GrpcServer("0.0.0.0:0", token="secret")
     await server.start()
     await server.drain(0)
@@ -179,7 +184,10 @@ async def test_figures_count_calls_by_method_and_code(servers, reward_stub, scri
 
 @pytest.mark.parametrize(("listen", "status"), [("127.0.0.1:0", 200), ("0.0.0.0:0", 401)])
 @pytest.mark.parametrize("shown", ["", "wrong", "secret"])
-async def test_figures_beyond_the_loopback_want_the_token(servers, scripted_reward, listen, status, shown):
+async def test_figures_beyond_the_loopback_want_the_token(
+    servers, scripted_reward, certified, listen, status, shown
+):
+    certified()
     port = free_port()
     await servers(scripted_reward, token="secret", listen=listen, metrics_port=port)
     headers = {"Authorization": f"Bearer {shown}"} if shown else {}
