@@ -219,11 +219,16 @@ def _balanced_experts() -> Iterator[None]:
             found: DeviceMesh = made(*shape, **options)
             return found
 
-    untyped._moved, own.init_device_mesh = moved, mesh
+    def most(self: Any, sent: int, device: torch.device) -> int:
+        return sent  # as many as each other rank sends
+
+    padded = untyped.PaddedAllToAll
+    asked = padded._most
+    untyped._moved, own.init_device_mesh, padded._most = moved, mesh, most
     try:
         yield
     finally:
-        untyped._moved, own.init_device_mesh = plain, made
+        untyped._moved, own.init_device_mesh, padded._most = plain, made, asked
 
 
 @contextmanager
