@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
 
 import uvicorn
@@ -21,7 +21,9 @@ from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.app import Coordinator
+from headrace_coordinator.domain.access import SYSTEM, Principal
 from headrace_schema.changing import RunLabels
+from headrace_schema.resources.access import UsageView
 from headrace_schema.resources.evaluations import (
     ComparisonView,
     DifferenceView,
@@ -83,6 +85,24 @@ class Crowd:
         self.labels: dict[str, dict[str, Any]] = {}
         self.reads = self.past = self.suites = self.submissions = self.videos = self
         self.run_changes = self.instance_changes = self.vitals = self
+        self.audit = self.quotas = self
+        self.event_log = SimpleNamespace(state=SimpleNamespace(tokens={}))
+
+    def record(self, *entry: Any) -> None:
+        """Of the audit: nothing is kept."""
+
+    def refused_s(self, caller: Principal) -> tuple[str, float]:
+        return "", 0.0
+
+    async def usage(self, caller: Principal) -> list[UsageView]:
+        return []
+
+    def owned(self, run_id: str) -> Any:
+        known = run_id in self.states or run_id in self.evaluations
+        return SimpleNamespace(owner=SYSTEM.name, team="", visibility="private") if known else None
+
+    def missing(self, run_id: str) -> Refused:
+        return Refused("NOT_FOUND", f"there is no run {run_id}")
 
     def run_states(self) -> dict[str, int]:
         return Counter(self.states.values())
