@@ -222,8 +222,7 @@ def _balanced_experts() -> Iterator[None]:
     def most(self: Any, sent: int, device: torch.device) -> int:
         return sent  # as many as each other rank sends
 
-    padded = untyped.PaddedAllToAll
-    asked = padded._most
+    padded, asked = untyped.PaddedAllToAll, untyped.PaddedAllToAll._most
     untyped._moved, own.init_device_mesh, padded._most = moved, mesh, most
     try:
         yield
