@@ -101,6 +101,15 @@ class Crowd:
         known = run_id in self.states or run_id in self.evaluations
         return SimpleNamespace(owner=SYSTEM.name, team="", visibility="private") if known else None
 
+    def sees(self, run_id: str) -> bool:
+        return True
+
+    def named(self, run_id: str) -> str:
+        return run_id
+
+    def discreet(self, value: Any) -> Any:
+        return value
+
     def missing(self, run_id: str) -> Refused:
         return Refused("NOT_FOUND", f"there is no run {run_id}")
 
