@@ -71,7 +71,7 @@ def test_a_long_conversation_is_folded_searched_and_gone_through_by_its_errors(
     assert found.locator("pre").is_visible() and "line 59 of answer 123" in found.inner_text()
     assert found.evaluate("each => each.getBoundingClientRect().top < innerHeight")
     for number in ("1", "2", "1"):
-        find.get_by_role("button", name="Next error (2)").click()
+        find.get_by_role("button", name="Next error (2)").press("Enter")
         assert find.get_by_role("status").inner_text() == f"error {number} of 2"
         assert "error: no such file" in talk.locator(".found").inner_text()
     find.get_by_label("Search this conversation").fill("nowhere")
