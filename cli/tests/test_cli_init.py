@@ -88,7 +88,7 @@ def test_on_a_terminal_five_questions_are_asked(tmp_path):
             except OSError:
                 break
             if heard.rstrip().endswith(b"]:"):
-                heard += b"\n"
+                heard += b"answered"  # a prompt's last blank may come by itself
                 os.write(leader, next(answers))
     assert process.wait(timeout=30) == 0, heard
     os.close(leader)

@@ -206,4 +206,4 @@ async def test_a_call_comes_once_an_attempt_and_of_a_session_run_alone(client, m
     assert await refused(ask(client, data())) == "CONFLICT"
     await client.reopen_with(make_config())
     reason, message = await refusal(ask(client, data(), learn=False))
-    assert reason == "INVALID" and "session run" in message
+    assert reason == "CONFLICT" and "the run is no session" in message
