@@ -39,6 +39,9 @@ CODE_OR_REACH = {
     "model.path": {"model": {"path": "/home/ann/model"}},
     "trainer.reference.path": {"trainer": {"reference": {"path": "/home/ann/model"}}},
     "from_checkpoint.run": {"from_checkpoint": {"run": "s3://bucket/run"}},
+    "environment.options.network.allow[0]": {
+        "environment": {"options": {"network": {"allow": ["x.example"]}}}
+    },
     "store.url": {"store": {"url": "s3://bucket/runs"}},
 }
 

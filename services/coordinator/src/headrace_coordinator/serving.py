@@ -198,7 +198,9 @@ async def _serve(
     _collect_less()
     server.add_service(
         fleet_pb2_grpc.add_FleetServiceServicer_to_server,
-        FleetServicer(coordinator.fleet, coordinator.instance_changes.answered),
+        FleetServicer(
+            coordinator.fleet, coordinator.instance_changes.answered, contained=coordinator.contained
+        ),
         "headrace.coordinator.v1.FleetService",
     )
     try:

@@ -18,9 +18,9 @@ from headrace_schema.problems import explain, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.base import Section
 from headrace_schema.yaml_text import YamlProblem, read_yaml
+from headrace_servicekit.contained.settings import CONTAINED, OPEN
 from pydantic import Field, ValidationError
 
-OPEN, CONTAINED = "open", "contained"
 TEXTS = (
     *("name", "data.prompt.*", "data.options.answer", "environment.instructions.*", "sampling.stop*"),
     *("evaluation.baseline_prefill", "placement.*", "suite.options.prompt*"),
@@ -32,6 +32,8 @@ SWITCHES = {"sandbox": ("best_effort",), "network": (True, "host", "bridge")}
 """Last words of keys, and the values that open a wall."""
 VARIABLES = re.compile(r"(?:.*\.)?env(?:\[\d+\])?")
 """Lists of variables that users' code is given."""
+HOSTS = re.compile(r"(?:.*\.)?network\.allow(?:\[\d+\])?")
+"""Lists of hosts that a container reaches."""
 NAMES = re.compile(r"(?:.*\.)?(?:name|source|backend|engine|tasks?(?:\[\d+\])?)")
 """Keys whose value may be MODULE:NAME, which is imported."""
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -129,6 +131,8 @@ def _what(key: str, value: Any) -> str:
         return "a command"
     if not isinstance(value, str) or not value:
         return ""
+    if HOSTS.fullmatch(key):
+        return "an address"
     if VARIABLES.fullmatch(key):
         return "a variable of the fleet's"
     if _PYTHON.search(value) or (NAMES.fullmatch(key) and _MODULE.fullmatch(value)):

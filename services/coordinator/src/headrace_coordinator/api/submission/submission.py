@@ -17,6 +17,7 @@ from headrace_schema.problems import Impossible, nearest, problem
 from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunView
 from headrace_schema.rules.features import Resolved
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.contained.settings import FACET
 
 from headrace_coordinator.api.submission.fleet_view import (
     FleetView,
@@ -195,7 +196,12 @@ class Submission:
         data = None if self.evaluated or not isinstance(self.data, Dataset) else self.data
         seen = foreseen(self.spec, data) if data is not None else ()
         chosen = choose_engine(self.spec, self.fleet)[1]
-        return "; ".join(filter(None, (chosen, told(self._defaults), self._unread(), *seen)))
+        walls = (
+            f"users' code of {kind} has {each}"
+            for kind in ("reward", "simulator")
+            for each in sorted(self.fleet.names(kind, FACET))
+        )
+        return "; ".join(filter(None, (chosen, told(self._defaults), self._unread(), *seen, *walls)))
 
     def _unread(self) -> str:
         """That defaults know nothing of a hub's model, where its configuration is not to be had."""
