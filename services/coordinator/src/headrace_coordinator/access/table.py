@@ -54,6 +54,8 @@ TABLE: Mapping[str, Row] = {
     "get_authority": OPEN,
     "join_host": OPEN,
     "open_link": OPEN,
+    "begin_login": OPEN,
+    "end_login": OPEN,
     "get_dashboard": OPEN,
     "get_dashboard_file": OPEN,
     "get_docs": OPEN,

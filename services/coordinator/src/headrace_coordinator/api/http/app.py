@@ -19,10 +19,12 @@ from pydantic.json_schema import models_json_schema
 
 from headrace_coordinator.access.enforcement import Enforcement
 from headrace_coordinator.access.issuer import Issuer
+from headrace_coordinator.access.login import Login
 from headrace_coordinator.access.table import OPEN, TABLE
 from headrace_coordinator.api.http.errors import ANSWERS, add_error_handlers
 from headrace_coordinator.api.http.guard import Guard
 from headrace_coordinator.api.http.links import Links, link_routes
+from headrace_coordinator.api.http.login import login_routes
 from headrace_coordinator.api.http.relay import Relay
 from headrace_coordinator.api.http.routes.access import access_routes
 from headrace_coordinator.api.http.routes.dashboard import page_routes
@@ -102,6 +104,9 @@ def make_app(
     app.include_router(access_routes(coordinator))
     links = Links()
     app.include_router(link_routes(links, asks=bool(token)))
+    login = Login(issuer) if issuer and issuer.config.client_id else None
+    app.include_router(login_routes(login))
+    coordinator.vitals.login = login is not None
     app.include_router(page_routes())
     app.include_router(plan_routes())
     app.include_router(tinker_routes(Tinker(coordinator, tinker_models)))
