@@ -74,6 +74,7 @@ REACHED = {
     "not listed": lambda: connect("127.0.0.1", asked["proxy"], "CONNECT 127.0.0.1:9 HTTP/1.1\\r\\n\\r\\n"),
     "listed": lambda: get(f"http://127.0.0.2:{asked['listed']}/listed"),
     "endpoint": lambda: connect("127.0.0.1", asked["endpoint"]),
+    "homes": lambda: os.listdir(os.path.dirname(os.environ["HOME"])),
     "interfaces": lambda: [name for _, name in socket.if_nameindex()],
 }
 
@@ -141,6 +142,7 @@ class Contained:
         self.walls = Containment(ContainedSettings(**BOUNDS, reach=reach if self._listed else ""))
         contain_workers(self.walls)
         self.worker = await Worker.start("contained_code", JSON_CODEC, code=UsersCode(str(code), code))
+        self._other = await Worker.start("contained_code", JSON_CODEC, code=UsersCode(str(code), code))
         return self
 
     async def asked(self, what: str) -> dict:
@@ -153,6 +155,7 @@ class Contained:
 
     async def __aexit__(self, *_: object) -> None:
         await self.worker.kill()
+        await self._other.kill()
         if self.walls.groups:
             self.walls.groups.close()
         hide_from_workers()
@@ -177,6 +180,7 @@ async def test_code_reaches_nothing_by_itself(tmp_path):
         found = await contained.asked("reach")
     assert refused(found) - {"endpoint"} == OUT_OF_REACH | {"listed"}, found
     assert found["interfaces"] == ["lo"] and "/there" not in found["endpoint"]
+    assert len(found["homes"]) == 1, "homes of other runs' workers"
     assert "is not in HEADRACE_CONTAINED_REACH" in found["not listed"]
 
 

@@ -29,7 +29,6 @@ class Vitals:
         self._lags_ms: deque[float] = deque([0.0], maxlen=SAMPLES)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.grpc_port = 0
-        self.login = False
 
     async def run(
         self, lasting: Mapping[str, Callable[[], Awaitable[None]]], serve: Callable[[], Awaitable[None]]
@@ -77,7 +76,6 @@ class Vitals:
             version=version("headrace-coordinator"),
             time=self._event_log.now(),
             grpc_port=self.grpc_port,
-            login=self.login,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Generic
 
@@ -231,8 +233,17 @@ class Worker(Generic[Message]):
         raise WorkerTimeout(f"no reply within {timeout_s:g} s")
 
 
+@cache
+def _homes(_: int) -> Path:
+    """The folder with the homes of this process's workers; a worker sees its own there."""
+    folder = Path(tempfile.mkdtemp(prefix="headrace-homes-")).resolve()
+    folder.chmod(0o711)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def _scratch() -> Path:
-    return Path(tempfile.mkdtemp(prefix="headrace-code-")).resolve()
+    return Path(tempfile.mkdtemp(prefix="headrace-code-", dir=_homes(os.getpid())))
 
 
 def _confinement(code: UsersCode, scratch: Path) -> Confinement:
@@ -244,7 +255,7 @@ def _confinement(code: UsersCode, scratch: Path) -> Confinement:
     models = [str(path / "models") for path in _hidden]  # a fleet keeps those of `headrace demo` there
     return Confinement(
         base=str(code.base.absolute()),
-        hidden=[str(path) for path in _hidden],
+        hidden=[str(path) for path in (*_hidden, scratch.parent)],
         read=[*named, *models, *caches(os.environ), *(str(path.resolve()) for path in code.reads)],
         write=[str(path.resolve()) for path in (scratch, *code.writes)],
         user=user,

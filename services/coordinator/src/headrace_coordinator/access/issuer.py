@@ -115,6 +115,7 @@ class Issuer:
         self._keys: KeySet | None = None
         self._fetched = self._tried = float("-inf")
         self._fetching = asyncio.Lock()
+        self._metadata: tuple[float, dict[str, Any]] = float("-inf"), {}
         self._known: OrderedDict[str, tuple[Principal, str]] = OrderedDict()
         """By the token's SHA-256: whose it is, and by which key."""
         self._name: TypeAdapter[str] = TypeAdapter(Annotated[str, Field(pattern=NAME)])
@@ -205,10 +206,14 @@ class Issuer:
                     del self._known[digest]
 
     async def metadata(self) -> dict[str, Any]:
-        """Its discovery document. Raises OSError or ValueError."""
+        """Its discovery document, at most KEPT_S old. Raises OSError or ValueError."""
+        fetched, found = self._metadata
+        if time.monotonic() - fetched < KEPT_S:
+            return found
         found = await _get(self.config.issuer.rstrip("/") + DISCOVERY)
         if found.get("issuer") != self.config.issuer:
             raise ValueError(f"its discovery document is of {str(found.get('issuer'))[:100]!r}")
+        self._metadata = time.monotonic(), found
         return found
 
     async def _fetch(self) -> KeySet:

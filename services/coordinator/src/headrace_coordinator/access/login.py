@@ -5,6 +5,7 @@ What belongs to one login is in a cookie of that browser: nothing of strangers i
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import secrets
@@ -17,6 +18,8 @@ from headrace_coordinator.access.issuer import FETCH_S, Issuer, looks_issued
 BEGIN, END = "/login", "/login/done"
 COOKIE, LIFE_S = "headrace-login", 600
 """Holds state, verifier and nonce of a login that has begun, so many seconds."""
+MOST = 8
+"""Codes that the issuer is asked about at the same time: whoever reaches the page can have it asked."""
 
 
 class LoginRefused(Exception):
@@ -28,6 +31,7 @@ class Login:
 
     def __init__(self, issuer: Issuer) -> None:
         self._issuer, self._config = issuer, issuer.config
+        self._asking = asyncio.Semaphore(MOST)
 
     async def begin(self, page: str) -> tuple[str, str]:
         """Where the browser of a page is led, and its cookie. Raises LoginRefused where the issuer does not answer."""
@@ -52,9 +56,11 @@ class Login:
         if "code" not in given:
             said = f"{given.get('error', 'no code')} {given.get('error_description', '')}"
             raise LoginRefused(f"{self._config.issuer} refused: {said[:200].strip()}")
+        if self._asking.locked():
+            raise LoginRefused("too many log in at this moment; begin again at /login")
         where = await self._endpoint("token_endpoint")
         try:
-            async with self._client(page) as client:
+            async with self._asking, self._client(page) as client:
                 found = await client.fetch_token(
                     where, grant_type="authorization_code", code=given["code"], code_verifier=verifier
                 )

@@ -100,13 +100,12 @@ def make_app(
         app.include_router(video_routes(coordinator, kind))
     app.include_router(overview_routes(coordinator, runs_directory))
     app.include_router(fleet_routes(coordinator, runs_directory.parent / "logs"))
-    app.include_router(service_routes(coordinator))
+    login = Login(issuer) if issuer and issuer.config.client_id else None
+    app.include_router(service_routes(coordinator, login=login is not None))
     app.include_router(access_routes(coordinator))
     links = Links()
     app.include_router(link_routes(links, asks=bool(token)))
-    login = Login(issuer) if issuer and issuer.config.client_id else None
     app.include_router(login_routes(login))
-    coordinator.vitals.login = login is not None
     app.include_router(page_routes())
     app.include_router(plan_routes())
     app.include_router(tinker_routes(Tinker(coordinator, tinker_models)))
