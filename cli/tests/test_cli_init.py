@@ -138,6 +138,7 @@ def test_doctor_says_what_walls_users_code_gets_here_and_up_refuses_where_there_
     assert done.returncode == 2 and "use open or contained" in done.stderr
     done = headrace("up", *place, "--trust", "contained", HEADRACE_CONTAINED_PROCESSES="many")
     assert done.returncode == 2 and "HEADRACE_CONTAINED_PROCESSES" in done.stderr
-    done = headrace("up", *place, "--trust", "contained", HEADRACE_CONTAINED_REACH="https://x")
+    own = {"HEADRACE_CONTAINED_PROCESSES": "64", "HEADRACE_CONTAINED_REACH": "https://x"}
+    done = headrace("up", *place, "--trust", "contained", **own)
     assert done.returncode == 2 and "HEADRACE_CONTAINED_REACH" in done.stderr
     assert not (tmp_path / "fleet").exists()

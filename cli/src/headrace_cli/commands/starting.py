@@ -92,7 +92,7 @@ class FleetOptions:
         str,
         typer.Option(
             help="open, or contained: users' code has no network and bounds of processes, memory and cores, and "
-            "specs of those who are no admins hold none of their own (docs/security.md). Default: HEADRACE_TRUST or open.",
+            "specs of those who are no admins hold none of their own. Default: HEADRACE_TRUST, or open.",
             show_default=False,
         ),
     ] = ""
