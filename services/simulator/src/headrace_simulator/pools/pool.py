@@ -265,7 +265,9 @@ class EnvironmentPool:
                 outcomes.append(self._lost(operation, why, host))
         if not sent:
             return outcomes
-        for operation in sent if child.outlet else ():
+        # Of agents alone is this the rollout's word: an item of users may look like it.
+        agents = self.description.conversation and self.description.agents
+        for operation in sent if child.outlet and agents else ():
             if operation.HasField("reset"):
                 child.outlet.endpoint = endpoint_of(operation.reset.options_json)
         child.send((Kind.OPERATE, simulator_pb2.StepRequest(operations=sent).SerializeToString()))
