@@ -185,7 +185,7 @@ def _containment() -> Iterator[Finding]:
     """What `headrace up --trust contained` gives users' code here; a problem where this fleet is to be contained."""
     from headrace_servicekit.contained.settings import FIX, ContainedSettings, Containment, is_contained
 
-    containment = Containment(ContainedSettings(network="best_effort"))
+    containment = Containment(ContainedSettings.model_validate({"network": "best_effort"}))
     walls = containment.walls
     if containment.groups:
         containment.groups.close()

@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from headrace_servicekit.contained.settings import CONTAINED
+
 from headrace_coordinator.access.audit import Audit
 from headrace_coordinator.access.quotas import Quotas
 from headrace_coordinator.access.tokens import Tokens
-from headrace_coordinator.access.trust import CONTAINED, Trust
+from headrace_coordinator.access.trust import Trust
 from headrace_coordinator.api.archive import Archive
 from headrace_coordinator.api.changes import InstanceChanges, RunChanges
 from headrace_coordinator.api.idempotency import Keys

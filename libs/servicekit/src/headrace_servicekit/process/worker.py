@@ -121,25 +121,22 @@ class Worker(Generic[Message]):
         code: UsersCode | None = None,
     ) -> Worker[Message]:
         """Starts `python -m module` in a session of its own; without users' `code`, in this service's environment."""
-        scratch, outlet, groups, containment = (
-            None,
-            None,
-            None,
-            _containment[0] if code and _containment else None,
-        )
+        scratch: Path | None = None
+        outlet: Outlet | None = None
+        containment = _containment[0] if code and _containment else None
         if code is None:
             environment = dict(os.environ)
         else:
             scratch = _scratch()
             confinement = _confinement(code, scratch)
             if containment:
-                groups = containment.groups
                 outlet = Outlet(containment.hosts) if containment.network else None
-                bounds = containment.settings.bounds
-                limits = (
-                    {} if groups else {"processes": bounds.processes, "memory_bytes": bounds.memory_bytes}
-                )
-                confinement = replace(confinement, link=outlet.link if outlet else -1, **limits)
+                confinement = replace(confinement, link=outlet.link if outlet else -1)
+                if not containment.groups:
+                    bounds = containment.settings.bounds
+                    confinement = replace(
+                        confinement, processes=bounds.processes, memory_bytes=bounds.memory_bytes
+                    )
             user = confinement.user
             models = await asyncio.to_thread(own_caches, os.environ, scratch, user) if user else None
             environment = environment_of(
@@ -165,9 +162,9 @@ class Worker(Generic[Message]):
         worker = cls(codec, process, FrameReader(process.stdout), process.stdin, tree, scratch, outlet)
         if outlet:
             outlet.started()
-        if groups and containment:
+        if containment and containment.groups:
             try:
-                worker.group = groups.start(process.pid, containment.settings.bounds)
+                worker.group = containment.groups.start(process.pid, containment.settings.bounds)
             except OSError as error:
                 await worker.kill()
                 raise NotContained(f"a worker gets no cgroup: {error}") from error

@@ -267,8 +267,8 @@ class EnvironmentPool:
             return outcomes
         # Of agents alone is this the rollout's word: an item of users may look like it.
         agents = self.description.conversation and self.description.agents
-        for operation in sent if child.outlet and agents else ():
-            if operation.HasField("reset"):
+        for operation in sent if agents else ():
+            if child.outlet and operation.HasField("reset"):
                 child.outlet.endpoint = endpoint_of(operation.reset.options_json)
         child.send((Kind.OPERATE, simulator_pb2.StepRequest(operations=sent).SerializeToString()))
         given = {operation.environment: operation for operation in operations}
