@@ -219,6 +219,7 @@ async def test_without_a_cgroup_each_process_is_limited(tmp_path, monkeypatch):
             await contained.asked("memory")
 
 
+@pytest.mark.nightly  # quick: test_kit_contained.py has the quota's file
 async def test_cores_are_bounded_by_the_cgroup(tmp_path):
     async with Contained(tmp_path) as contained:
         if not contained.walls.groups or "cpu" not in contained.walls.groups.controllers:
