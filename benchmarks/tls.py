@@ -3,7 +3,7 @@
 By turns, on the same cores: the tiny model trained on a fleet without encryption and on one with it (`up --tls`), and a
 version of weights fetched by gRPC from another process without and with it. Prints one JSON line:
 `step_with_tls_vs_without` (median seconds of a step), `weights_by_grpc_vs_plain` (median rate) and `authorise_us`
-(CPU time of asking whose a request is and whether it may: by `_growth_access.py`).
+(CPU time of asking whose a request is and whether it may: by `_authorising.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from _growth_access import authorise_us
+from _authorising import authorise_us
 from _harness import emit, machine, say
 from headrace.client import Client
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
