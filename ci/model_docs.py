@@ -36,10 +36,13 @@ loaded](own-model.md#how-a-family-is-found-to-be-right) decide.
   all families.
 - **Built-in engine**: generates by continuous batching, keys and states kept for next turns; or why it refuses.
   *Begins again*: a next turn is computed from its first token.
-- **Tools**: the value of `tool_calls` that reads the family's calls; none where Headrace has no parser for them.
+- **vLLM, SGLang**: which has its class in the release that is pinned (0.32, 0.5.23), by its own list; where none has,
+  generate with the built-in engine. Weights are published by the names that `save_pretrained` gives them, which both read.
+- **Tools**: the value of `tool_calls` that reads the family's calls, why none does, or –: a turn comes without its special
+  tokens, so that marks which are such tokens are lost.
 
-| family (`model_type`) | rows | experts | context parallel | built-in engine | tools | more |
-| --- | --- | --- | --- | --- | --- | --- |
+| family (`model_type`) | rows | experts | context parallel | built-in engine | vLLM, SGLang | tools | more |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 TAIL = """
 Not in transformers' own classes, and so refused by `model.path`: the wrappers of Mistral 3 and Kimi K2.5 with
@@ -65,7 +68,8 @@ def _row(family: str, known: Known) -> str:
         _experts(tiny_config(family), shape),
         "yes" if known.shares and shape is None else f"no: {known.why_apart or 'experts'}",
         f"no: {known.generates}" if known.generates else "yes" if known.continues else "yes, begins again",
-        f"`{known.parser}`" if known.parser else "–",
+        ", ".join(name for name, has in (("vLLM", known.vllm), ("SGLang", known.sglang)) if has) or "–",
+        f"`{known.parser}`" if known.parser else known.no_parser,
         known.note,
     ]
     return f"| {' | '.join(cells)} |\n"

@@ -51,7 +51,12 @@ def in_fp8(tensors):
     """As DeepSeek V3's files: linear layers and experts, not embeddings, head, norms and routers."""
     found = {}
     for name, tensor in tensors.items():
-        if name.endswith("_proj.weight") or "_proj_with_mqa" in name or "_a_proj" in name or "_b_proj" in name:
+        if (
+            name.endswith("_proj.weight")
+            or "_proj_with_mqa" in name
+            or "_a_proj" in name
+            or "_b_proj" in name
+        ):
             if tensor.dim() == 2:
                 found[name], found[f"{name}_scale_inv"], _ = blocks_of(tensor)
                 continue
@@ -200,7 +205,11 @@ def grown(tensors):
 @pytest.mark.parametrize(
     ("change", "scheme", "words"),
     [
-        (without("o_proj.weight_scale_inv"), FP8, r"o_proj\.weight is quantised \(F8_E4M3\).*no .*_scale_inv"),
+        (
+            without("o_proj.weight_scale_inv"),
+            FP8,
+            r"o_proj\.weight is quantised \(F8_E4M3\).*no .*_scale_inv",
+        ),
         (without("o_proj.weight"), FP8, r"2 weights are missing, first .*o_proj\.weight"),
         (grown, FP8, r"o_proj\.weight_scale_inv has the shape \[9, 9\].*weight_block_size \[16, 16\]"),
         (in_fp8, None, r"quantised.*, and config\.json has no quantization_config"),

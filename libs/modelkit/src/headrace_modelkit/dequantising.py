@@ -50,7 +50,10 @@ class _Blocks:
             numbers = _unpacked(numbers)[..., left - left // 2 * 2 :][..., : right - left]
         if not files.shape(self.scale) or files.shape(self.scale) == (1,):
             return numbers.float() * _exponents(files.read(self.scale))
-        grid = ((top // self.rows, -(-bottom // self.rows)), (left // self.columns, -(-right // self.columns)))
+        grid = (
+            (top // self.rows, -(-bottom // self.rows)),
+            (left // self.columns, -(-right // self.columns)),
+        )
         scales = _exponents(files.read(self.scale, (*outer, *grid)))
         for dim, size, first, end in ((-2, self.rows, top, bottom), (-1, self.columns, left, right)):
             wide = scales.repeat_interleave(size, dim)
@@ -133,7 +136,11 @@ def _blocks(files: TensorFiles, names: set[str], name: str, size: Any) -> _Block
         return _Blocks(name, scale, shape, 0, 0)
     fits = len(grid) == len(shape) and grid[:-2] == shape[:-2]
     rows, columns = size
-    if fits and rows and tuple(-(-own // each) for own, each in zip(shape[-2:], size, strict=True)) == grid[-2:]:
+    if (
+        fits
+        and rows
+        and tuple(-(-own // each) for own, each in zip(shape[-2:], size, strict=True)) == grid[-2:]
+    ):
         return _Blocks(name, scale, shape, rows, columns)
     even = fits and not any(own % count for own, count in zip(shape[-2:], grid[-2:], strict=True) if count)
     if even and all(grid) and (files.kind(name) == "I8" or not rows):  # FP4 has blocks of its own

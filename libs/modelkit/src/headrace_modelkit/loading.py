@@ -281,7 +281,8 @@ def _with_weights(
         raise not_readable(config, f"{len(missing)} weights are missing, first {missing[0]}")
     if scales := sorted(name for name in report["unexpected_keys"] if name.endswith("_scale_inv")):
         raise not_readable(
-            config, f"{scales[0]} is of a quantised weight, and config.json has no quantization_config that says how"
+            config,
+            f"{scales[0]} is of a quantised weight, and config.json has no quantization_config that says how",
         )
     loaded: PreTrainedModel = model
     return loaded

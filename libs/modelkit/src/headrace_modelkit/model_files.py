@@ -126,7 +126,8 @@ def _opened(config: ModelSection, model: PreTrainedModel, *, cached: bool) -> Mo
     if scheme and (method := str(scheme.get("quant_method"))) not in METHODS:
         known = " and ".join(METHODS)
         raise not_readable(
-            config, f"its weights are quantised by {method}, and those of {known} alone are read; use the ones before"
+            config,
+            f"its weights are quantised by {method}, and those of {known} alone are read; use the ones before",
         )
     with reading(config):
         files = TensorFiles(_files(config, cached=cached))
