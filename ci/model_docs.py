@@ -30,8 +30,8 @@ loaded](own-model.md#how-a-family-is-found-to-be-right) decide.
 - **Rows**: *shared*, a group's prompt is computed once and answers are packed; otherwise every answer gets a row of
   its own, for the reason that is named.
 - **Experts**: *divided* over ranks (`expert_parallel`), with routes that are *replayed* and the load-balance loss;
-  *adapters*: LoRA of experts. Bias terms of routers (`e_score_correction_bias`) are frozen: they stay as the
-  checkpoint has them.
+  *adapters*: LoRA of experts. Biases of routers (`e_score_correction_bias`) stay as the checkpoint has them, or
+  [follow the load](experts.md#biases-that-follow-the-load).
 - **Context parallel**: whether ranks can divide a row. Sharding, recomputation and LoRA of linear layers work in
   all families.
 - **Built-in engine**: generates by continuous batching, keys and states kept for next turns; or why it refuses.

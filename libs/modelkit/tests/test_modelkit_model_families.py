@@ -10,7 +10,7 @@ import pytest
 import torch
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.exporting import export_model
-from headrace_modelkit.loading import quantisation, load_architecture, load_model
+from headrace_modelkit.loading import load_architecture, load_model, quantisation
 from headrace_modelkit.logprobs import Head
 from headrace_modelkit.model_files import check_model
 from headrace_modelkit.presets.families import FAMILIES, SHAPE, tiny_of, write_family

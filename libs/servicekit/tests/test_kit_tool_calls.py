@@ -56,9 +56,9 @@ TURNS = {
     "deepseek_v4": (
         "deepseek",
         'Let me see.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">1'
-        '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="true">x "y"\n<z> 2</｜DSML｜parameter>\n<｜DSML｜parameter '
-        'name="c" string="false">[1, "two"]</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n'
-        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="true">x "y"\n<z> 2</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="c" string="false">[1, "two"]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
     ),
     "minimax_m2": (
         "minimax",

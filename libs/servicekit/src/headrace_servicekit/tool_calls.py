@@ -175,11 +175,7 @@ def glm_calls(text: str) -> list[Call]:
 
 
 def deepseek_calls(text: str) -> list[Call]:
-    """Calls of DeepSeek: V3 and R1 with a fence of JSON, V3.1 without, V3.2 and V4 in tags of its markup DSML.
-
-    >>> deepseek_calls("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>")
-    [Call(name='add', arguments={}, problem='')]
-    """
+    """Calls of DeepSeek: V3 and R1 with a fence of JSON, V3.1 without, V3.2 and V4 in tags of its markup DSML."""
     found = []
     for older, newer in _DEEPSEEK.findall(text):
         for name, given, end in _DEEPSEEK_CALL.findall(older):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from headrace_modelkit.loading import QUANTISATION, context_limit, quantisation, load_architecture
+from headrace_modelkit.loading import QUANTISATION, context_limit, load_architecture, quantisation
 from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted.backend import Start
 from headrace_rollout.engines.hosted.options import Speculation, check_names, parallel_size

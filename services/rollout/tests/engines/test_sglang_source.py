@@ -102,9 +102,8 @@ def test_the_table_of_families_says_which_classes_it_has():
     listed: set[str] = set()
     for file in (Path(found.submodule_search_locations[0]) / "srt" / "models").rglob("*.py"):
         for each in ast.parse(file.read_text()).body:
-            if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
-                if each.targets[0].id == "EntryClass":
-                    listed |= {name.id for name in ast.walk(each.value) if isinstance(name, ast.Name)}
+            if isinstance(each, ast.Assign) and getattr(each.targets[0], "id", "") == "EntryClass":
+                listed |= {name.id for name in ast.walk(each.value) if isinstance(name, ast.Name)}
     here = [family for family in KNOWN if family.partition("+")[0] in CONFIG_MAPPING]  # of its transformers
     assert len(here) > 40
     has = {family: class_of(family) in listed for family in here}

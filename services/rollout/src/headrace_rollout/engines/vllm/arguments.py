@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.devices import says_out_of_memory, variables_for
-from headrace_modelkit.loading import QUANTISATION, context_limit, quantisation, load_architecture
+from headrace_modelkit.loading import QUANTISATION, context_limit, load_architecture, quantisation
 from headrace_schema.images import MOST_IMAGES
 from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
