@@ -37,9 +37,9 @@ loaded](own-model.md#how-a-family-is-found-to-be-right) decide.
 - **Built-in engine**: generates by continuous batching, keys and states kept for next turns; or why it refuses.
   *Begins again*: a next turn is computed from its first token.
 - **vLLM, SGLang**: which has its class in the release that is pinned (0.32, 0.5.23), by its own list; where none has,
-  generate with the built-in engine. Weights are published by the names that `save_pretrained` gives them, which both read.
-- **Tools**: the value of `tool_calls` that reads the family's calls, why none does, or –: a turn comes without its special
-  tokens, so that marks which are such tokens are lost.
+  generate with the built-in engine. Weights are published by the names that `save_pretrained` gives them.
+- **Tools**: the value of `tool_calls` that reads the family's calls, why none does, or –. A turn comes without its
+  special tokens, so that marks which are such tokens are lost.
 
 | family (`model_type`) | rows | experts | context parallel | built-in engine | vLLM, SGLang | tools | more |
 | --- | --- | --- | --- | --- | --- | --- | --- |
