@@ -51,16 +51,10 @@ def in_fp8(tensors):
     """As DeepSeek V3's files: linear layers and experts, not embeddings, head, norms and routers."""
     found = {}
     for name, tensor in tensors.items():
-        if (
-            name.endswith("_proj.weight")
-            or "_proj_with_mqa" in name
-            or "_a_proj" in name
-            or "_b_proj" in name
-        ):
-            if tensor.dim() == 2:
-                found[name], found[f"{name}_scale_inv"], _ = blocks_of(tensor)
-                continue
-        found[name] = tensor.bfloat16() if tensor.dim() > 1 else tensor
+        if tensor.dim() == 2 and name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+            found[name], found[f"{name}_scale_inv"], _ = blocks_of(tensor)
+        else:
+            found[name] = tensor.bfloat16() if tensor.dim() > 1 else tensor
     return found
 
 

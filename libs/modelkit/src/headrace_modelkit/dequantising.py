@@ -2,8 +2,8 @@
 no more of it than that.
 
 What is read is fp8 as DeepSeek, GLM, MiniMax, Qwen and Mistral publish it (`weight_scale_inv`; a scale for a block, or
-one for all), with DeepSeek V4's experts of packed FP4 (`scale`), and MXFP4 as gpt-oss is published (`_blocks`, `_scales`).
-Knows no model.
+one for all), with DeepSeek V4's experts of packed FP4 (`scale`), and MXFP4 as gpt-oss is published (`_blocks`,
+`_scales`). Knows no model.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ KNOWN: dict[str, Known] = {
     "deepseek_v3": Known(
         "DeepSeek V3, R1; Kimi K2",
         parser="deepseek",
-        note="checkpoints of fp8 are read; `kimi_k2` needs `model.trust_remote_code`, and marks calls by special tokens",
+        note="checkpoints of fp8 are read; `kimi_k2` needs `model.trust_remote_code`, its calls have special tokens",
     ),
     "deepseek_v32": Known("DeepSeek V3.2", False, _INDEXER, _INDEXER, parser="deepseek"),
     "glm_moe_dsa": Known("GLM-5", False, _INDEXER, _INDEXER, parser="glm"),

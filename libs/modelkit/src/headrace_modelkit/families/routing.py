@@ -157,8 +157,8 @@ class Counts:
         return float((share_ME * mean_ME).sum(-1).mean() * self.chosen_ME.shape[1])
 
     def bias_steps(self, rate: float) -> Tensor:
-        """(M, E) what is added to the biases by which routers choose: `rate`, with the sign of the difference of an equal
-        share from the expert's choices (DeepSeek V3, arXiv 2412.19437, section 2.1.2; Megatron's
+        """(M, E) what is added to the biases by which routers choose: `rate`, with the sign of the difference of an
+        equal share from the expert's choices (DeepSeek V3, arXiv 2412.19437, section 2.1.2; Megatron's
         `moe_router_bias_update_rate`).
         """
         return (self.chosen_ME.mean(-1, keepdim=True) - self.chosen_ME).sign() * rate
