@@ -119,7 +119,7 @@ def quantisation(architecture: PreTrainedConfig) -> dict[str, Any]:
     written in `model.dtype`.
     """
     configs: list[Any] = [architecture, architecture.get_text_config()]
-    found = next((own for config in configs if (own := getattr(config, QUANTISATION, None))), {})
+    found: Any = next((own for config in configs if (own := getattr(config, QUANTISATION, None))), {})
     return dict(found) if isinstance(found, dict) else dict(found.to_dict())
 
 
