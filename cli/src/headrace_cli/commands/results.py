@@ -58,7 +58,8 @@ def export(
         _publish(run, directory, to, at, as_json)
         return
     told = _exported(directory, to, at)
-    text = f"step {told['step']} of {run} is in {told['directory']}"
+    weights = f" ({told['weights']})" if told["weights"] else ""
+    text = f"step {told['step']} of {run} is in {told['directory']}{weights}"
     show(({"run": run, **told}, lambda: text), as_json)
 
 

@@ -270,6 +270,10 @@ class Algorithm(Protocol):
         """
 
     @property
+    def expert_bias_rate(self) -> float:
+        """What biases of routers follow their experts' load by; above 0 the barrier is BATCH. See `bias_rate_of`."""
+
+    @property
     def routing_replay(self) -> bool:
         """Whether tokens go to the experts that the engine sent them to. Read it with `replays_routing`."""
 
@@ -338,6 +342,11 @@ class Algorithm(Protocol):
 def balance_loss_of(algorithm: Algorithm) -> float:
     """`Algorithm.balance_loss`; 0 of one that has no such property."""
     return float(getattr(algorithm, "balance_loss", 0.0))
+
+
+def bias_rate_of(algorithm: Algorithm) -> float:
+    """`Algorithm.expert_bias_rate`; 0 of one that has no such property."""
+    return float(getattr(algorithm, "expert_bias_rate", 0.0))
 
 
 def turn_credit_of(algorithm: Algorithm) -> TurnCredit | None:

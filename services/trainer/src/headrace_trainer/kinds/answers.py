@@ -15,7 +15,8 @@ from headrace_modelkit.classifier import body_weights, empty_judge, head_weights
 from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.exporting import export_model, save_adapter
-from headrace_modelkit.families.mixtures import expert_shape, no_shape
+from headrace_modelkit.families.mixtures import ExpertShape, expert_shape, no_shape
+from headrace_modelkit.families.routing import router_biases
 from headrace_modelkit.loading import load_architecture, load_model, reads_images
 from headrace_modelkit.lora import is_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
@@ -35,6 +36,7 @@ from headrace_trainer.algorithms._base import (
     Algorithm,
     Barrier,
     balance_loss_of,
+    bias_rate_of,
     judge_of,
     replays_routing,
     turn_credit_of,
@@ -232,6 +234,7 @@ class AnswersRun(PolicyKind):
         wanted = {
             "balance_loss_coef": bool(balance_loss_of(algorithm)),
             "routing_replay": replays_routing(algorithm),
+            "expert_bias_rate": bool(bias_rate_of(algorithm)),
         }
         chosen = [name for name, given in wanted.items() if given]
         if not chosen:
@@ -249,6 +252,20 @@ class AnswersRun(PolicyKind):
                 "in a way that Headrace does not know; leave it out",
                 key=key,
             )
+        if wanted["expert_bias_rate"]:
+            self._check_biases(shape)
+
+    def _check_biases(self, shape: ExpertShape) -> None:
+        """Raises Refusal INVALID where no biases can follow the experts' load."""
+        key, path = "algorithm.options.expert_bias_rate", self.config.model.path
+        found = router_biases(dict(state_tensors(empty_model(self.config.model))))
+        if len(found) != shape.layers:
+            count = f"{len(found)} of its {shape.layers} layers of experts" if found else "none of its layers"
+            raise invalid(
+                f"{key}: {path!r} has a bias to choose experts by in {count}; leave it out", key=key
+            )
+        if self.config.trainer.lora is not None:
+            raise invalid(f"{key}: trainer.lora publishes adapters alone; leave one of the two out", key=key)
 
     def _check_reference(self, algorithm: Algorithm, vocabulary: int) -> None:
         """Raises Refusal INVALID or MODEL_NOT_READABLE for a reference that is not used, or that does not fit."""

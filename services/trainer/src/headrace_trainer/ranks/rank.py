@@ -341,8 +341,8 @@ class Rank:
         if not isinstance(backend, BalancingBackend):
             raise Refusal(
                 "UNIMPLEMENTED",
-                f"algorithm.options.balance_loss_coef: the backend {self.config.trainer.backend} does not balance "
-                "experts; set it to 0",
+                "algorithm.options.balance_loss_coef, expert_bias_rate: the backend "
+                f"{self.config.trainer.backend} does not balance experts; leave both out",
             )
         return backend
 

@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.devices import says_out_of_memory, variables_for
-from headrace_modelkit.loading import QUANTISATION, context_limit, is_quantised, load_architecture
+from headrace_modelkit.loading import QUANTISATION, context_limit, load_architecture, quantisation
 from headrace_schema.images import MOST_IMAGES
 from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
@@ -144,7 +144,7 @@ def as_transformers_reads(architecture: PreTrainedConfig) -> dict[str, Any]:
     Qwen3-VL has time, height and width in turns along a head, in transformers whatever its config.json says, in vLLM
     only where `mrope_interleaved` stands there: else log-probs behind an image are off by 0.3, and nothing warns.
     """
-    found: dict[str, Any] = {QUANTISATION: {}} if is_quantised(architecture) else {}
+    found: dict[str, Any] = {QUANTISATION: {}} if quantisation(architecture) else {}
     if architecture.model_type == "qwen3_vl":
         rope = {**architecture.get_text_config().rope_parameters, "mrope_interleaved": True}
         found["text_config"] = {"rope_parameters": rope}

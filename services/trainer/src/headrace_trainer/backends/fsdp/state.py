@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import torch
 from headrace_modelkit.critic import Critic, critic_section, hidden_size
+from headrace_modelkit.families.routing import router_biases
 from headrace_modelkit.loading import body_of, body_prefix, load_architecture
 from headrace_modelkit.lora import add_adapters, compute_merged
 from headrace_modelkit.model_files import empty_model
 from headrace_modelkit.tensor_files import Tensors
 from headrace_modelkit.vision import freeze_vision
+from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -45,6 +47,14 @@ class FsdpState(ShardedBackend, LanguageModel):
     @abstractmethod
     def _check_forms(self) -> None:
         """Tries the weights that are loaded, and settles how rows lie. Raises Refusal INVALID."""
+
+    @override
+    def _router_biases(self) -> dict[str, Tensor]:
+        return router_biases(self._sharded.buffers)
+
+    @override
+    def _kept(self) -> dict[str, Tensor]:
+        return super()._kept() | self._router_biases()
 
     @override
     def check_files(self, *, initial: bool) -> None:
