@@ -298,7 +298,13 @@ class Calls:
         source = "" if own else str(directory)
         leader, before = context.workers.leader, run.lineage.head
         try:
-            response = await leader.restore(named[name]["checkpoint"], number, log.state.store_id, source)
+            response = await leader.restore(
+                named[name]["checkpoint"],
+                number,
+                log.state.store_id,
+                source,
+                weights_only=not load.optimizer,
+            )
         except CallRefused as refused:
             if refused.reason not in UNREADABLE:
                 raise
