@@ -87,7 +87,10 @@ def post(training, seq, call):
 
 def result(training, future, wait_s=60.0):
     name = future.partition(":")[2]
-    return training._http.get(f"/v1/sessions/{training.session}/results/{name}", wait_s=min(wait_s, 25.0))
+    found = training._http.get(
+        f"/v1/sessions/{training.session}/results", future=name, wait_s=min(wait_s, 25.0)
+    )
+    return found["results"][name]
 
 
 def gradient_call():

@@ -41,7 +41,9 @@ def ramp(first, step):
 OFF_POLICY = {"weights": ramp(0.0, 0.5), "advantages": ramp(-1.0, 0.7), "log_probs": ramp(-3.0, -0.2)}
 
 
-async def ask(client, sequences, loss="cross_entropy", *, prompt=0, learn=True, attempt=1, at=0, options=None):
+async def ask(
+    client, sequences, loss="cross_entropy", *, prompt=0, learn=True, attempt=1, at=0, options=None
+):
     return await client.stub.ComputeLoss(
         trainer_pb2.ComputeLossRequest(
             header=client.header(),

@@ -195,7 +195,9 @@ class Rounds:
         The followers read them too where they see `directory`, below the one of all runs, with the state `digest`.
         """
         self.rank.reader = reader
-        self.lead(messages.RestoreRound(checkpoint, number, directory, digest, self.rank.reduced.told, weights_only))
+        self.lead(
+            messages.RestoreRound(checkpoint, number, directory, digest, self.rank.reduced.told, weights_only)
+        )
 
     def help(self, reader: StateReader) -> None:
         """Loads a published version's weights."""

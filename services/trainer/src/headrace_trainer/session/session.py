@@ -91,7 +91,8 @@ class Session:
     ) -> Restored:
         """Loads a checkpoint, or the initial model when the name is empty, as version `number`.
 
-        `weights_only`: the optimizer begins anew. `source` has the checkpoint when it is another run's: numbers of that run mean nothing in this one.
+        `weights_only`: the optimizer begins anew. `source` has the checkpoint when it is another run's: numbers of that
+        run mean nothing in this one.
         """
         origin = Origin(checkpoint, source.run if source else "")
         if (reply := self.checkpoints.repeated(origin, number, self.state)) is not None:
