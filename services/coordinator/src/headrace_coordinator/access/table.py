@@ -121,7 +121,7 @@ TABLE: Mapping[str, Row] = {
     "open_session": Row(SUBMIT),
     "list_sessions": LISTED,
     "get_session": _read(Rule.KNOWN, of="session"),
-    "get_result": _read(Rule.SEEN, of="session"),
+    "get_results": _read(Rule.SEEN, of="session"),
     "list_session_checkpoints": _read(Rule.SEEN, of="session"),
     "call_session": Row(SUBMIT, Rule.OWNED, audited=False, of="session"),
     "sample_session": Row(SUBMIT, Rule.OWNED, audited=False, of="session"),

@@ -297,6 +297,8 @@ class Rank:
                     for backend in backends.values():
                         backend.load_reference()
                     reader = self._opened(round)
+                    if reader is not None and round.weights_only:
+                        reader = reader.without_moments()
                     for name, backend in backends.items():
                         backend.load_state(reader and backends.reader(name, reader))
                 else:

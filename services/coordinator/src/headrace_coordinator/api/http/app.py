@@ -13,7 +13,6 @@ from headrace_planner.documents import PlanRequest
 from headrace_schema.access import QuotaRequest, TokenRequest
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.sessions import Sample
 from headrace_schema.spec import RunSpec
 from pydantic.json_schema import models_json_schema
 
@@ -35,7 +34,7 @@ from headrace_coordinator.api.http.routes.overviews import overview_routes
 from headrace_coordinator.api.http.routes.recordings import recording_routes, video_routes
 from headrace_coordinator.api.http.routes.runs import run_routes
 from headrace_coordinator.api.http.routes.service import plan_routes, service_routes
-from headrace_coordinator.api.http.routes.sessions import CallRequest, session_routes
+from headrace_coordinator.api.http.routes.sessions import CallRequest, SamplesRequest, session_routes
 from headrace_coordinator.api.http.tinker.routes import tinker_routes
 from headrace_coordinator.api.http.tinker.service import Tinker
 
@@ -133,7 +132,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
                     TokenRequest,
                     QuotaRequest,
                     CallRequest,
-                    Sample,
+                    SamplesRequest,
                 )
             ],
             ref_template=REFERENCE,
