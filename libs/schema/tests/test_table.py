@@ -41,7 +41,7 @@ data:
    exclude: [q], curriculum: {}, heldout: 4}
 sampling: {temperature: 0.5, top_p: 0.5, top_k: 4, min_p: 0.1, repetition_penalty: 2.0, max_new_tokens: 5, stop: [x]}
 algorithm:
-  {max_staleness: 1, truncated: mask, options: {routing_replay: true, drop_equal: true, critic_path: x}}
+  {max_staleness: 1, truncated: mask, options: {routing_replay: true, drop_equal: true, critic_path: x, top_k: 8}}
 trainer:
   {backend: megatron, helpers: 1, reference: {path: org/other}, shared_prefix: true, lora: {},
    warmup: {steps: 2, demonstrations: d}, backend_options: {compile: true, expert_parallel: 2, context_parallel: 2,
