@@ -57,7 +57,7 @@ def test_what_a_teacher_of_words_cannot_do_is_refused_by_its_key(fleet, spec_of,
     for changes, key in (
         ({"sampling": {"temperature": 0.7}}, "sampling.temperature"),
         ({"options": {"top_k": 300}}, "algorithm.options.top_k"),
-        ({"options": {"top_k": 0, "direction": "forward"}}, "algorithm.options"),
+        ({"options": {"top_k": 0, "direction": "forward"}}, "algorithm.options.direction"),
     ):
         with pytest.raises(HeadraceError) as raised:
             fleet.submit(distilled(spec_of, teacher, **changes))

@@ -261,6 +261,8 @@ GIVEN_SCORERS = when("`reward.scorers`", "reward.scorers", lambda spec: spec.rew
 IN_TURNS = unlike(MODE, "collocated", undo="leave {it} out")
 DISTILL = value(NAME, "distill", undo="")
 TOP_WORDS = option("top_k")
+NO_WORDS = missing("algorithm.options.top_k", "set algorithm.options.top_k")
+DIRECTION = option("direction")
 REFERENCE = key("trainer.reference")
 NO_REFERENCE = missing("trainer.reference", "give the teacher's path")
 NO_KL = when("no KL term", NAME, _idle_reference, "set algorithm.options.kl_loss_coef above 0")

@@ -339,6 +339,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         "it",
     },
     f.DISTILL: {f.NO_REFERENCE: "distill learns from a teacher"},
+    f.NO_WORDS: {f.DIRECTION: "it is that of a KL over several words"},
     f.TOP_WORDS: {
         f.WARMER: "the teacher tells its words at temperature 1",
         f.AGENTIC: "the teacher reads answers to prompts",

@@ -43,12 +43,6 @@ class DistillOptions(PpoOptions):
         description="of that KL: reverse, policy to teacher; forward, teacher to policy; needs top_k",
     )
 
-    @model_validator(mode="after")
-    def _distribution(self) -> Self:
-        if not self.top_k and "direction" in self.model_fields_set:
-            raise ValueError("direction is that of the KL over top_k words: set top_k, or leave it out")
-        return self
-
 
 class GroupPpoOptions(PpoOptions, GroupOptions):
     """`algorithm.options` of opo."""
