@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 import grpc
 import numpy as np
@@ -89,17 +90,18 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
 
         A sample whose lease ends meanwhile is handed back unbegun.
         """
-        teacher, found = self._run.teacher, {*map(id, filter(_is_answer, outputs))}
-        if teacher is None or not self._teacher_top or not found:
+        teacher = self._run.teacher
+        if teacher is None or not self._teacher_top:
             return outputs
         try:
-            return [await self._taught(each, teacher) if id(each) in found else each for each in outputs]
+            return [await self._taught(each, teacher) if _is_answer(each) else each for each in outputs]
         except Refused as refused:
             if refused.reason != _LEASE_LOST:
                 raise _failed(str(refused)) from refused
-        return [_unbegun(each) if id(each) in found else each for each in outputs]
+        return [_unbegun(each) if _is_answer(each) else each for each in outputs]
 
     async def _taught(self, output: TrajectoryUpdate, teacher: TellsLikeliest) -> TrajectoryUpdate:
+        assert output.whole is not None
         ids = [*output.prompt_ids, *output.whole.token_ids]
         sequence = ids, len(output.prompt_ids)
         [found] = await teacher.likeliest([sequence], self._teacher_top, self._authority)
@@ -159,10 +161,11 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         fill_trajectory(trajectory, output, self._stream, self._codec, self._serving.producer, raw_texts=raw)
 
 
-def _is_answer(output: Produced) -> bool:
+def _is_answer(output: Produced) -> TypeGuard[TrajectoryUpdate]:
     """Whether something was sampled that may be learned from."""
-    ended = isinstance(output, TrajectoryUpdate) and output.finish not in (None, Finish.ERROR)
-    return ended and bool(output.whole and output.whole.token_ids)
+    if not isinstance(output, TrajectoryUpdate) or output.finish in (None, Finish.ERROR):
+        return False
+    return output.whole is not None and bool(output.whole.token_ids)
 
 
 def _unbegun(output: TrajectoryUpdate) -> TrajectoryUpdate:

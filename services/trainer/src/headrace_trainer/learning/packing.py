@@ -234,7 +234,7 @@ def pack(
     )
 
 
-def _teachers(sequences: list[Sample], first_U: np.ndarray) -> dict[str, Tensor]:
+def _teachers(sequences: list[Sample], first_U: np.ndarray) -> dict[str, Any]:
     if not any(sequence.teacher_top for sequence in sequences):
         return {}
     found = [unpack_top(each.teacher, len(each.trained), each.teacher_top) for each in sequences]

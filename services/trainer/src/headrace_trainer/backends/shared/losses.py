@@ -31,7 +31,7 @@ def token_batch(found_K: Forward, batch: MicroBatch) -> TokenBatch:
     """The trained tokens of a micro-batch as an algorithm's loss takes them."""
     log_probs_K, entropy_K, values_K, top_KM = found_K
     own_K = log_probs_K.detach()
-    old_K = batch.columns_K.get(OLD_LOG_PROBS)
+    old_K, teacher_UM = batch.columns_K.get(OLD_LOG_PROBS), batch.teacher_log_probs_UM
     return TokenBatch(
         log_probs_K=log_probs_K,
         old_log_probs_K=own_K if old_K is None else torch.where(old_K.isnan(), own_K, old_K),
@@ -43,5 +43,5 @@ def token_batch(found_K: Forward, batch: MicroBatch) -> TokenBatch:
         entropy_K=entropy_K,
         values_K=values_K,
         top_log_probs_KM=top_KM,
-        teacher_log_probs_KM=None if top_KM is None else batch.teacher_log_probs_UM[batch.index_K],
+        teacher_log_probs_KM=None if teacher_UM is None else teacher_UM[batch.index_K],
     )
