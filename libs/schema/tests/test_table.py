@@ -41,7 +41,8 @@ data:
    exclude: [q], curriculum: {}, heldout: 4}
 sampling: {temperature: 0.5, top_p: 0.5, top_k: 4, min_p: 0.1, repetition_penalty: 2.0, max_new_tokens: 5, stop: [x]}
 algorithm:
-  {max_staleness: 1, truncated: mask, options: {routing_replay: true, drop_equal: true, critic_path: x}}
+  {max_staleness: 1, truncated: mask, options: {routing_replay: true, drop_equal: true, critic_path: x, top_k: 8,
+   direction: forward}}
 trainer:
   {backend: megatron, helpers: 1, reference: {path: org/other}, shared_prefix: true, lora: {},
    warmup: {steps: 2, demonstrations: d}, backend_options: {compile: true, expert_parallel: 2, context_parallel: 2,
@@ -139,6 +140,7 @@ UNDO: dict[str, dict[str, Any]] = {
     "`algorithm.options` of a critic that is a head": {"algorithm.options.critic": "model"},
     "`algorithm.options` of one optimizer step a commit": {"algorithm.options.epochs": 2},
     "no `trainer.reference`": {"trainer.reference": OTHER_MODEL},
+    "no `algorithm.options.top_k`": {"algorithm.options.top_k": 8},
     "no KL term": {"algorithm.options.kl_loss_coef": 0.1},
     "no `trainer.warmup.steps`": {"trainer.warmup.steps": 2},
     "no `trainer.warmup.demonstrations` with `workflow: embodied`": {"trainer.warmup.demonstrations": "d"},

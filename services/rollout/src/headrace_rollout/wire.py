@@ -223,6 +223,7 @@ def fill_trajectory(
         _fill_branch(trajectory.branches.add(), _answered(output), distribution, own)
         trajectory.branches[0].cut = output.finish is Finish.LENGTH
     trajectory.branches[0].routed_experts = pack_routes(output.whole.routes)
+    trajectory.branches[0].teacher_top = output.teacher_top
     trajectory.finish_reason = FINISH_REASONS[output.finish]
     trajectory.producer = producer
     # Before the texts and the images' files, which no digest covers.

@@ -339,6 +339,14 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         "it",
     },
     f.DISTILL: {f.NO_REFERENCE: "distill learns from a teacher"},
+    f.NO_WORDS: {f.DIRECTION: "it is that of a KL over several words"},
+    f.TOP_WORDS: {
+        f.WARMER: "the teacher tells its words at temperature 1",
+        f.AGENTIC: "the teacher reads answers to prompts",
+        f.OTHER_BACKEND: "{spec.trainer.backend} computes log-probs of the sampled tokens alone",
+        f.CONTEXT: "ranks that divide rows compute log-probs of the sampled tokens alone",
+        f.OVER_HOSTS: "an engine over hosts has no teacher beside it",
+    },
     f.NO_KL: {f.REFERENCE: "no option of {spec.algorithm.name} uses it"},
     f.ONE_UPDATE: {
         f.RATIO: "with one optimizer step a commit the ratio to the old policy is 1, and it has no effect"
@@ -395,6 +403,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     },
     f.NO_ADAPTERS: {f.ENABLE_LORA: "rollout.engine: {run.engine} computes with no adapters beside its model"},
     f.NO_SWAP: {f.IN_FLIGHT: "rollout.engine: {run.engine} installs a version between answers only"},
+    f.NO_LIKELIEST: {f.TOP_WORDS: "rollout.engine: {run.engine} does not tell the likeliest words"},
     f.NO_ROUTES: {f.REPLAY: "rollout.engine: {run.engine} does not tell which experts it sent tokens to"},
     f.TOP_P_FIRST: {
         f.TOP_P_AND_OTHERS: "rollout.engine: {run.engine} counts top-p over all tokens, not over those that top_k and "
@@ -425,6 +434,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.IMAGES: {
         f.ENABLE_LORA: f"{_SEES}a vision tower's rows are not those of prompts",
         f.NO_IMAGES: f"{_SEES}{{run.engine}} takes none here",
+        f.TOP_WORDS: f"{_SEES}the teacher reads text alone",
         f.DRAFTS: f"{_SEES}prompts with images are not drafted for",
         f.TEXT_ALONE: f"{_SEES}{{spec.trainer.backend}} trains on text alone",
         f.BLIND: f"{_SEES}{{family}} is no family whose images are read",

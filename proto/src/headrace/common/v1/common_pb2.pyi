@@ -340,18 +340,20 @@ class Segment(_message.Message):
     def __init__(self, policy_number: _Optional[int] = ..., tokens: _Optional[_Union[TokenSegment, _Mapping]] = ..., actions: _Optional[_Union[ActionSegment, _Mapping]] = ...) -> None: ...
 
 class Branch(_message.Message):
-    __slots__ = ("segments", "images", "routed_experts", "cut", "given_json")
+    __slots__ = ("segments", "images", "routed_experts", "cut", "given_json", "teacher_top")
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     GIVEN_JSON_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_TOP_FIELD_NUMBER: _ClassVar[int]
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
     images: _containers.RepeatedCompositeFieldContainer[ImageAt]
     routed_experts: bytes
     cut: bool
     given_json: str
-    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[ImageAt, _Mapping]]] = ..., routed_experts: _Optional[bytes] = ..., cut: _Optional[bool] = ..., given_json: _Optional[str] = ...) -> None: ...
+    teacher_top: bytes
+    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[ImageAt, _Mapping]]] = ..., routed_experts: _Optional[bytes] = ..., cut: _Optional[bool] = ..., given_json: _Optional[str] = ..., teacher_top: _Optional[bytes] = ...) -> None: ...
 
 class ImageAt(_message.Message):
     __slots__ = ("digest", "start")

@@ -23,6 +23,7 @@ TRANSFORMERS = Plugin(
         "routed_experts",
         "lora",
         "images",
+        "likeliest",
         *_DISTRIBUTIONS,
     ),
 )
@@ -39,6 +40,7 @@ VLLM = Plugin(
         "routed_experts",
         "lora",
         "images",
+        "likeliest",
         "drafts_truncated",
         *_DISTRIBUTIONS,
     ),

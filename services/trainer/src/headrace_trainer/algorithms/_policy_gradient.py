@@ -44,7 +44,7 @@ from headrace_trainer.algorithms.plugins import (
 Chosen = TypeVar("Chosen", bound=PolicyOptions)
 Clipped = TypeVar("Clipped", bound=ClipOptions)
 Compared = TypeVar("Compared", bound=StdOptions)
-SHOWN = ("clip_fraction", "dual_clip_fraction")
+SHOWN = ("clip_fraction", "dual_clip_fraction", "teacher_kl")
 """Metrics of a loss that become figures of a step."""
 
 

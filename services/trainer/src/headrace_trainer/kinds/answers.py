@@ -39,6 +39,7 @@ from headrace_trainer.algorithms._base import (
     bias_rate_of,
     judge_of,
     replays_routing,
+    teacher_top_of,
     turn_credit_of,
 )
 from headrace_trainer.backends import build_backend, choose_backend
@@ -121,6 +122,7 @@ class AnswersRun(PolicyKind):
             self.config.sampling,
             self.vocabulary,
             self._route_width,
+            teacher_top_of(self.algorithm()),
             by_turn=self._by_turn,
             reader=self._images,
         )
@@ -274,7 +276,13 @@ class AnswersRun(PolicyKind):
             if algorithm.needs_teacher:
                 raise invalid(f"{key}: {name} learns from a teacher; give its path", key=key)
             return
-        if REFERENCE_LOG_PROBS not in algorithm.columns:
+        top = teacher_top_of(algorithm)
+        if top > vocabulary:
+            key, fix = "algorithm.options.top_k", f"the nearest valid value is {vocabulary}"
+            raise invalid(
+                f"{key}: the model knows {vocabulary} tokens, and {top} are asked for; {fix}", key=key
+            )
+        if REFERENCE_LOG_PROBS not in algorithm.columns and not top:
             raise invalid(
                 f"{key}: no option of {name} uses it; set kl_loss_coef above 0, or leave it out", key=key
             )

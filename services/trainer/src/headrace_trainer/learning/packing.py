@@ -27,6 +27,7 @@ from headrace_modelkit.families.mixtures import ExpertShape
 from headrace_modelkit.families.routing import Routing
 from headrace_modelkit.logprobs import Temperature
 from headrace_modelkit.vision import ImageReader, Pictures
+from headrace_servicekit.rpc.trajectories import unpack_top
 from torch import Tensor
 
 from headrace_trainer.learning.pictures import lay_out
@@ -110,6 +111,15 @@ class MicroBatch:
     """Images and positions, for a model that takes images."""
     temperatures_U: Tensor | None = None
     """Those at which tokens were drawn, NaN where at the run's; None where all were."""
+    teacher_ids_UM: Tensor | None = None
+    """The words that a teacher finds likeliest where tokens are, and its log-probs of them, -inf of what is none."""
+    teacher_log_probs_UM: Tensor | None = None
+
+    @property
+    def words_UM(self) -> Tensor:
+        """Whose log-probs are wanted of each pair: its target, and what a teacher finds likeliest."""
+        targets_U1 = self.targets_U[:, None]
+        return targets_U1 if self.teacher_ids_UM is None else torch.cat([targets_U1, self.teacher_ids_UM], 1)
 
     def at(self, temperature: float) -> Temperature:
         """The temperature of each pair, where the run's is this one."""
@@ -220,7 +230,19 @@ def pack(
         nodes=Nodes.of(paths, own, laid_out.starts, shape, experts) if experts else None,
         pictures=pictures,
         temperatures_U=None if temperatures_K is None else torch.from_numpy(temperatures_K[first_U]),
+        **_teachers(own, first_U),
     )
+
+
+def _teachers(sequences: list[Sample], first_U: np.ndarray) -> dict[str, Any]:
+    if not any(sequence.teacher_top for sequence in sequences):
+        return {}
+    found = [unpack_top(each.teacher, len(each.trained), each.teacher_top) for each in sequences]
+    ids_UM, log_probs_UM = (np.concatenate(kind)[first_U] for kind in zip(*found, strict=True))
+    return {
+        "teacher_ids_UM": torch.from_numpy(ids_UM.astype(np.int64)),
+        "teacher_log_probs_UM": torch.from_numpy(log_probs_UM),
+    }
 
 
 def _temperatures(sequences: list[Sample]) -> tuple[np.ndarray | None, np.ndarray]:

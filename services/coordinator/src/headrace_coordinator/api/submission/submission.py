@@ -30,7 +30,8 @@ from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.suites import Suite
 
 ENGINE_FEATURES = (
-    *("deterministic", "lora", "inflight_update", "routed_experts", "images", "drafts_truncated"),
+    *("deterministic", "lora", "inflight_update", "routed_experts", "images", "likeliest"),
+    "drafts_truncated",
     *("top_p_after_others", "penalty_counts_prompt"),
 )
 """What rows of the table ask of an engine."""

@@ -20,6 +20,7 @@ const GROUPS = [
     ["Gradient norm", ["trainer/grad_norm", "trainer/critic_grad_norm"]],
     ["KL of the step's first policy to the one in training, nats a token", ["trainer/approx_kl"]],
     ["KL of the step's first policy to the reference, nats a token", ["trainer/reference_kl"]],
+    ["KL between policy and teacher, nats a token", ["trainer/teacher_kl"]],
     ["Share of tokens that are clipped", ["trainer/clip_fraction", "trainer/dual_clip_fraction"]],
     ["Learning rate", ["trainer/learning_rate"]],
   ]],

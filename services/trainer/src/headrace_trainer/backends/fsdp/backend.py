@@ -248,8 +248,8 @@ class FsdpBackend(FsdpState, HelpingBackend):
         computed: dict[str, Tensor | None] = {}
         if known.intersection(names):
             with torch.no_grad():
-                log_probs_K, _, values_K = self._forward(batch, values=VALUES in names)
-            computed = {OLD_LOG_PROBS: log_probs_K, VALUES: values_K}
+                found = self._forward(batch, values=VALUES in names)
+            computed = {OLD_LOG_PROBS: found.log_probs_K, VALUES: found.values_K}
         if REFERENCE_LOG_PROBS in names:
             computed[REFERENCE_LOG_PROBS] = self._reference_log_probs(batch)
         return {name: found_K for name in names if (found_K := computed[name]) is not None}

@@ -46,8 +46,8 @@ class Policy(Root):
 
     def forward(
         self, batch: MicroBatch | None, anchor: Tensor, temperature: float = 1.0, *, values: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log-probs, entropies, values) of the K trained tokens, fp32, all differentiable.
+    ) -> Forward:
+        """What losses take of the K trained tokens, fp32, all differentiable.
 
         At the temperature that each was drawn at, which is `temperature` where the batch does not say.
 
@@ -57,22 +57,23 @@ class Policy(Root):
         Without a batch returns the anchor itself; see `Root`.
         """
         if batch is None:
-            return anchor * 1.0, anchor.detach(), None
+            return Forward(anchor * 1.0, anchor.detach())
         self._gather_in_fp32()
         if self.routing is not None:
             batch.tell(self.routing)
         hidden_UD = self._hidden(body_of(self.model), batch)
         # Taken anew each time: fully_shard swaps the parameters between sharded and whole.
         head = Head.of(self.model)
-        log_probs_U, entropy_U = hidden_log_probs(
-            head, hidden_UD, batch.targets_U, batch.at(temperature), entropy=True
+        log_probs_UM, entropy_U = hidden_log_probs(
+            head, hidden_UD, batch.words_UM, batch.at(temperature), entropy=True
         )
         assert entropy_U is not None
-        found = [log_probs_U, entropy_U, *([self._values(batch, hidden_UD)] if values else [])]
+        found = [log_probs_UM[:, 0], entropy_U, *([self._values(batch, hidden_UD)] if values else [])]
         if self.context is not None:
             found = [self.context.whole(own_U, batch) for own_U in found]
         own_K = [each_U[batch.index_K] for each_U in found]
-        return own_K[0], own_K[1], own_K[2] if values else None
+        top_KM = None if batch.teacher_ids_UM is None else log_probs_UM[batch.index_K, 1:]
+        return Forward(own_K[0], own_K[1], own_K[2] if values else None, top_KM)
 
     @torch.no_grad()
     def probe(self, batch: MicroBatch, *, plain: bool) -> list[Tensor]:
