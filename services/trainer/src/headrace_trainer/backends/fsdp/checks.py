@@ -26,6 +26,11 @@ COMPILE = "trainer.backend_options.compile"
 def check_run(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm) -> None:
     """Raises Refusal INVALID, naming the key, and ModelNotReadable."""
     check_layout(options, config, algorithm)
+    if config.trainer.lora is not None and config.optimizer.name == "muon":
+        key = "optimizer.name"
+        raise invalid(
+            f"{key}: muon steps whole matrices, and adapters have none; use adamw or adamw_8bit", key=key
+        )
     if reads_images(load_architecture(config.model)):
         _check_vision(options, config, algorithm)
     if options.compile and (missing := _missing_compiler()):

@@ -6,6 +6,7 @@ Knows no loss and no optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -307,15 +308,46 @@ class ShardedModel:
         if owner // shards != self._ranks.rank // shards:
             return None  # The ranks of another copy.
         local = parameter.to_local().detach()
-        local = (local if dtype is None else local.to(dtype)).to(self._ranks.device)
-        rows = -(-shape[0] // shards)
-        own = local.new_zeros(rows, *shape[1:])  # The last ranks may have fewer.
-        own[: len(local)] = local
+        local = local if dtype is None else local.to(dtype)
+        return self._rows_at(owner % shards, local, shape, mesh.get_group(mesh.ndim - 1))
+
+    def _rows_at(
+        self, owner: int, shard: Tensor, shape: tuple[int, ...], group: dist.ProcessGroup
+    ) -> Tensor | None:
+        """The whole of shards of rows, where it is computed with, at one rank of their group; None at the others."""
+        ranks, rows = group.size(), -(-shape[0] // group.size())
+        own = shard.new_zeros(rows, *shape[1:], device=self._ranks.device)  # The last ranks may have fewer.
+        own[: len(shard)] = shard
         sent = own.view(-1).view(torch.uint8)
-        whole = sent.new_empty(shards * len(sent)) if owner == self._ranks.rank else None
+        whole = sent.new_empty(ranks * len(sent)) if owner == group.rank() else None
         places = list(torch.split(whole, len(sent))) if whole is not None else None
-        dist.gather(sent, places, dst=owner, group=mesh.get_group(mesh.ndim - 1))
-        return None if whole is None else whole.view(own.dtype).view(shards * rows, *shape[1:])[: shape[0]]
+        dist.gather(sent, places, group=group, group_dst=owner)
+        return None if whole is None else whole.view(own.dtype).view(ranks * rows, *shape[1:])[: shape[0]]
+
+    def through_wholes(
+        self, found: Iterable[tuple[str, Tensor]], compute: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, shard) of what `compute` makes of whole matrices, of whose rows these are the ranks' shards. Each rank
+        of a copy computes one of as many at a time; all ranks exhaust it, with the same names.
+        """
+        mesh = next(iter(self.learned.values())).device_mesh
+        group = mesh.get_group(mesh.ndim - 1)
+        ranks, own, rest = group.size(), group.rank(), iter(found)
+        while several := list(islice(rest, ranks)):
+            shapes = [tuple(self.learned[name].shape) for name, _ in several]
+            for owner, (_, shard) in enumerate(several):
+                whole = self._rows_at(owner, shard, shapes[owner], group)
+                if whole is not None:
+                    made = compute(whole)
+            for owner, (name, shard) in enumerate(several):
+                rows, width = -(-shapes[owner][0] // ranks), shapes[owner][1]
+                received = torch.empty(rows, width, dtype=shard.dtype, device=self._ranks.device)
+                parts = None
+                if owner == own:
+                    padded = nn.functional.pad(made, (0, 0, 0, ranks * rows - len(made)))
+                    parts = [part.view(torch.uint8) for part in padded.contiguous().split(rows)]
+                dist.scatter(received.view(torch.uint8), parts, group=group, group_src=owner)
+                yield name, received[: len(shard)]
 
     def weight(self, name: str) -> Tensor:
         """One of them, where it is computed with; all ranks call it."""

@@ -28,6 +28,8 @@ class Layout:
     offload: Literal["none", "optimizer", "parameters"] = "none"
     keeps_attention: bool = False
     """Of layers that are computed again what attention gave, where there is room; costs nothing else."""
+    activations_away: bool = False
+    """Inputs of layers that are computed again lie in host memory."""
 
     def __str__(self) -> str:
         """For people: the keys that fix it."""
@@ -36,6 +38,8 @@ class Layout:
             parts.append("gradient_checkpointing: true")
         if self.offload != "none":
             parts.append(f"offload: {self.offload}")
+        if self.activations_away:
+            parts.append("offload_activations: true")
         return ", ".join(parts)
 
 
@@ -81,6 +85,8 @@ def _fixed(layout: Layout, config: TrainerConfig, options: FsdpOptions) -> Layou
         "checkpointing": config.trainer.gradient_checkpointing,
         "offload": options.offload,
     }
+    if options.offload_activations:
+        wanted |= {"checkpointing": True, "activations_away": True}
     return replace(layout, **{name: value for name, value in wanted.items() if value is not None})  # type: ignore[arg-type]
 
 

@@ -31,7 +31,7 @@ from headrace_modelkit.vision import freeze_vision
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.rules.learning import model_ranks
 from headrace_schema.sections.generating import ModelSection
-from headrace_schema.sections.learning import LoraSection
+from headrace_schema.sections.learning import LoraSection, OptimizerSection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -42,6 +42,8 @@ from typing_extensions import override
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends.fsdp.loading import layers_of
 from headrace_trainer.backends.shared.attention import of_one_width
+from headrace_trainer.backends.shared.muon import hidden_matrices
+from headrace_trainer.backends.shared.optimizer import moment_bytes
 
 FP32 = 4
 
@@ -107,6 +109,10 @@ class Sizes:
     """Of an element of the root's gradient as it comes out of a backward."""
     answers: bool = True
     """Whether the leader keeps groups of answers."""
+    moments: int = 0
+    """Bytes of the optimizer's state; 0: of AdamW's, in fp32."""
+    saved_moments: int = 0
+    """As they are in a checkpoint."""
 
     @classmethod
     def of(cls, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
@@ -136,6 +142,7 @@ class Sizes:
             size = getattr(text, "head_dim", None) or text.hidden_size // heads
             own["attended"] = tokens * heads * (size * width + FP32)
         units = [replace(unit_of(each), **own) for each in layers]
+        moments, saved = _moments(config.optimizer, bodies)
         root = root_of(bodies, units, kept=base)
         return cls(
             (*units, root),
@@ -145,6 +152,8 @@ class Sizes:
             largest_two(policy),
             _largest_merged(policy) if config.deterministic else 0,
             tokens * widest_adapted(policy) if config.deterministic else 0,
+            moments=moments,
+            saved_moments=saved,
         )
 
     @property
@@ -156,6 +165,19 @@ class Sizes:
     def frozen(self) -> int:
         """Weights that do not."""
         return sum(unit.frozen for unit in self.units)
+
+
+def _moments(optimizer: OptimizerSection, bodies: list[nn.Module]) -> tuple[int, int]:
+    """Bytes of the state of what learns, of all ranks together, in memory and in a checkpoint."""
+    hidden = hidden_matrices(bodies[0])
+    learned = [
+        (each, body is bodies[0] and name in hidden)
+        for body in bodies
+        for name, each in body.named_parameters()
+        if each.requires_grad
+    ]
+    found = [moment_bytes(optimizer, each, is_hidden_matrix=matrix) for each, matrix in learned]
+    return sum(own for own, _ in found), sum(saved for _, saved in found)
 
 
 def root_of(bodies: Iterable[nn.Module], units: Iterable[Unit], kept: int) -> Unit:
