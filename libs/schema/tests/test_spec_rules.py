@@ -96,7 +96,7 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
         ({"placement.mode": "colocated"}, "placement.mode", "did you mean collocated?"),
         ({"steps": 0}, "steps", "must be at least 1, got 0; the nearest valid value is 1"),
         ({"trainer.lora": {"rank": 0}}, "trainer.lora.rank", "the nearest valid value is 1"),
-        ({"trainer.lora": {"r": 8}}, "trainer.lora.r", "keys here: alpha, rank, targets"),
+        ({"trainer.lora": {"r": 8}}, "trainer.lora.r", "keys here: alpha, quantization, rank, targets"),
         ({"trainer.lora": {"alpha": 0}}, "trainer.lora.alpha", "must be above 0"),
         (
             {"trainer.lora": {"targets": "q_proj"}},

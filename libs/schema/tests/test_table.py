@@ -93,6 +93,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "`trainer.ranks` or `max_ranks` above 1": {"trainer.ranks": 2},
     "`trainer.min_ranks` or `max_ranks` other than `ranks`": {"trainer.max_ranks": 2},
     "GPUs": {"@gpus": True},
+    "`trainer.lora.quantization`": {"trainer.lora": {"quantization": "nf4"}},
     f"`{BACKEND}.shard_ranks` below `trainer.ranks`": {f"{BACKEND}.shard_ranks": 2, "trainer.ranks": 4},
     "`algorithm.options` of a critic that is a head": {},
     "`algorithm.options` of one optimizer step a commit": {},

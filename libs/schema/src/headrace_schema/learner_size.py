@@ -66,6 +66,9 @@ class Learner:
     """Bytes that a layer keeps of a token for its backward."""
     element: int
     """Bytes of a weight in model.dtype."""
+    coded: int
+    """Of the frozen weights, those that have codes in their place on each rank."""
+    coded_bytes: float
     away: bool
     """Inputs of layers that are computed again lie in host memory."""
     moments: float
@@ -78,6 +81,8 @@ class Learner:
         copies = 2 if options.get("critic") == "model" else 1
         learned = size.parameters if lora is None else lora.rank * size.adapter_sides
         asks = spec.trainer.reference is not None or bool(options.get("kl_loss_coef"))
+        form = None if lora is None else lora.quantization
+        coded = 0 if form is None else size.linear_parameters - size.expert_parameters
         # Embeddings and heads step as with AdamW, and so does a critic.
         each = {"adamw": MOMENTS, "adamw_8bit": CODED, "muon": MOMENTS}[spec.optimizer.name]
         spared = (MOMENTS - FP32) * size.linear_parameters if spec.optimizer.name == "muon" else 0
@@ -92,6 +97,8 @@ class Learner:
             size.linear_parameters // size.layers,
             size.kept_bytes * element / 2,
             element,
+            coded,
+            coded * {"nf4": 0.5625, "int8": 1.0625, "fp8": 1.0625, None: 0}[form],
             bool(spec.trainer.backend_options.get("offload_activations")),
             each * learned * copies - spared,
         )
@@ -105,13 +112,15 @@ class Learner:
     def fixed(self, rung: Rung, ranks: int) -> tuple[float, float]:
         """Without a token's bytes, of the two moments that are largest: a layer's backward, and the end of it."""
         copy, adapts = rung.shard_ranks, self.frozen > 0
-        gathers = self.element * (self.head + 2 * self.layer if rung.divided else self.learned + self.frozen)
+        frozen, weights = self.frozen - self.coded, 0 if self.coded else self.layer
+        gathers = self.element * (self.head + 2 * weights if rung.divided else self.learned + frozen)
         state = -FP32 if rung.offload == "parameters" else FP32
         stays = (
             (state + (0 if rung.whole_gradients else FP32)) * self.learned / copy
             + (self.moments / copy if rung.offload == "none" else 0)
             + (FP32 * self.learned if rung.whole_gradients else 0)
-            + self.element * self.frozen / (1 if ranks == 1 else copy) * (rung.offload != "parameters")
+            + self.coded_bytes
+            + self.element * frozen / (1 if ranks == 1 else copy) * (rung.offload != "parameters")
             + self.element * self.reference / copy
         )
         if ranks > copy and not rung.whole_gradients:

@@ -289,6 +289,11 @@ UNSHOWN_ROBOT = also(UNSHOWN, ROBOT)
 # Adapters
 NOT_MERGED = unlike("weights.lora", "merged", undo="set weights.lora: merged")
 LORA = also(key("trainer.lora", "remove trainer.lora"), NOT_ROBOT, said="`trainer.lora`")
+QUANTIZED_BASE = when(
+    "`trainer.lora.quantization`",
+    "trainer.lora.quantization",
+    lambda spec: spec.trainer.lora is not None and spec.trainer.lora.quantization,
+)
 NO_LORA = missing("trainer.lora", "give trainer.lora")
 ROBOT_LORA = also(key("trainer.lora", ""), ROBOT)
 OTHER_BASES = when(

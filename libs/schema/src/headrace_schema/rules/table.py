@@ -308,6 +308,12 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.ENABLE_LORA: "log-probs with adapters beside their base are not the trainer's to the bit, as those of "
         "merged ones",
     },
+    f.QUANTIZED_BASE: {
+        f.DETERMINISTIC: "layers compute with decoded weights beside their adapters, and engines with merged ones",
+        f.OFFLOADS_ALL: "the codes lie where they are computed with, whole on each rank",
+        f.COMPILED: "codes are decoded outside of what is compiled",
+        f.ROBOT: "a robot policy's adapters have frozen weights as they are",
+    },
     f.CHOSEN: {f.NAMED: "with placement.mode: auto the run chooses its devices"},
     f.AUTO: {f.SHARE: "a run that measures placements needs its devices to itself"},
     f.MEASURED: {f.TRAINER_HELPERS: "steps in which devices move say nothing of another placement"},

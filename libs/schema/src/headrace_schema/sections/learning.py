@@ -108,6 +108,12 @@ class LoraSection(Section):
         description="layers that get an adapter: all-linear (linear ones but the head), or a list of names: [q_proj, "
         "experts]",
     )
+    quantization: Literal["nf4", "int8", "fp8"] | None = Field(
+        default=None,
+        description="frozen weights of linear layers with an adapter as codes with a scale for each 64, whole on each "
+        "rank: nf4 (QLoRA) in half a byte, int8 and fp8 in one. They are decoded for each product, and the run's "
+        "model is the decoded one; default: as they are",
+    )
 
 
 class TrainerSection(Section):

@@ -246,7 +246,8 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
         parameters, buffers = self._sharded.parameters, self._sharded.buffers
         layout = []
         for name in self._sharded.weight_names:
-            dtype = self._dtype if name in parameters else buffers[name].dtype
+            own = name in parameters or name in self._sharded.quantized
+            dtype = self._dtype if own else buffers[name].dtype
             layout.append((name, str(dtype).removeprefix("torch."), self._sharded.shape(name)))
         return layout
 

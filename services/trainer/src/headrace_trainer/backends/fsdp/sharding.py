@@ -12,8 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from headrace_modelkit.critic import Critic
-from headrace_modelkit.lora import A, B, adapted_layers, adapter_of, is_adapter, merged_weight
-from headrace_modelkit.tensor_files import Box, slices
+from headrace_modelkit.lora import (
+    A,
+    B,
+    adapted_layers,
+    adapter_of,
+    is_adapter,
+    merged_weight,
+    quantized_weights,
+)
+from headrace_modelkit.tensor_files import Box, slices, whole
 from headrace_modelkit.weights import state_tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -117,6 +125,8 @@ class ShardedModel:
 
     def box(self, name: str) -> Box:
         """Which part of a whole parameter or buffer is here."""
+        if name in self.quantized:
+            return whole(self.quantized[name].shape)
         found = box_of(self.buffers[name] if name in self.buffers else self.parameters[name])
         if self._experts is None or name not in self._divided:
             return found
@@ -132,7 +142,7 @@ class ShardedModel:
                 name,
                 self.box(name),
                 types[name] if types else tensors[name].dtype,
-                local(tensors[name]).copy_,
+                self.quantized[name].take if name in self.quantized else local(tensors[name]).copy_,
             )
             for name in names
         ]
@@ -152,7 +162,8 @@ class ShardedModel:
     def size_bytes(self) -> int:
         """Bytes of this rank's part of all weights and buffers."""
         shards = (parameter.to_local() for parameter in self.parameters.values())
-        return sum(tensor.nbytes for tensor in (*shards, *self.buffers.values()))
+        coded = (own for each in self.quantized.values() for own in each.buffers())
+        return sum(tensor.nbytes for tensor in (*shards, *self.buffers.values(), *coded))
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's shards of the reduced gradient; zeros where nothing was accumulated."""
@@ -251,6 +262,8 @@ class ShardedModel:
         self.learned = {name: value for name, value in self.parameters.items() if value.requires_grad}
         self.buffers = {name: value for name, value in both.items() if not isinstance(value, DTensor)}
         """Buffers, and frozen weights that are not sharded."""
+        self.quantized = quantized_weights(self.model)
+        """Of the buffers those that have codes in their place."""
         self._scales = {name: layer.scale for name, layer in adapted_layers(self.model)}
 
     def gather(self, name: str, shard: Tensor | None = None) -> Tensor:
@@ -372,6 +385,8 @@ class ShardedModel:
 
     def _whole(self, name: str, shard: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
         """As `gather`, where it is computed with; of a parameter's shards, cast to `dtype` before they travel."""
+        if name in self.quantized:
+            return self.quantized[name].whole()
         if name in self.buffers:
             return self.buffers[name].detach()
         parameter = self.parameters[name]
@@ -385,6 +400,8 @@ class ShardedModel:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a whole parameter or buffer."""
+        if name in self.quantized:
+            return self.quantized[name].shape
         if name in self.buffers:
             return tuple(self.buffers[name].shape)
         parameter = self.parameters[name]

@@ -43,16 +43,21 @@ def decode(codes: Tensor, scales: Tensor, *, squared: bool) -> Tensor:
     return found.square() if squared else found
 
 
-@cache
 def _table(squared: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """256 values in order, dense around 0 (dynamic exponents), with 1 and, of signed ones, -1; and their middles."""
+    table = torch.tensor(_values(squared), dtype=torch.float32, device=device)
+    return table, (table[:-1] + table[1:]) / 2
+
+
+@cache
+def _values(squared: bool) -> list[float]:
     found = [0.0, 1.0]
     for exponent in range(_EXPONENTS):
-        edges = torch.linspace(0.1, 1, 2 ** (exponent + squared) + 1, dtype=torch.float64, device="cpu")
-        means = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent + 1 - _EXPONENTS)).tolist()
-        found += means if squared else [sign * mean for mean in means for sign in (1, -1)]
+        count = 2 ** (exponent + squared)
+        means = [0.1 + 0.9 * (place + 0.5) / count for place in range(count)]
+        own = [mean * 10.0 ** (exponent + 1 - _EXPONENTS) for mean in means]
+        found += own if squared else [sign * mean for mean in own for sign in (1, -1)]
     found.sort()
     if not squared:
         found[0] = -1.0
-    table = torch.tensor(found, dtype=torch.float32, device="cpu")
-    return table.to(device), ((table[:-1] + table[1:]) / 2).to(device)
+    return found

@@ -61,6 +61,9 @@ def candidates(
     for layout in _ladder(ranks, ranks_per_host if copies else ranks):
         if layout.offload != "none" and not on_gpu:
             continue
+        lora = config.trainer.lora
+        if lora is not None and lora.quantization and layout.offload == "parameters":
+            continue
         layout = _fixed(layout, config, options)
         if layout not in found:
             found.append(layout)

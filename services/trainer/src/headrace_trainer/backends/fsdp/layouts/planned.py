@@ -158,6 +158,8 @@ def plan_memory(
     adapters = config.trainer.lora is not None
     frozen_whole = ranks == 1 and layout.offload != "parameters"
     shard = -(-sizes.learned // layout.shard_ranks)
+    coded = sum(unit.coded for unit in sizes.units)
+    frozen = sizes.frozen - coded
     moments, saved_moments = (
         -(-size // layout.shard_ranks) if size else shard * MOMENTS_BYTES
         for size in (sizes.moments, sizes.saved_moments)
@@ -165,7 +167,9 @@ def plan_memory(
 
     def gathered(unit: Unit) -> int:
         """Bytes of a unit as it is computed with."""
-        return unit.learned * (FP32 if adapters else width) + (0 if frozen_whole else unit.frozen * width)
+        return unit.learned * (FP32 if adapters else width) + (
+            0 if frozen_whole else (unit.frozen - unit.coded) * width
+        )
 
     # Of experts that are divided over ranks, each gathers and reduces its own.
     *layers, root = [unit.of_rank(expert_parallel) for unit in sizes.units]
@@ -175,9 +179,7 @@ def plan_memory(
         "masters": shard * FP32,
         "moments": moments,
         "gradients": (sizes.learned if layout.shard == "state" else shard) * FP32,
-        "frozen weights": sizes.frozen * width
-        if frozen_whole
-        else -(-sizes.frozen // layout.shard_ranks) * width,
+        "frozen weights": -(-frozen // (1 if frozen_whole else layout.shard_ranks)) * width,
         **_work(
             sizes,
             layout,
@@ -189,6 +191,9 @@ def plan_memory(
         ),
         "reference": _reference_bytes(config, algorithm, sizes, layout),
     }
+    if coded:
+        device["quantized weights"] = sizes.coded_bytes
+        device["decoded weight"] = sizes.decoded * width
     if sizes.merged:
         device["merged experts"] = sizes.merged * width // expert_parallel
     published = (sizes.learned + sizes.frozen) * width
@@ -201,7 +206,7 @@ def plan_memory(
         "kept groups": kept_bytes(config, algorithm) if sizes.answers else 0,
     }
     if config.checkpoint.enabled:
-        host[COPY] = shard * FP32 + saved_moments + device["frozen weights"]
+        host[COPY] = shard * FP32 + saved_moments + device["frozen weights"] + coded * width
     if layout.activations_away:
         host[INPUTS] = sum(unit.inputs for unit in layers)
     if not on_gpu:

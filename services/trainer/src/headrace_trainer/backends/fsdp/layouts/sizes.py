@@ -27,6 +27,7 @@ from headrace_modelkit.lora import (
     targets_problem,
 )
 from headrace_modelkit.probing import BROKEN, breaks, in_words
+from headrace_modelkit.quantized import quantized_bytes
 from headrace_modelkit.vision import freeze_vision
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.rules.learning import model_ranks
@@ -66,6 +67,8 @@ class Unit:
     """Bytes of what recomputation keeps of that."""
     calls: int = 1
     """How often a micro-batch goes through."""
+    coded: int = 0
+    """How many of those that are frozen have codes in their place."""
 
     @property
     def again(self) -> int:
@@ -113,6 +116,10 @@ class Sizes:
     """Bytes of the optimizer's state; 0: of AdamW's, in fp32."""
     saved_moments: int = 0
     """As they are in a checkpoint."""
+    coded_bytes: int = 0
+    """Of codes and scales, on each rank, in place of the frozen weights that `Unit.coded` counts."""
+    decoded: int = 0
+    """Elements of the largest of these weights, which is decoded for a product."""
 
     @classmethod
     def of(cls, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
@@ -142,6 +149,10 @@ class Sizes:
             size = getattr(text, "head_dim", None) or text.hidden_size // heads
             own["attended"] = tokens * heads * (size * width + FP32)
         units = [replace(unit_of(each), **own) for each in layers]
+        form = config.trainer.lora.quantization if config.trainer.lora is not None else None
+        if form:
+            units = [replace(unit, coded=sum(_coded(each))) for unit, each in zip(units, layers, strict=True)]
+        coded = _coded(policy) if form else []
         moments, saved = _moments(config.optimizer, bodies)
         root = root_of(bodies, units, kept=base)
         return cls(
@@ -153,6 +164,8 @@ class Sizes:
             _largest_merged(policy) if config.deterministic else 0,
             tokens * widest_adapted(policy) if config.deterministic else 0,
             moments=moments,
+            coded_bytes=sum(quantized_bytes(each, form) for each in coded) if form else 0,
+            decoded=max(coded, default=0),
             saved_moments=saved,
         )
 
@@ -165,6 +178,11 @@ class Sizes:
     def frozen(self) -> int:
         """Weights that do not."""
         return sum(unit.frozen for unit in self.units)
+
+
+def _coded(module: nn.Module) -> list[int]:
+    """Elements of each weight that has codes in its place."""
+    return [each.weight.numel() for _, each in adapted_layers(module) if isinstance(each, nn.Linear)]
 
 
 def _moments(optimizer: OptimizerSection, bodies: list[nn.Module]) -> tuple[int, int]:
