@@ -29,7 +29,7 @@ def test_a_step_s_answers_have_the_limit_of_its_stage(ahead, monkeypatch):
         sampling={"max_new_tokens": 40, "stages": STAGES},
         algorithm={"max_staleness": ahead, "prompts_per_step": 2, "options": {}},
         placement={"mode": "disaggregated", "flow": None, "share": False},
-        rollout={"instances": 1, "helpers": 0},
+        rollout={"instances": 1, "helpers": 0, "install": "in_flight" if ahead else None},
         data={"curriculum": None, "heldout": 0},
     )
     assert set(ends(scene).values()) == {"SUCCEEDED"}
