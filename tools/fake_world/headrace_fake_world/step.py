@@ -50,8 +50,8 @@ computes is not all there."""
 class Case:
     """One rank of `ranks` that trains `model` with micro-batches of `tokens`, in rows of `row_tokens`.
 
-    `trainer`, `algorithm` and `optimizer` go into the run's configuration as they would stand in a run spec. `layers`:
-    of a model that is cut to so many. `saves_in_place`: where a layout is given.
+    `trainer`, `algorithm` and `optimizer` go into the configuration as they would stand in a run spec. `layers`: of a
+    model that is cut to so many. `saves_in_place`: where a layout is given.
     """
 
     model: str

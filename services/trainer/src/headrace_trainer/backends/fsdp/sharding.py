@@ -358,7 +358,7 @@ class ShardedModel:
                 parts = None
                 if owner == own:
                     padded = nn.functional.pad(made, (0, 0, 0, ranks * rows - len(made)))
-                    parts = [part.view(torch.uint8) for part in padded.contiguous().split(rows)]
+                    parts = [part.view(torch.uint8) for part in torch.split(padded.contiguous(), rows)]
                 dist.scatter(received.view(torch.uint8), parts, group=group, group_src=owner)
                 yield name, received[: len(shard)]
 
