@@ -90,7 +90,10 @@ class Warnings:
         return f"the learning rate is 0 in the last {STEPS} steps: optimizer.schedule has ended, or warms up for longer"
 
     def _all_cut(self, steps: Sequence[StepView]) -> str:
-        longest, lengths = self._spec.sampling.max_new_tokens, _all(steps, "answer_length_mean")
+        longest, lengths = (
+            self._spec.sampling.longest_at(steps[-1].step - 1),
+            _all(steps, "answer_length_mean"),
+        )
         # Answers of a few tokens may well be all of one length; no limit cuts the data's.
         short = longest < 16 or not self._spec.has_scorers
         if short or self._spec.environment is not None or not lengths or min(lengths) < CUT_SHARE * longest:

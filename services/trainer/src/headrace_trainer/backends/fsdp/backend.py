@@ -172,7 +172,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
         self._experts = self._expert_mesh()
         self._images = load_images(self._config.model)
         policy = Policy(model, critic, self._routing)
-        policy.context = self._context
+        policy.context, policy.offloads_activations = self._context, self._options.offload_activations
         self._model = ShardedModel(
             policy,
             [layer for body in bodies for layer in layers_of(body)],

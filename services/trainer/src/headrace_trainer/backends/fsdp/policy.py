@@ -6,6 +6,7 @@ Shapes as in `packing`; D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.layers import kept_on_host
 from headrace_trainer.backends.fsdp.sharding import Root
 from headrace_trainer.backends.shared.losses import Forward
 from headrace_trainer.learning.packing import MicroBatch
@@ -43,6 +45,8 @@ class Policy(Root):
         """Whether gradients go into its vision tower."""
         self.context: ContextGroup | None = None
         """The ranks that divide the micro-batches it gets; set by who divides them."""
+        self.offloads_activations = False
+        """Whether inputs of layers wait for the backward pass on the host; set by who computes them again."""
 
     def forward(
         self, batch: MicroBatch | None, anchor: Tensor, temperature: float = 1.0, *, values: bool = False
@@ -114,12 +118,14 @@ class Policy(Root):
         if batch.pictures is not None:
             inputs = language_inputs(body, batch.tokens_RL, batch.pictures, trained=self.sees)
             body = body.language_model
-        hidden_RLD: Tensor = body(
-            **inputs,
-            attention_mask=batch.mask_R1LL,
-            use_cache=False,
-            **options,
-        ).last_hidden_state
+        away = kept_on_host(batch.tokens_RL.device) if self.offloads_activations else nullcontext()
+        with away:
+            hidden_RLD: Tensor = body(
+                **inputs,
+                attention_mask=batch.mask_R1LL,
+                use_cache=False,
+                **options,
+            ).last_hidden_state
         return hidden_RLD.flatten(0, 1)[batch.sources_U]
 
     def _gather_in_fp32(self) -> None:
