@@ -126,7 +126,7 @@ def test_trajectories_fit_80_columns_and_episodes_are_told_in_words():
     assert "12 actions" in lines[2] and "episode succeeded after 31 steps, return 7.25" in lines[3]
     assert "episode lost: the simulator ended" in lines[5]
     wide = " ".join(drawn(trajectories_list(found, 160), 160))
-    assert "prompt ends" in wide and "episode succeeded" in wide
+    assert "prompt " in wide and "episode succeeded" in wide
 
 
 def test_a_conversation_fits_80_columns_and_what_tools_say_steers_no_terminal():
@@ -152,10 +152,21 @@ def test_a_conversation_fits_80_columns_and_what_tools_say_steers_no_terminal():
         "tool",
         "assistant",
     ]
+    whole = drawn(trajectories_list([talk], 80, whole=True), 80)
+    assert "\x1b" not in "".join(whole) and sum(line.count("x") for line in whole) >= 900, "uncut"
     assert drawn(trajectories_list([talk], 160), 160)[0] == lines[0], "a table has no room for what was said"
     (hidden,) = [line for line in drawn(trajectories_list([trajectory(messages=given[-1:], masked=True)], 80), 80)
                  if "4 tokens" in line]  # fmt: skip
     assert "no loss" in hidden
+
+
+def test_the_whole_of_a_trajectory_has_what_the_model_read_uncut():
+    rendered = "<|system|>Be brief.\n<|user|>" + "1+" * 300 + "1?<|assistant|>"
+    found = trajectory(prompt="1+" * 300 + "1?", completion="301", read=[[rendered]])
+    text = "".join(drawn(trajectories_list([found], 80, whole=True), 80))
+    assert "<|system|>Be brief." in text and text.count("1+") == 300 and "-- answer301" in text
+    short = "\n".join(drawn(trajectories_list([found], 80), 80))
+    assert "1+1+" in short and "…" in short and "1? → 301" in short, "cut in its middle"
 
 
 def test_versions_have_their_numbers_as_on_the_page_and_attempts_are_counted_from_1():

@@ -7,6 +7,12 @@ export function number(value, digits = 3) {
   return value.toLocaleString("en", { maximumFractionDigits: size >= 100 ? 0 : digits });
 }
 
+// A text on one line, without its middle where it is longer than `most` characters.
+export function middle(text, most) {
+  const line = text.replace(/\s+/g, " ").trim();
+  return line.length <= most ? line : `${line.slice(0, most / 2).trimEnd()} … ${line.slice(-most / 2).trimStart()}`;
+}
+
 // "0.4 (0.3 to 0.5)": the mean of what is known, and its range.
 export function ranged(values) {
   const known = values.filter((value) => value !== null);

@@ -2,7 +2,7 @@
 
 import { get, pages, post, Refusal, repeat } from "../api.js";
 import { chip, empty, facts, h, keyed, table } from "../dom.js";
-import { clock, duration, episodeFacts, mean, number, plural, scorerFact, spoken } from "../format.js";
+import { clock, duration, episodeFacts, mean, middle, number, plural, scorerFact, spoken } from "../format.js";
 import { answer } from "../tokens.js";
 import { recorded } from "./episode.js";
 import { progress } from "./runs.js";
@@ -182,7 +182,7 @@ function differing(first, second) {
     ...shown.map((item) => {
       const details = h("details", { class: "trajectory changed", ontoggle: () => { if (details.open && details.children.length === 1) details.append(sides(item)); } },
         h("summary", {}, h("span", { class: `chip reward ${item.means[1] > item.means[0] ? "succeeded" : "failed"}` }, `${number(item.means[0], 2)} → ${number(item.means[1], 2)}`),
-          h("span", { class: "muted" }, `item ${item.ordinal}`), h("span", { class: "excerpt" }, item.prompt.slice(-160).trim()), h("span", { class: "muted" }, item.means[1] > item.means[0] ? "better" : "worse")));
+          h("span", { class: "muted" }, `item ${item.ordinal}`), h("span", { class: "excerpt" }, middle(item.prompt, 160)), h("span", { class: "muted" }, item.means[1] > item.means[0] ? "better" : "worse")));
       return details;
     })];
 }

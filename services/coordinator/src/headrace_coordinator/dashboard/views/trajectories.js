@@ -2,9 +2,9 @@
 
 import { get, Refusal } from "../api.js";
 import { strip } from "../charts.js";
-import { conversation } from "../conversation.js";
+import { conversation, read } from "../conversation.js";
 import { empty, facts, h } from "../dom.js";
-import { mean, number, plural, scorerFact, scorers } from "../format.js";
+import { mean, middle, number, plural, scorerFact, scorers } from "../format.js";
 import { answer } from "../tokens.js";
 import { recorded } from "./episode.js";
 import { rewards } from "./rewards.js";
@@ -100,7 +100,7 @@ export async function trajectories(root, context) {
   function line(each) {
     const details = h("details", { class: "trajectory", ontoggle: () => { if (details.open && details.children.length === 1) details.append(body(context.run.spec, each, group(each))); } },
       h("summary", {}, rewardChip(each.reward), h("span", { class: "muted" }, `step ${each.step} · prompt ${each.prompt_ordinal} · sample ${each.sample_index}`),
-        h("span", { class: "excerpt" }, each.prompt.slice(-80).trim(), h("b", {}, " → "), said(each).slice(0, 160) || "(nothing)"),
+        h("span", { class: "excerpt" }, middle(each.prompt, 80), h("b", {}, " → "), said(each).slice(0, 160) || "(nothing)"),
         h("span", { class: "muted" }, `${plural(each.tokens, unit(each))}, ${each.finish_reason}`)));
     return details;
   }
@@ -149,6 +149,7 @@ function body(spec, each, action) {
   return h("div", { class: "body" },
     h("h4", {}, robot || each.messages?.length ? "Begins with" : "Prompt"), h("pre", { class: "text" }, each.prompt),
     each.images?.length ? h("p", {}, each.images.map((source, at) => h("img", { src: source, alt: `Image ${at + 1} of the prompt` }))) : null,
+    read(each),
     robot ? [h("h4", {}, "Episode"), h("p", {}, said(each))]
       : each.messages?.length ? [h("h4", {}, "Conversation"), conversation(each)] : [h("h4", {}, "Answer"), answer(each)],
     each.log_probs?.length && !each.text_bytes?.length ? logProbs(each) : null,

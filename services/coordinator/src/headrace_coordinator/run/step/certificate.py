@@ -212,6 +212,7 @@ def settled_lines(
             messages=told(form, shown.said, trajectory.turn_rewards),
             masked=carries_no_loss(context, slot.sample, shown.finish_reason),
             figures=trajectory.figures,
+            read=shown.read,
         )
         for slot, trajectory, shown in kept
     ]

@@ -194,6 +194,7 @@ class Receiver:
             trajectory.figures = dict(message.conversation.figures)
         shown = is_shown(self._context, trajectory.slot)
         trajectory.shown = Shown.of(message) if shown else None
+        message.ClearField("branch_texts")  # Nobody reads them behind this.
         if trajectory.shown is None:
             trajectory.versions = ()
         self._attempt.trajectories.put(trajectory)
