@@ -22,6 +22,7 @@ from headrace_cli.show.runs import (
     certificates_table,
     measured,
     runs_list,
+    sentence,
     step_line,
     steps_table,
 )
@@ -100,6 +101,11 @@ def test_a_runs_id_is_in_one_piece(scripted_run, width):
     run = scripted_run()
     run.submitted_at, run.spec = time.time(), {"name": "x"}
     view = run.view() | {"id": RUN_ID, "waiting_for": ["a lease on " + "host/cpu:0, " * 20]}
+    loads = "trainer-0 loads model and optimizer, for 4 s"
+    assert (
+        sentence(Run.from_json(run.view() | {"state": "PLANNING", "waiting_for": [], "doing": [loads]}))
+        == loads
+    )
     assert any(RUN_ID in line for line in drawn(runs_list([Run.from_json(view)], width), width))
 
 
@@ -226,6 +232,11 @@ def test_lines_of_a_log_are_short_and_can_be_of_one_instance(headrace, long_run)
         ("run_state_changed", {"state": "PAUSED", "reason": "pause asked for"}, "PAUSED: pause asked for"),
         ("run_state_changed", {"state": "RUNNING", "reason": ""}, "RUNNING"),
         ("noted", {"text": "trainer-0 is slow"}, "trainer-0 is slow"),
+        (
+            "stage_ended",
+            {"what": "rollout-0 starts its engine", "seconds": 41.26},
+            "rollout-0 starts its engine: 41.3 s",
+        ),
         (
             "step_committed",
             {

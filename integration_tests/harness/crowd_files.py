@@ -106,7 +106,7 @@ def branched() -> SettledTrajectory:
     ]
     return msgspec.structs.replace(
         talked(1, 0, 0, ""), prompt="Fix the test.", tokens=10, versions=[(1, 10)], log_probs=[-0.5] * 10,
-        text_bytes=[*places("Look.", 2), *places("Done.", 2), *places("Read.", 2), *places("Done.", 2), *places("The name.", 2)],
+        text_bytes=[n for said in ("Look.", "Done.", "Read.", "Done.", "The name.") for n in places(said, 2)],
         messages=[*asked, *first, ends[0], *asked, *again, ends[1], *other], read=read,
     )  # fmt: skip
 

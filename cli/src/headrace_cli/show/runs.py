@@ -50,6 +50,7 @@ def run_table(run: Run) -> Table:
         ("place", f"{run.place} in the queue" if run.place else ""),
         ("priority", run.priority or ""),
         ("waits for", "\n".join(run.waiting_for)),
+        ("works on", "\n".join(run.doing)),
         ("warning", "\n".join(run.warnings)),
         ("step", f"{run.step} of {run.steps}"),
         ("trainer", trainer_group(run)),
@@ -101,6 +102,8 @@ def sentence(run: Run) -> str:
     """Why a run is in its state: what it waits for, or the reason."""
     if run.waiting_for and not run.ended:
         return "waits for " + "; ".join(run.waiting_for)
+    if run.doing and not run.ended:
+        return "; ".join(run.doing)
     return run.reason
 
 

@@ -108,6 +108,7 @@ const EVENTS = {
   dataset_opened: (data) => `data opened: ${data.digest.slice(0, 12)}`,
   model_exported: (data) => `model exported to ${data.path}`,
   run_recovering: (data) => `recovers: ${data.reason}`,
+  stage_ended: (data) => `${data.what}: ${duration(data.seconds)}`,
   noted: (data) => data.text,
   death_charged: (data) => data.text,
   scorer_failed: (data) => data.text,

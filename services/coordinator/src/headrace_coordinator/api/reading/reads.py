@@ -75,8 +75,11 @@ class Reads:
             else None
         )
         view = run_view(run, self._waiting_for(run), place, plan.gifts.get(run_id))
-        view = view.model_copy(update={"pipeline": pipeline(state, run_id, run.follows)})
-        texts = view.model_dump(include={"reason", "ranks_reason", "waiting_for", "warnings", "pipeline"})
+        doing = self._fleet.waits.stages(run_id)
+        view = view.model_copy(update={"pipeline": pipeline(state, run_id, run.follows), "doing": doing})
+        texts = view.model_dump(
+            include={"reason", "ranks_reason", "waiting_for", "doing", "warnings", "pipeline"}
+        )
         return self._labels.shown(view.model_copy(update=self._discreetly(texts)))
 
     def _discreetly(self, value: Any) -> Any:

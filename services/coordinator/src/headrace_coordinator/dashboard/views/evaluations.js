@@ -102,7 +102,7 @@ async function one(root, place, signal) {
       ENDED.includes(now.state) && h("button", { type: "button", onclick: again }, "Evaluate again")),
     h("div", { class: "wide" }, progress(now.answers, now.answers_total, "answer")),
     now.reason && h("p", { class: now.state === "FAILED" ? "reason bad" : "reason" }, now.reason),
-    now.waiting_for.length ? h("ul", { class: "waits", "aria-label": "It waits for" }, now.waiting_for.map((what) => h("li", {}, "waits for ", what))) : "",
+    now.waiting_for.length + now.doing.length ? h("ul", { class: "waits", "aria-label": "It waits for, or works on" }, [...now.waiting_for.map((what) => `waits for ${what}`), ...now.doing].map((what) => h("li", {}, what))) : "",
     facts([
       ["Suite", now.suite], ["Of", subject(now)], ["Items", now.items.toLocaleString("en")], ["Samples of each", `${now.samples}`],
       ["Recoveries", `${now.recoveries}`], ["Started", clock(now.started_at)],
