@@ -20,6 +20,7 @@ from headrace_cli.show.reporters import event_line, figures
 from headrace_cli.show.runs import (
     STAGES,
     certificates_table,
+    columns_table,
     measured,
     runs_list,
     sentence,
@@ -107,6 +108,17 @@ def test_a_runs_id_is_in_one_piece(scripted_run, width):
         == loads
     )
     assert any(RUN_ID in line for line in drawn(runs_list([Run.from_json(view)], width), width))
+
+
+def test_runs_are_listed_with_keys_of_their_specs_and_figures(scripted_run):
+    from headrace.client import Run
+
+    run = scripted_run()
+    run.submitted_at, run.spec = time.time(), {"name": "x", "optimizer": {"lr": 3e-5, "betas": [0.9, 0.95]}}
+    found = Run.from_json(run.view())
+    lines = drawn(columns_table([found], ["optimizer.lr", "optimizer.betas", "figures.none"]), 160)
+    (line,) = [line for line in lines if "0/" in line or "/100" in line]
+    assert "3e-05" in line and "[0.9, 0.95]" in line and line.rstrip().endswith("–")
 
 
 def trajectory(**fields):

@@ -136,8 +136,8 @@ class Crowd:
             last_step=step_view(step) if step else None, recoveries=1 if state == "FAILED" else 0,
             counts=CountsView(trained=64 * step, dropped=0, duplicates=0, max_staleness=1, frontier=64 * step),
             run_directory="", export_path="", **self.labels.get(run_id, {}),
-            spec={**spec, "steps": 120, "optimizer": {"lr": 1e-5}, "algorithm": {"name": "grpo"},
-                "reward": REWARD},
+            spec={**spec, "steps": 120, "optimizer": {"lr": 3e-5 if name == "other" else 1e-5},
+                "algorithm": {"name": "grpo"}, "reward": REWARD},
         )  # fmt: skip
 
     async def label(self, run_id: str, change: RunLabels, idempotency_key: str) -> RunView:
@@ -145,12 +145,15 @@ class Crowd:
         return self.run(run_id)
 
     async def summaries(
-        self, size: int, after: str, states: frozenset[str], search: str
+        self, size: int, after: str, states: frozenset[str], search: str, columns: Sequence[str] = ()
     ) -> tuple[list[RunSummaryView], str | None, int]:
         found = [n for n, state in self.states.items() if search in n and (not states or state in states)]
         start = found.index(after) + 1 if after else 0
         shown = [self.run(name) for name in found[start : start + size]]
-        views = [run_summary_view(run, [reward_at(3 * n) for n in range(run.step and 40)]) for run in shown]
+        views = [
+            run_summary_view(run, [reward_at(3 * n) for n in range(run.step and 40)], columns)
+            for run in shown
+        ]
         return views, shown[-1].id if start + size < len(found) else None, len(found)
 
     async def curves(self, run_id: str, points: int) -> CurvesView:

@@ -173,6 +173,9 @@ async def test_curves_and_summaries_show_the_live_lineage_thinned_out(opened):
     assert (newest.id, newest.type, newest.data["view"]["step"]) == (whole.event, "step_committed", 12)
     (shown,), more, total = await one.coordinator.reads.summaries(10, "", frozenset(), "R")
     assert (shown.step, shown.reward_mean, shown.rewards, more, total) == (12, 0.5, [0.5] * 12, None, 1)
+    asked = ["steps", "scores.heldout", "no.such"]
+    (shown,), _, _ = await one.coordinator.reads.summaries(10, "", frozenset(), "", asked)
+    assert shown.values["steps"] == shown.steps and "no.such" not in shown.values
     for states, search in (({"PAUSED"}, ""), (set(), "other")):
         assert await one.coordinator.reads.summaries(10, "", frozenset(states), search) == ([], None, 0)
     kept = await one.event_log.history.kept("r", 3)

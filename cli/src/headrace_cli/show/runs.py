@@ -293,6 +293,22 @@ def runs_list(runs: Sequence[Run], width: int) -> RenderableType:
     return _table(runs) if width >= WIDE else _lines(runs, width)
 
 
+def columns_table(runs: Sequence[Run], columns: Sequence[str]) -> RenderableType:
+    """Each run with its state, progress and its values of columns; "–" where it has none."""
+    from headrace_schema.resources.overviews import columns_of
+
+    rows = []
+    for run in runs:
+        found = columns_of(run, columns)
+        values = [found.get(name) for name in columns]
+        shown = [
+            "–" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+            for value in values
+        ]
+        rows.append((run.id, state_text(run.state), f"{run.step}/{run.steps}", *map(str, shown)))
+    return table(("run", "state", ">step", *(f">{name}" for name in columns)), rows)
+
+
 def _table(runs: Sequence[Run]) -> RenderableType:
     ranked = any(run.priority for run in runs)
     owned = len({run.owner for run in runs}) > 1

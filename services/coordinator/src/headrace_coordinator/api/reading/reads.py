@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -200,9 +200,9 @@ class Reads:
         return [self.run(name) for name in shown], shown[-1] if len(found) > size else None
 
     async def summaries(
-        self, size: int, after: str, states: frozenset[str], search: str
+        self, size: int, after: str, states: frozenset[str], search: str, columns: Sequence[str] = ()
     ) -> tuple[list[RunSummaryView], str | None, int]:
-        """(runs in short behind run `after`, newest first; where the next page begins; how many match).
+        """(runs in short with `columns` behind run `after`, newest first; where the next page begins; how many match).
 
         Those in one of the `states`, or in any when there are none, whose id or a tag of theirs contains `search`.
         ValueError when `after` does not match.
@@ -216,7 +216,7 @@ class Reads:
             if number % RUNS_A_TURN == RUNS_A_TURN - 1:
                 await asyncio.sleep(0)
             if self.knows(name):  # else deleted meanwhile, or no longer shared
-                shown.append(await self._summary(self.run(name)))
+                shown.append(await self._summary(self.run(name), columns))
         return shown, shown[-1].id if len(behind) > size else None, len(before) + len(behind)
 
     def _matches(self, name: str, states: frozenset[str], search: str) -> bool:
@@ -225,11 +225,11 @@ class Reads:
         words = [name, *self._labels.tags(name)]
         return any(search.lower() in word.lower() for word in words) and (not states or run.state in states)
 
-    async def _summary(self, run: RunView) -> RunSummaryView:
+    async def _summary(self, run: RunView, columns: Sequence[str]) -> RunSummaryView:
         spark = self._sparks.known(run)
         if spark is None:
             spark = self._sparks.keep(run, await self._event_log.history.read(run.id, read_spark))
-        return run_summary_view(run, spark)
+        return run_summary_view(run, spark, columns)
 
     def instances_wanted(self) -> dict[str, int]:
         """How many instances of each kind the runs of now could use."""

@@ -42,6 +42,11 @@ Search = Annotated[
     str, Query(max_length=100, description="only runs whose id or a tag contains this; case is ignored")
 ]
 
+Columns = Annotated[
+    list[Annotated[str, Query(max_length=200)]] | tuple[()],
+    Query(max_length=30, description="keys of the spec and figures to list beside; *: all that each run has"),
+]
+
 
 def overview_routes(coordinator: Coordinator, runs_directory: Path) -> APIRouter:
     """The routes; timelines are read from `runs_directory`/RUN."""
@@ -49,12 +54,16 @@ def overview_routes(coordinator: Coordinator, runs_directory: Path) -> APIRouter
 
     @routes.get("/run-summaries", response_model=RunSummaryListView)
     async def list_run_summaries(
-        page_size: PageSize = 50, page_token: PageToken = "", state: States = None, search: Search = ""
+        page_size: PageSize = 50,
+        page_token: PageToken = "",
+        state: States = None,
+        search: Search = "",
+        column: Columns = (),
     ) -> Response:
         """Runs in short, newest first, with a sparkline of rewards; filtered by state and part of id or tag."""
         try:
             shown, place, total = await coordinator.reads.summaries(
-                page_size, page_token, known_states(state), search
+                page_size, page_token, known_states(state), search, column
             )
         except ValueError as error:
             raise foreign_token(page_token) from error
