@@ -43,6 +43,9 @@ def test_runs_are_sorted_labelled_and_seeds_of_one_spec_are_one_line(open_page, 
         reward = page.locator(".chart", has_text="Mean reward")
         at = f"{reward_at(41):.3f}".rstrip("0")
         assert f"at step 41: seeds {at}, most {at}, least {at}" in reward.locator(".hidden").text_content()
+        page.locator(".same-item summary").click()
+        shown = page.locator(".same-item article")
+        assert ["It is 490." in each for each in shown.all_inner_texts()] == [True, False]
         page.get_by_label("Left").select_option("trainer/entropy")
         page.get_by_label("Right").select_option("trainer/answer_length_mean")
         page.locator(".chart", has_text="entropy and answer length mean").wait_for()

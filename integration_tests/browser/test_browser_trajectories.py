@@ -229,6 +229,21 @@ def test_an_episode_is_watched_step_by_step(crowd, opened):
     page.locator(".episode").wait_for(state="detached")
 
 
+def test_two_policies_are_watched_side_by_side_from_the_same_start(crowd, open_page, inaccessible):
+    page = open_page(f"{crowd.url}/#/evaluations?compare=eval-0,eval-1", bypass_csp=True)
+    page.get_by_role("button", name="Watch both").first.click()
+    said = page.locator(".pairs .episode .says")
+    said.nth(1).get_by_text("Step 0 of 5").wait_for()
+    heads = page.locator(".pairs article h3").all_inner_texts()
+    assert [head for head in heads if ":" in head] == ["eval-0: failure", "eval-1: success"]
+    page.get_by_role("button", name="Play both from the start").click()
+    assert inaccessible(page) == []
+    page.goto(f"{crowd.url}/#/evaluations/eval-0")
+    success = page.get_by_role("region", name="Videos").locator("td[data-head=Success]")
+    success.nth(1).wait_for()
+    assert success.all_inner_texts() == ["no", "yes"], "failures first"
+
+
 def test_a_training_episode_is_watched_among_the_runs_trajectories(crowd, open_page):
     page = open_page(f"{crowd.url}/#/runs/robot-1/trajectories")
     page.locator(".trajectory").first.wait_for()

@@ -95,6 +95,10 @@ async def test_what_a_crash_left_of_the_files_is_made_whole_from_the_store(opene
     await two.event_log.flush()
     assert len(await two.events()) == 1 + 1 + 1 + 45 + 2
     shown, more = await two.coordinator.past.certificates("r", 100)
+    latest, place = await two.coordinator.past.certificates("r", 2, 2**63 - 1, newest=True)
+    assert latest == shown[:-3:-1] and place is not None
+    rest, _ = await two.coordinator.past.certificates("r", 100, place, newest=True)
+    assert rest == shown[-3::-1]
     assert [view.step for view in shown] == list(range(1, 46)) and more is None
 
 

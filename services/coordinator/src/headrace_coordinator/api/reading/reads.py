@@ -200,14 +200,21 @@ class Reads:
         return [self.run(name) for name in shown], shown[-1] if len(found) > size else None
 
     async def summaries(
-        self, size: int, after: str, states: frozenset[str], search: str, columns: Sequence[str] = ()
+        self,
+        size: int,
+        after: str,
+        states: frozenset[str],
+        search: str,
+        columns: Sequence[str] = (),
+        *,
+        evaluations: bool = True,
     ) -> tuple[list[RunSummaryView], str | None, int]:
         """(runs in short with `columns` behind run `after`, newest first; where the next page begins; how many match).
 
         Those in one of the `states`, or in any when there are none, whose id or a tag of theirs contains `search`.
         ValueError when `after` does not match.
         """
-        every = self.newest_first()
+        every = [name for name in self.newest_first() if evaluations or not self._evaluates(name)]
         place = every.index(after) + 1 if after else 0
         before = [name for name in every[:place] if self._matches(name, states, search)]
         behind = [name for name in every[place:] if self._matches(name, states, search)]
@@ -218,6 +225,10 @@ class Reads:
             if self.knows(name):  # else deleted meanwhile, or no longer shared
                 shown.append(await self._summary(self.run(name), columns))
         return shown, shown[-1].id if len(behind) > size else None, len(before) + len(behind)
+
+    def _evaluates(self, name: str) -> bool:
+        state = self._event_log.state
+        return bool(state.runs[name].evaluation if name in state.runs else state.ended[name].evaluation)
 
     def _matches(self, name: str, states: frozenset[str], search: str) -> bool:
         state = self._event_log.state

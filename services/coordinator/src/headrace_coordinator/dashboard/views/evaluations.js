@@ -4,7 +4,7 @@ import { get, pages, post, Refusal, repeat } from "../api.js";
 import { chip, empty, facts, h, keyed, table } from "../dom.js";
 import { clock, duration, episodeFacts, mean, middle, number, plural, scorerFact, spoken } from "../format.js";
 import { answer } from "../tokens.js";
-import { recorded } from "./episode.js";
+import { besides, recorded } from "./episode.js";
 import { progress } from "./runs.js";
 import { trajectories } from "./trajectories.js";
 
@@ -156,6 +156,7 @@ async function compared(root, [first, second], signal) {
         h("th", { scope: "row" }, each.mode), h("td", {}, number(each.first)), h("td", {}, number(each.second)), h("td", {}, signed(each.difference)),
         h("td", {}, each.low === null ? "–" : `${signed(each.low)} to ${signed(each.high)}`), h("td", {}, `${each.wins}`), h("td", {}, `${each.losses}`), h("td", {}, `${each.ties}`), h("td", {}, number(each.p_value)))))[0],
       h("p", { class: "muted" }, `Item by item over ${plural(found.items, "item")}.`)));
+  root.append(...await besides([first, second].map(path), [first, second], signal));
   const items = h("section", {}, h("h2", {}, "Items that differ"), empty("Reading the answers of both…"));
   root.append(items);
   const answers = await Promise.all([first, second].map((id) => pages(`${run(id)}/trajectories`, "trajectories", signal, MOST_ANSWERS)));

@@ -105,7 +105,7 @@ export async function show(root, place, signal) {
     const only = conditions(where.value, HEADS.map(([, key]) => key).filter(Boolean));
     wrong.textContent = only.problem;
     const asked = [...new Set([...columns, ...only.columns])];
-    const page = await get("/v1/run-summaries", signal, { page_size: own ? MOST : SIZE, page_token: own ? "" : tokens.at(-1), state, search: text, column: asked });
+    const page = await get("/v1/run-summaries", signal, { page_size: own ? MOST : SIZE, page_token: own ? "" : tokens.at(-1), state, search: text, column: asked, evaluations: false });
     token = page.next_page_token;
     filters(page.states, state);
     several = new Set(page.summaries.map((run) => run.owner)).size > 1;

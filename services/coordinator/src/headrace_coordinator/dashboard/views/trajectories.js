@@ -11,6 +11,7 @@ import { rewards } from "./rewards.js";
 
 const SIZE = 25;
 const FINISHES = ["EOS", "STOP", "LENGTH", "TERMINATED", "TRUNCATED", "TIMED_OUT", "ERROR"];
+const OF_TEXTS = ["EOS", "STOP", "LENGTH"];
 const ORDERS = [["newest", "newest first"], ["oldest", "oldest first"], ["best", "best reward first"], ["worst", "worst reward first"]];
 
 export async function trajectories(root, context) {
@@ -23,7 +24,7 @@ export async function trajectories(root, context) {
   const step = field("step", "Step");
   const prompt = field("prompt", "Group (prompt)");
   const search = h("input", { id: "text-search", type: "search", placeholder: "Text", "aria-label": "Text in prompt, answer or reference", value: query.get("search") ?? "" });
-  const finish = choice("finish_reason", "Ended", FINISHES);
+  const finish = choice("finish_reason", "Ended", ["embodied", "episodes"].includes(context.run.spec.workflow) ? FINISHES.filter((name) => !OF_TEXTS.includes(name)) : FINISHES);
   const failed = choice("failed", "Nothing from", [...scorers(context.run.spec).keys()]);
   const order = h("select", { id: "order", onchange: () => go() }, ORDERS.map(([name, label]) => h("option", { value: name }, label)));
   order.value = query.get("order") ?? "newest";
@@ -184,5 +185,5 @@ function logProbs(each) {
     told.textContent = `${unit(each)} ${index + 1}: log-prob ${number(values[index])}, version ${versionAt(index)}`;
   });
   cells.addEventListener("pointerleave", rest);
-  return h("div", {}, h("h4", {}, `Log-prob of each ${unit(each)}, nats`), h("div", { class: "strips" }, cells), told);
+  return h("div", {}, h("h4", {}, `Log-prob of each ${unit(each)}${unit(each) === "token" ? ", nats" : ""}`), h("div", { class: "strips" }, cells), told);
 }

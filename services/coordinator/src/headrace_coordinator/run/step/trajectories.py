@@ -99,6 +99,8 @@ class Trajectory:
     """The role of each turn, in a conversation of several roles."""
     figures: dict[str, float] = field(default_factory=dict)
     """What a conversation's agent says that it was, such as turns and tokens, by name."""
+    success: bool | None = None
+    """Of an episode: whether it succeeded; None where its environment never says so."""
     stage_rewards: dict[str, float] | None = None
     """What each stage gave it, in a workflow with several reward stages."""
 
