@@ -9,6 +9,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -87,21 +88,10 @@ class NotifyTracker(Tracker):
             self._tell(f"{self._run.id} is {state} after step {self._newest}", "end", self._newest)
 
     def _tell(self, text: str, kind: str, step: int) -> None:
+        body = {"run": self._run.id, "kind": kind, "step": step, "text": text}
         for url in self._options.urls:
-            if url.startswith(WEBHOOKS):
-                self._again(
-                    lambda to=url: self._post(
-                        to, {"run": self._run.id, "kind": kind, "step": step, "text": text}
-                    )
-                )
-            else:
-                self._again(lambda to=url: _send(to, text))
-
-    def _post(self, url: str, body: Mapping[str, Any]) -> None:
-        headers = {"Content-Type": "application/json", "User-Agent": "headrace"}
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=LIMIT_S):
-            pass
+            hook = url.startswith(WEBHOOKS)
+            self._again(partial(_post, url, body) if hook else partial(_send, url, text))
 
     def _again(self, send: Callable[[], None]) -> None:
         """Tries a few times. Raises OSError, which ends the tracker: the run's events say so."""
@@ -113,6 +103,13 @@ class NotifyTracker(Tracker):
                     raise
                 self._wait(2.0**tried)
         return None
+
+
+def _post(url: str, body: Mapping[str, Any]) -> None:
+    headers = {"Content-Type": "application/json", "User-Agent": "headrace"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=LIMIT_S):
+        pass
 
 
 def _send(url: str, text: str) -> None:
