@@ -102,6 +102,10 @@ theme.addEventListener("click", () => {
 });
 dark.addEventListener("change", nameTheme);
 
+// What sticks below the bar begins at its lower edge.
+const bar = document.querySelector(".top");
+new ResizeObserver(() => document.documentElement.style.setProperty("--head", `${bar.offsetHeight}px`)).observe(bar);
+
 const link = document.getElementById("link");
 watchLink((away) => {
   link.textContent = away ? "Reconnecting…" : "";

@@ -19,13 +19,14 @@ from typing_extensions import override
 
 from headrace_rollout.engines.base import Refused, TellsLikeliest, prefills_of
 from headrace_rollout.engines.rows import KEY
-from headrace_rollout.engines.samples import Finish, TrajectoryUpdate
+from headrace_rollout.engines.samples import Finish, SlotKey, TrajectoryUpdate
 from headrace_rollout.environments.pool import Pool
 from headrace_rollout.runs.opened import TextRun
 from headrace_rollout.sessions.drivers.base import Produced
 from headrace_rollout.streams.base import Handover, SampleStream, Serving
 from headrace_rollout.wire import (
     duration_of,
+    fill_branch_texts,
     fill_chunk,
     fill_trajectory,
     partial_of,
@@ -45,6 +46,7 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         self._run: TextRun = run
         self._engine, self._codec = run.engine, run.codec
         self._told = time.perf_counter()
+        self._shown: set[SlotKey] = set()
         handover: Handover[Sequence[Produced] | ServiceError] = Handover(
             asyncio.get_running_loop(), self._inbox.put_nowait
         )
@@ -58,6 +60,12 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         if self._revoking:  # What is not begun is assigned elsewhere.
             return
         self._outstanding += sum(len(group.samples) for group in request.groups)
+        self._shown |= {
+            SlotKey(group.prompt_ordinal, sample.sample_index)
+            for group in request.groups
+            for sample in group.samples
+            if sample.shown
+        }
         with refusals():
             await self._driver.begin(assigned)
 
@@ -159,6 +167,8 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         """Fills the trajectory of a finished output where it stands."""
         raw = self._run.config.raw_texts
         fill_trajectory(trajectory, output, self._stream, self._codec, self._serving.producer, raw_texts=raw)
+        if output.key in self._shown:
+            fill_branch_texts(trajectory, self._codec)
 
 
 def _is_answer(output: Produced) -> TypeGuard[TrajectoryUpdate]:

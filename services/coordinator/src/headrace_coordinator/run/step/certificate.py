@@ -163,10 +163,18 @@ def step_view(
             **weight_figures(context.workers.rollouts),
             **timer.figures,
             **agent_figures(trained, trajectories),
+            **success_figure(trained, trajectories),
             **({GENERATE_OPEN: generate_open} if "generate" in stages else {}),
             **(online.figures() if (online := context.fleet.online.get(context.run_id)) else {}),
         },
     )
+
+
+def success_figure(slots: Iterable[Slot], trajectories: Trajectories) -> dict[str, float]:
+    """The share of trained episodes that succeeded, of those whose environment says so; none without."""
+    records = (trajectories.get(slot.key) for slot in slots)
+    said = [each.success for each in records if each is not None and each.success is not None]
+    return {"success_rate": fmean(said)} if said else {}
 
 
 def agent_figures(slots: Iterable[Slot], trajectories: Trajectories) -> dict[str, float]:
@@ -212,6 +220,7 @@ def settled_lines(
             messages=told(form, shown.said, trajectory.turn_rewards),
             masked=carries_no_loss(context, slot.sample, shown.finish_reason),
             figures=trajectory.figures,
+            read=shown.read,
         )
         for slot, trajectory, shown in kept
     ]
