@@ -125,7 +125,7 @@ gpu-check: setup ## What only a GPU can show, a JSON line an entry (LIMIT=second
 gpu-check-bundle: setup ## What gpu-check needs on a machine without a network (BUNDLE_PYTHON=3.12, THERE=its pip freeze).
 	@.venv/bin/python benchmarks/_gpu_bundle.py .cache/gpu-check-bundle $(if $(BUNDLE_PYTHON),--python $(BUNDLE_PYTHON)) $(if $(THERE),--there $(THERE))
 
-docs: setup spec-docs reference-docs ## Build the documentation site into .cache/site (tools in .envs/docs).
+docs: setup spec-docs reference-docs ## Build the documentation site into .cache/site (tools in .envs/docs); `python3 -m http.server -d .cache/site` shows it, its search too, without a network.
 	test -x .envs/docs/bin/mkdocs || "$(PYTHON)" -m venv .envs/docs
 	.envs/docs/bin/python -m pip install -q -c constraints/docs.txt mkdocs-material
 	.envs/docs/bin/mkdocs build --strict --site-dir .cache/site
