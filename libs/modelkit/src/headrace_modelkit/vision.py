@@ -151,7 +151,7 @@ class ImageReader:
 
     def starts(self, ids: Sequence[int], images: Sequence[Pixels]) -> list[int]:
         """Where the tokens of each image begin in ids of what `expand` made. Raises ValueError where they do not."""
-        found, at = [], 0
+        found, at = list[int](), 0
         for image in images:
             starts = (
                 place

@@ -21,7 +21,8 @@ from rig import ENGINES_HERE, OPTIONS, Rig
 
 pytestmark = pytest.mark.timeout(900)  # an engine of each family is started
 SHAPE = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.2}
-TRIED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "internvl", "qwen3_vl_moe")
+TRIED = ("qwen2_5_vl", "qwen3_vl")
+"""`READS` of `engines.vllm.backend`, which cannot be imported where vLLM is not."""
 PROMPTS = (
     ("<image>which?", 1),
     ("<image>which?", 1),  # the same ids, another image

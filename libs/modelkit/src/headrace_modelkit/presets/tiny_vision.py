@@ -205,9 +205,9 @@ def plain_inputs(
 
 def _save_processor(family: str, directory: Path) -> None:
     smallest = (PATCH * MERGE) ** 2
-    patches = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 1}
-    sizes = {"size": {"shortest_edge": smallest, "longest_edge": 64 * smallest}}
-    fixed = {"size": {"height": _SIDE, "width": _SIDE}}
+    patches: dict[str, Any] = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 1}
+    sizes: dict[str, Any] = {"size": {"shortest_edge": smallest, "longest_edge": 64 * smallest}}
+    fixed: dict[str, Any] = {"size": {"height": _SIDE, "width": _SIDE}}
     processor: Any
     if family == "internvl":
         processor = GotOcr2ImageProcessorPil(**fixed, max_patches=2)

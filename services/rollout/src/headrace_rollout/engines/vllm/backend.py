@@ -54,7 +54,7 @@ from headrace_rollout.engines.vllm.arguments import (
 from headrace_rollout.engines.vllm.options import VllmOptions
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
-READS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "internvl", "qwen3_vl_moe")
+READS = ("qwen2_5_vl", "qwen3_vl")
 """Families whose images it was compared on (`test_engine_images.py`)."""
 LOOK_S = 0.5
 """How often a start looks after the hosts that it waits for."""
