@@ -113,8 +113,8 @@ test-tinker: setup ## Tinker's own client and recipes against a fleet; makes .en
 recording: setup ## Draw docs/img/run.svg anew: a live run of examples/tiny.yaml in a terminal, on a fleet of its own.
 	@PYTHON=.venv/bin/python sh ci/recording.sh docs/img/run.svg
 
-soak: setup ## Two hours of runs under random kills; memory, descriptors, threads and disk must stay flat (MINUTES=120).
-	@.venv/bin/python benchmarks/soak.py --check --minutes $(or $(MINUTES),120)
+soak: setup ## Two hours of runs under random kills; memory, descriptors, threads and disk must stay flat (MINUTES=120, LOG=FILE).
+	@.venv/bin/python benchmarks/soak.py --check --minutes $(or $(MINUTES),120) $(if $(LOG),--log $(LOG))
 
 audit: setup ## bandit, zizmor, pip-audit and a list of what an installation needs (.cache/ci/sbom.cdx.json).
 	@sh ci/audit.sh all "$(PYTHON)"
