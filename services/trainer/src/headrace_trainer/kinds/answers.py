@@ -21,7 +21,7 @@ from headrace_modelkit.loading import load_architecture, load_model, reads_image
 from headrace_modelkit.lora import is_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
 from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_modelkit.vision import ImageReader, load_images
+from headrace_modelkit.vision import ImageReader, copy_processor, load_images
 from headrace_modelkit.weights import CheckpointNames, state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
@@ -201,7 +201,7 @@ class AnswersRun(PolicyKind):
                 save_adapter(directory / "adapter", lora, adapters, config.model.path)
             _keep_generation_config(config.model, directory)
             if codec.images is not None:
-                codec.images.save(directory)
+                copy_processor(self.config.model, directory)
 
         codec = load_tokenizer(config.model)
         export_model(

@@ -209,12 +209,9 @@ def pack(
     )
     laid_out = _laid_out(trees, paths, attends, shared=shared, multiple=multiple)
     shape = (laid_out.tokens_RL.shape[0], laid_out.tokens_RL.shape[1])
-    pictures = None if images is None else lay_out(own, paths, laid_out.starts, shape, images)
-    tokens_RL = laid_out.tokens_RL
-    if images is not None:  # the model knows no numbers below 0
-        tokens_RL = tokens_RL.where(tokens_RL >= 0, images.token)
+    pictures = None if images is None else lay_out(own, paths, laid_out.starts, laid_out.tokens_RL, images)
     return MicroBatch(
-        tokens_RL=tokens_RL,
+        tokens_RL=laid_out.tokens_RL,
         positions_RL=laid_out.positions_RL,
         mask_R1LL=laid_out.mask_R1LL,
         paths=laid_out.paths,

@@ -17,7 +17,6 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.pictures import decode_image
-from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.sections.policies import OWN
 from headrace_servicekit.process.spawn import descendants
 from typing_extensions import override
@@ -55,6 +54,8 @@ from headrace_rollout.engines.vllm.arguments import (
 from headrace_rollout.engines.vllm.options import VllmOptions
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
+READS = ("qwen2_5_vl", "qwen3_vl")
+"""Families whose images it was compared on (`test_engine_images.py`)."""
 LOOK_S = 0.5
 """How often a start looks after the hosts that it waits for."""
 WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache"]}
@@ -68,7 +69,7 @@ def capabilities() -> Capabilities:
         suspend_frees_memory=torch.cuda.is_available(),
         tensor_parallel=True,
         # transformers' processors need torchvision inside of vLLM.
-        images=VISION_FAMILIES if find_spec("torchvision") else (),
+        images=READS if find_spec("torchvision") else (),
         lora=True,
         likeliest=True,
         routed_experts=HAS_TRITON,  # Its second model runner alone tells them, which is written in Triton.
@@ -201,7 +202,7 @@ class VllmBackend(Backend):
         spans = [reader.span(request.token_ids, image.start, image.data) for image in request.images]
         ids = reader.collapse(request.token_ids, spans)
         if request.token_ids[: spans[-1].start].count(reader.token) != sum(
-            s.image.tokens for s in spans[:-1]
+            len(s.image.slots) for s in spans[:-1]
         ):
             raise BackendFailed("the policy has sampled the image token, which vLLM takes for the next image")
         images = [decode_image(image.data) for image in request.images]

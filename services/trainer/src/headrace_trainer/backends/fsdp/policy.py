@@ -114,18 +114,15 @@ class Policy(Root):
         context = self.context if batch.mine_U is not None else None
         told = {"paths": batch.paths, "segments": batch.segments, "context": context}
         options = {name: value for name, value in told.items() if value is not None}
-        inputs = {"input_ids": batch.tokens_RL, "position_ids": batch.positions_RL}
+        inputs = {"position_ids": batch.positions_RL, "attention_mask": batch.mask_R1LL}
         if batch.pictures is not None:
-            inputs = language_inputs(body, batch.tokens_RL, batch.pictures, trained=self.sees)
+            inputs |= language_inputs(body, batch.tokens_RL, batch.pictures, trained=self.sees)
             body = body.language_model
+        else:
+            inputs["input_ids"] = batch.tokens_RL
         away = kept_on_host(batch.tokens_RL.device) if self.offloads_activations else nullcontext()
         with away:
-            hidden_RLD: Tensor = body(
-                **inputs,
-                attention_mask=batch.mask_R1LL,
-                use_cache=False,
-                **options,
-            ).last_hidden_state
+            hidden_RLD: Tensor = body(**inputs, use_cache=False, **options).last_hidden_state
         return hidden_RLD.flatten(0, 1)[batch.sources_U]
 
     def _gather_in_fp32(self) -> None:
