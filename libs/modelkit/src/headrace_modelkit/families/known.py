@@ -126,5 +126,9 @@ KNOWN: dict[str, Known] = {
     "doge": Known("Doge", False, "a mask of its own", vllm=False, sglang=False),
 }
 """By the names of `presets.families.FAMILIES`."""
-ON_TWO_RANKS = {"gpt_oss", "nemotron_h", "deepseek_v3", "lfm2_moe"}
+ON_TWO_RANKS = {
+    *("gpt_oss", "nemotron_h", "deepseek_v3", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+    *("gemma3_text", "gemma4_text", "gemma4_text+experts", "glm4_moe", "glm_moe_dsa", "llama4_text"),
+    *("deepseek_v32", "deepseek_v4", "smollm3"),
+}
 """Those of which `test_trainer_family_ranks.py` was seen green in all its forms. Add a family when it was."""
