@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from headrace_modelkit.devices import variables_for
-from headrace_rollout.engines.base import Capabilities, EngineConfig, Likeliest, Scope, WeightEntry
+from headrace_rollout.engines.base import Capabilities, EngineConfig, Scope, WeightEntry
 from headrace_rollout.engines.hosted.backend import AdapterFile, Backend, Request, Start, Tokens, rows_of
 from headrace_rollout.engines.hosted.processes import kill
 from headrace_rollout.engines.hosted.relaying import RELAYS
@@ -134,10 +134,6 @@ class SglangBackend(Backend):
         rid = _rid(f"score-{next(self._numbers)}")
         found: list[float] = await self._call("score", rid=rid, token_ids=list(token_ids), start=start)
         return found
-
-    @override
-    async def likeliest(self, token_ids: Sequence[int], start: int, top: int) -> list[Likeliest]:
-        raise NotImplementedError("nobody calls it: the engine's capabilities lack it")
 
     @override
     async def freeze(self) -> None:
