@@ -24,9 +24,9 @@ def is_conversation(value: Any) -> bool:
 
 def until_learned(row: Row, key: str) -> Row:
     """The row without turns of `key` behind the last assistant's turn that is learned from, where one has weight 0."""
-    turns = row.get(key)
-    if not is_conversation(turns):
+    if not is_conversation(row.get(key)):
         return row
+    turns: Sequence[Row] = row[key]
     own = [(at, turn.get("weight") != 0) for at, turn in enumerate(turns) if turn.get("role") == "assistant"]
     if not own or own[-1][1]:
         return row
