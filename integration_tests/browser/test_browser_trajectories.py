@@ -111,6 +111,7 @@ def test_a_session_is_a_tree_of_its_branches_and_shows_what_the_model_read(crowd
     assert "error: no such file" in page.locator(".found").inner_text()
     page.get_by_text("As the model read it").click()
     read = page.locator(".read pre")
+    read.nth(2).wait_for()
     assert read.count() == 3 and read.nth(1).locator("mark").all_inner_texts() == [
         "Read.<|end|>",
         "Done.<|end|>",

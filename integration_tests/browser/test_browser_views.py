@@ -138,18 +138,21 @@ def test_a_checked_spec_is_previewed_from_the_times_of_a_measured_run(crowd, ope
 
 
 def test_the_proof_of_a_run_that_runs_ahead_shows_how_far_its_tokens_lag(crowd, open_page, tmp_path, opened):
-    """A page of 50 updates, at most two behind: by hand 50, 49 and 48 of them have tokens of each lag."""
+    """The newest 50 updates, 12,000 tokens each: half of them are of the base, a third and a sixth lag behind.
+
+    Of the oldest one the version before its base is on the next page: its 4,000 tokens count as its worst ones.
+    """
     with CrowdServer(Crowd([("ahead-1", "SUCCEEDED")]), tmp_path) as server:
         page = open_page(f"{server.url}/#/runs/ahead-1/proof")
         panel = page.locator("section.panel", has=page.get_by_role("heading", name="Staleness"))
         panel.wait_for()
         cells = [row.split("\t") for row in panel.locator("tbody tr").all_inner_texts()]
         assert [[cell.strip() for cell in row[:3]] for row in cells] == [
-            ["0 steps", "300,000", "50.7 %"],
-            ["1 step", "196,000", "33.1 %"],
-            ["2 steps", "96,000", "16.2 %"],
+            ["0 steps", "300,000", "50 %"],
+            ["1 step", "196,000", "32.7 %"],
+            ["2 steps", "104,000", "17.3 %"],
         ]
-        assert "0.66 in the mean" in panel.inner_text()
+        assert "0.67 in the mean" in panel.inner_text()
     page = opened(crowd, "proof")
     assert page.get_by_role("heading", name="Staleness").count() == 0
 

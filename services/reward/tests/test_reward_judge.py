@@ -253,7 +253,7 @@ def test_bad_options_name_the_key_and_no_secret(options, field, words):
 
 
 async def test_the_service_refuses_a_judge_that_is_not_there_with_key_and_fix(reward):
-    options = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "deadline_s": 0.3}
+    options = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "deadline_s": 3}
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await reward.open({"name": "judge", "options": options})
     said = message_of(raised.value)
