@@ -100,7 +100,13 @@ def test_a_checkpoint_is_exported_by_the_command(fleet, submitted, tmp_path):
     written = fleet.json("run", "export", submitted.id, "--at", "2", "--to", str(tmp_path / "out"))
     place = {"run": submitted.id, "step": 2, "directory": str(tmp_path / "out")}
     digest = submitted.policy.digest
-    assert written == {**place, "version": 3, "digest": digest, "checkpoint": "lineage-1/step-2"}
+    assert written == {
+        **place,
+        "version": 3,
+        "digest": digest,
+        "checkpoint": "lineage-1/step-2",
+        "weights": "float32",
+    }
     own = Path(fleet.json("run", "get", submitted.id)["export_path"])
     for file in own.iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
