@@ -188,7 +188,8 @@ async def test_a_summary_that_cannot_be_read_is_no_reason_to_ask_again(api, serv
     await served.event_log.commit(
         ev.RunStateChanged(at=1.0, run=run_id, state="CANCELLED", reason="r"),
     )
-    await served.coordinator.archive.once()
+    log = served.event_log
+    await log.wait_until(lambda: run_id not in log.state.runs, 20, "the run to be archived")
     (served.event_log.history.directory(run_id) / "summary.json").write_text("{")
     answer = await api.get(f"/v1/runs/{run_id}")
     assert (answer.status_code, answer.json()["reason"]) == (409, "CONFLICT")
