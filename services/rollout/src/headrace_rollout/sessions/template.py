@@ -150,8 +150,8 @@ class TurnTemplate:
         files = _files(messages)
         if not files:
             return text
-        assert self._reader
-        return self._codec.with_images(text, files)
+        reader = self._reader
+        return reader.expand(text, [reader.read(data) for data in files])
 
     def _placed(self, ids: list[int], messages: Sequence[Turn]) -> Given:
         files = _files(messages)
