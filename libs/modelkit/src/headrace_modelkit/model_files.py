@@ -110,7 +110,7 @@ def check_model(config: ModelSection) -> None:
 
 def _opened(config: ModelSection, model: PreTrainedModel, *, cached: bool) -> ModelFiles:
     with reading(config):
-        found = ModelFiles(_files(config, cached=cached), model)
+        found = ModelFiles(files_of(config, cached=cached), model)
     if found.missing:
         first, count = min(found.missing), len(found.missing)
         raise not_readable(config, f"{count} weights are missing, first {first}")
@@ -138,7 +138,7 @@ def _only_whole(config: ModelSection, model: PreTrainedModel) -> bool:
     )
 
 
-def _files(config: ModelSection, *, cached: bool) -> list[Path]:
+def files_of(config: ModelSection, *, cached: bool) -> list[Path]:
     """The safetensors files of a directory or of a model on the Hub. Raises ModelNotReadable and OSError."""
     options: dict[str, Any] = {**location(config), "_raise_exceptions_for_missing_entries": False}
     options["local_files_only"] = cached
@@ -323,7 +323,7 @@ def fingerprint(config: ModelSection) -> str:
     """
     try:
         with reading(config):
-            files = _files(config, cached=True)
+            files = files_of(config, cached=True)
             digest = xxhash.xxh3_128()
             for file in files:
                 with open_file(file):

@@ -16,6 +16,7 @@ from headrace_schema.sections.generating import ModelSection, PromptSection, Rol
 from headrace_schema.sections.learning import (
     AlgorithmSection,
     CheckpointSection,
+    DraftSection,
     OptimizerSection,
     TrainerSection,
 )
@@ -64,6 +65,8 @@ class RolloutConfig(Opening):
     """Trajectories carry their texts with special tokens: some scorer reads them."""
     adapters: dict[str, Count] = Field(default_factory=dict)
     """Rank of each policy's adapters, by its name ("" is the run's own), with rollout.enable_lora; else none."""
+    draft: DraftSection | None = None
+    """The head whose weights are among the model's."""
     seed: Seed = 0
     deterministic: bool = False
     """Log-probs have the trainer's bits."""
@@ -71,7 +74,8 @@ class RolloutConfig(Opening):
     @classmethod
     def of(cls, spec: RunSpec, **more: Any) -> Self:
         found = adapters_of(spec.model, spec.trainer, spec.policies) if spec.rollout.enable_lora else {}
-        return super().of(spec, adapters={name: lora.rank for name, lora in found.items()}, **more)
+        ranks = {name: lora.rank for name, lora in found.items()}
+        return super().of(spec, adapters=ranks, draft=spec.trainer.draft, **more)
 
 
 def policy_model(model: ModelSection, policy: PolicySection) -> ModelSection:

@@ -12,6 +12,7 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends.shared.figures import TokenFigures
+from headrace_trainer.backends.shared.losses import Forward
 from headrace_trainer.backends.shared.model import LossOf
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
@@ -89,7 +90,7 @@ class MegatronBackend(MegatronModels):
             log_probs_K, entropy_K = self._model.log_probs(hidden, batch, self._temperature)
             if batch is idle:
                 return 0.0 * log_probs_K.sum(), None
-            loss = loss_of((log_probs_K, entropy_K, None), batch)
+            loss = loss_of(Forward(log_probs_K, entropy_K, None), batch)
             finite = finite & torch.isfinite(loss) & torch.isfinite(log_probs_K).all()
             # Each context-parallel rank computes the loss of all tokens, and their gradients are added up.
             return loss / self._layout.context, None

@@ -162,11 +162,18 @@ def step_view(
             **{name: value for name, value in response.figures.items() if name not in unjudged},
             **weight_figures(context.workers.rollouts),
             **timer.figures,
+            **draft_figures(timer.figures),
             **agent_figures(trained, trajectories),
             **({GENERATE_OPEN: generate_open} if "generate" in stages else {}),
             **(online.figures() if (online := context.fleet.online.get(context.run_id)) else {}),
         },
     )
+
+
+def draft_figures(told: Mapping[str, float]) -> dict[str, float]:
+    """The share of drafted tokens that were accepted; nothing where none was drafted."""
+    drafted = told.get("drafted_tokens", 0.0)
+    return {"draft_acceptance": told["accepted_tokens"] / drafted} if drafted else {}
 
 
 def agent_figures(slots: Iterable[Slot], trajectories: Trajectories) -> dict[str, float]:

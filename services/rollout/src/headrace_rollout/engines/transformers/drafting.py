@@ -1,22 +1,38 @@
-"""Drafts of tokens to come, from what a row has said before: n-gram look-up (Saxena 2023, prompt lookup decoding).
+"""Drafts of tokens to come: from what a row has said before, by n-gram look-up (Saxena 2023, prompt lookup decoding), or
+by a head that learns beside the policy (EAGLE-3).
 
 A pass over a draft yields the tokens that it guessed right, and one more. Each token is drawn from the model's own
 distribution with its own uniform, whatever was drafted, and what stands behind a wrong guess is dropped: the tokens are
 those that come without drafts, and for a draft of certainty that is the rule of rejection of speculative sampling
-(Leviathan et al. 2023). Knows no model.
+(Leviathan et al. 2023). A head draws its drafts from its own distribution with the same uniforms: where both
+distributions are alike, both draw the same token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process
+
+if TYPE_CHECKING:
+    from headrace_rollout.engines.transformers.batch import Batch
+    from headrace_rollout.engines.transformers.policy_model import PolicyModel
 
 NGRAM = 3
 """Tokens that must have stood before in the same order for what followed to be drafted."""
 MOST_ROWS = 16
 """Rows of one pass, drafts included: beyond, a pass takes as much longer as it has more rows."""
+
+DRAFTED = 3
+"""Tokens that a head drafts where the spec does not say how many."""
+READ_AT_ONCE = 32
+"""Tokens of a row that its head has yet to read before it reads them, while nothing is drafted."""
 
 
 class History:
@@ -52,3 +68,66 @@ def accepted(
                 break
             counts[row] += 1
     return counts
+
+
+class LearnedDrafts:
+    """What the model's head drafts. Its keys and values lie in the rows' cache, as of one more layer: at a token's place
+    what the head has read of that token and of the next.
+
+    Shapes: N rows, T tokens, D hidden, F what the head reads, W both.
+    """
+
+    def __init__(self, model: PolicyModel) -> None:
+        self._model = model
+
+    def keep(self, batch: Batch, first: int, found_NTW: Tensor, counts: NDArray[np.int64]) -> None:
+        """Keeps what is to be read of the newest cached tokens of the rows from `first` on, so many of each."""
+        read_NTF = self._model.features(found_NTW)
+        for row, count in enumerate(counts.tolist()):
+            batch.read[first + row].append(read_NTF[row, :count])
+
+    def draft(self, batch: Batch, most: int) -> list[list[int]]:
+        """At most `most` tokens of each row; none of one whose newest tokens another engine has computed."""
+        counts = np.array([sum(map(len, each)) for each in batch.read])
+        width = int(counts.max())
+        if not width or (not most and width < READ_AT_ONCE):
+            return []
+        last_ND = self._read(batch, counts, width)
+        if not most:
+            return []
+        rows = RowDistributions.of([each.distribution for each in batch.trajectories], last_ND.device)
+        uniform_NK = torch.from_numpy(batch.uniforms(0, most).reshape(batch.count, most)).to(last_ND.device)
+        drawn: list[NDArray[np.int64]] = []
+        for place in range(most):
+            if place:
+                length_N = batch.length[: batch.count] + place - 1
+                last_ND = self._model.draft_pass(drawn[-1][:, None], last_ND[:, None], length_N)[:, 0]
+            scores_NV = process(self._logits(last_ND), rows)
+            tokens_N, _ = draw(scores_NV, rows, uniform_NK[:, place])
+            drawn.append(tokens_N.clamp(max=self._model.vocabulary_size - 1).cpu().numpy())
+        left = batch.limit[: batch.count] - batch.sampled[: batch.count] - 1
+        found = np.stack(drawn, 1)
+        return [
+            found[row, : max(0, int(left[row]))].tolist() if counts[row] else []
+            for row in range(batch.count)
+        ]
+
+    def _logits(self, hidden_ND: Tensor) -> Tensor:
+        assert self._model.draft is not None
+        return self._model.draft.logits(hidden_ND)
+
+    def _read(self, batch: Batch, counts: NDArray[np.int64], width: int) -> Tensor:
+        """(N, D) of the head behind each row's newest token, once it has read all."""
+        assert self._model.draft is not None
+        tokens_NT = np.zeros((batch.count, width), dtype=np.int64)
+        like = next(each[0] for each in batch.read if each)
+        read_NTF = like.new_zeros(batch.count, width, like.shape[-1])
+        for row, count in enumerate(counts.tolist()):
+            if count:
+                tokens_NT[row, :count] = batch.tail(row, count)
+                read_NTF[row, :count] = torch.cat(batch.read[row])
+            batch.read[row] = []
+        fused_NTD = self._model.draft.fc(read_NTF)
+        found_NTD = self._model.draft_pass(tokens_NT, fused_NTD, batch.length[: batch.count] - counts)
+        last = torch.from_numpy(np.maximum(counts - 1, 0)).to(found_NTD.device)
+        return found_NTD[torch.arange(batch.count, device=found_NTD.device), last]

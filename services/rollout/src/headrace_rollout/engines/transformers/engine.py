@@ -30,6 +30,7 @@ from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Strea
 from headrace_rollout.engines.trajectory import check_scored
 from headrace_rollout.engines.transformers.checking import check_model
 from headrace_rollout.engines.transformers.decoder import Decoder
+from headrace_rollout.engines.transformers.drafting import DRAFTED
 from headrace_rollout.engines.transformers.options import TransformersOptions
 from headrace_rollout.engines.transformers.passes import passes
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
@@ -67,12 +68,16 @@ class TransformersEngine(ThreadedHolder, Engine):
             images=config.codec.images,
             adapters=config.adapters,
             deterministic=config.deterministic,
+            draft=config.draft,
         )
         super().__init__(self._model, "decode")
         if config.deterministic:
             self._threads.single = True
             self._executor.submit(self._threads.lease, 1)
         self._rows = Rows(config.max_concurrency, "rollout.engine_options.kv_cache_gib")
+        drafted = options.speculative_tokens
+        if drafted is None:
+            drafted = DRAFTED if config.draft else 0
         self._decoder = Decoder(
             self._model,
             config.codec,
@@ -80,7 +85,7 @@ class TransformersEngine(ThreadedHolder, Engine):
             self.figures,
             self._threads,
             options.kv_cache_bytes,
-            options.speculative_tokens,
+            drafted,
         )
         self.max_context_tokens = self._model.context_limit
         self.vocabulary_size = self._model.vocabulary_size

@@ -41,15 +41,21 @@ def padded(contexts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def new_cache(
-    model: PreTrainedModel, config: ModelSection, architecture: PreTrainedConfig, limit: int
+    model: PreTrainedModel,
+    config: ModelSection,
+    architecture: PreTrainedConfig,
+    limit: int,
+    *,
+    drafts: bool = False,
 ) -> SlotCache:
-    """The cache for a model whose contexts have up to `limit` tokens.
+    """The cache for a model whose contexts have up to `limit` tokens; `drafts`: a head has a layer behind the others.
 
     Raises ModelNotReadable for layers that keep something else than keys, values and states, or see the last tokens
     alone in a way that cannot be followed.
     """
     layers = range(int(architecture.get_text_config().num_hidden_layers))
     reaches = [reach_of(architecture, layer, limit) for layer in layers]
+    reaches += [None] if drafts else []
     reason, by_parts = without_cache(architecture), attend_by_parts(model)
     if not reason and any(reaches) and not by_parts:
         reason = "the model has layers that see the last tokens alone, by an attention of their own"

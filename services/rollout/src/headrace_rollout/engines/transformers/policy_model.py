@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -14,11 +15,12 @@ import numpy as np
 import torch
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import plain_experts, take_routers
+from headrace_modelkit.families.drafts import Features, add_draft
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import make_invariant
 from headrace_modelkit.loading import body_of, context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
-from headrace_modelkit.products import PackedLayers, PackedWeight
+from headrace_modelkit.products import PackedLayers, PackedWeight, fixed_form
 from headrace_modelkit.vision import (
     ImageReader,
     Pictures,
@@ -30,6 +32,7 @@ from headrace_modelkit.vision import (
     rope_shift,
 )
 from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.learning import DraftSection
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,7 +41,7 @@ from headrace_rollout.engines.holding import HeldModel
 from headrace_rollout.engines.samples import Distribution, ImageAt
 from headrace_rollout.engines.trajectory import Scored
 from headrace_rollout.engines.transformers.adapters import AdapterLayers
-from headrace_rollout.engines.transformers.attention import own_attention
+from headrace_rollout.engines.transformers.attention import attend, own_attention
 from headrace_rollout.engines.transformers.cache import DecodePlan, PromptKeys, SlotCache
 from headrace_rollout.engines.transformers.kept import Extension
 from headrace_rollout.engines.transformers.passes import new_cache, padded, split
@@ -61,6 +64,7 @@ class PolicyModel(HeldModel):
         images: ImageReader | None = None,
         adapters: Collection[str] = (),
         deterministic: bool = False,
+        draft: DraftSection | None = None,
     ) -> None:
         self.architecture = architecture = load_architecture(config)
         self.path = config.path
@@ -87,7 +91,12 @@ class PolicyModel(HeldModel):
             except ValueError as error:
                 reason = f"the model at {config.path!r} has bits that hang on its batch: {error}"
                 raise ModelNotReadable(f"deterministic: {reason}; set deterministic: false") from error
-        self.cache = new_cache(self._model, config, architecture, self.context_limit)
+        self.draft = add_draft(self._model, draft, config)
+        """The head that drafts: where there is one, hidden states of cached passes have behind them what it reads."""
+        text = architecture.get_text_config()
+        self._hidden_size, self._draft_at = int(text.hidden_size), int(text.num_hidden_layers)
+        drafts = self.draft is not None
+        self.cache = new_cache(self._model, config, architecture, self.context_limit, drafts=drafts)
         self.continues = True
         """Whether a context can be computed behind what is kept of it (`check_model` finds out)."""
         self._layers = PackedLayers(body_of(self._model), fixed=deterministic)
@@ -98,7 +107,7 @@ class PolicyModel(HeldModel):
         self._memory.free()
         self._head: Head | None = None
         self.place(device)
-        self.vocabulary_size = int(architecture.get_text_config().vocab_size)
+        self.vocabulary_size = int(text.vocab_size)
 
     @property
     def adapted(self) -> bool:
@@ -126,7 +135,12 @@ class PolicyModel(HeldModel):
         """Lets the cache know what a token takes, from a pass over one; costs nothing when it is known."""
         if not self.cache.token_bytes:
             self.cache.learn()
-            self.hidden(padded([[0]], self.device), past_key_values=self.cache)
+            found = self.hidden(padded([[0]], self.device), past_key_values=self.cache)
+            if self.draft is not None:
+                if self.cache.stateful:
+                    reason = f"the model at {self.path!r} has layers with states, beside which nothing is drafted"
+                    raise Refused("INVALID", f"trainer.draft: {reason}; leave it out")
+                self._read(padded([[0]], self.device), found, self.cache)
             if not self.cache.token_bytes:
                 raise Refused(
                     "INVALID",
@@ -151,6 +165,7 @@ class PolicyModel(HeldModel):
         tokens_PT = padded(contexts, self.device)
         pictures = self._pictures(contexts, images) if any(images) else None
         hidden_PTD = self.hidden(tokens_PT, pictures, adapters, past_key_values=self.cache)
+        self._read(tokens_PT, hidden_PTD, self.cache)
         last = [row * max(lengths) + length - 1 for row, length in enumerate(lengths)]
         return hidden_PTD.flatten(0, 1).index_select(0, torch.tensor(last, device=self.device))
 
@@ -228,7 +243,9 @@ class PolicyModel(HeldModel):
         pictures = self._pictures(contexts, images, before) if any(images) else None
         if pictures is None:
             given["position_ids"] = position_NT
-        hidden_NTD = self.hidden(padded(new, self.device), pictures, adapters, **given)
+        tokens_NT = padded(new, self.device)
+        hidden_NTD = self.hidden(tokens_NT, pictures, adapters, **given)
+        self._read(tokens_NT, hidden_NTD, extension, position_NT, mask)
         last = torch.tensor([length - 1 for length in lengths], device=self.device)
         hidden_ND = hidden_NTD[torch.arange(len(new), device=self.device), last]
         return hidden_ND, extension.keys(lengths)
@@ -253,10 +270,71 @@ class PolicyModel(HeldModel):
             past_key_values=self.cache,
         )
         self._order = plan.order
+        return self._by_row(plan, hidden_NTD)
+
+    def _by_row(self, plan: DecodePlan, hidden_NTD: Tensor) -> Tensor:
         if (np.diff(plan.order) == 1).all():
             return hidden_NTD
         back = torch.from_numpy(np.argsort(plan.order)).to(self.device)
         return hidden_NTD.index_select(0, back)
+
+    def _read(
+        self,
+        tokens_NT: Tensor,
+        found_NTW: Tensor,
+        cache: SlotCache | Extension,
+        position_NT: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> None:
+        """Lets the head read contexts behind a pass over them; what it reads of their last tokens is yet to come."""
+        if self.draft is None:
+            return
+        next_NT = torch.nn.functional.pad(tokens_NT[:, 1:], (0, 1))
+        if position_NT is None:
+            position_NT = torch.arange(tokens_NT.shape[1], device=self.device)[None]
+        read_NTD = self.draft.fc(self.features(found_NTW))
+        self._drafted(next_NT, read_NTD, position_NT, cache, mask)
+
+    def draft_pass(
+        self, tokens_NT: NDArray[np.int64], hidden_NTD: Tensor, length_N: NDArray[np.int64]
+    ) -> Tensor:
+        """(N, T, D) of the head at so many places of each row from `length_N` on: its keys and values come to lie where
+        those of the tokens before `tokens_NT` do.
+        """
+        plan = self.cache.decode(length_N, self.device, self._model.dtype, tokens_NT.shape[1])
+        order = torch.from_numpy(plan.order).to(self.device)
+        tokens = torch.from_numpy(tokens_NT[plan.order]).to(self.device)
+        found = self._drafted(tokens, hidden_NTD[order], plan.position_NT, self.cache, plan.mask)
+        return self._by_row(plan, found)
+
+    @fixed_form  # whatever it drafts, no answer changes
+    def _drafted(
+        self,
+        tokens_NT: Tensor,
+        hidden_NTD: Tensor,
+        position_NT: Tensor,
+        cache: SlotCache | Extension,
+        mask: Tensor | None,
+    ) -> Tensor:
+        draft = self.draft
+        assert draft is not None
+        attention = draft.midlayer.self_attn
+
+        def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            seen = cache.update(key, value, self._draft_at)
+            return attend(attention, query, *seen, mask, scaling=attention.scaling)[0].flatten(2)
+
+        embeds = self._model.get_input_embeddings()(tokens_NT)
+        found: Tensor = draft(embeds, hidden_NTD, position_NT, attended)
+        return found
+
+    def features(self, found: Tensor) -> Tensor:
+        """(…, F) what the head reads, of what a cached pass gave."""
+        return found[..., self._hidden_size :]
+
+    def logits(self, found_NW: Tensor) -> Tensor:
+        """fp32 (N, V) of what a pass gave. Refused while nothing is installed."""
+        return self.head.logits(found_NW[:, : self._hidden_size])
 
     def _positions(self, plan: DecodePlan, shift_N: NDArray[np.int64] | None) -> Tensor:
         if shift_N is None or not shift_N.any():
@@ -281,13 +359,14 @@ class PolicyModel(HeldModel):
         if pictures is not None:
             inputs = language_inputs(body, tokens_NT, pictures)
             body = body.language_model
-        found: Tensor = body(
-            **inputs, use_cache="past_key_values" in arguments, **arguments
-        ).last_hidden_state
+        cached = "past_key_values" in arguments
+        reads = Features(body, self.draft.layers) if self.draft is not None and cached else None
+        with reads or nullcontext():
+            found: Tensor = body(**inputs, use_cache=cached, **arguments).last_hidden_state
         cache = arguments.get("past_key_values")
         if isinstance(cache, SlotCache):
             cache.end_pass()
-        return found
+        return found if reads is None else torch.cat([found, reads.taken()], -1)
 
     def plain(self, ids: Sequence[int]) -> Tensor:
         """(T, V) log-probs behind each of these tokens as the model's class gives them, head and all."""

@@ -13,10 +13,11 @@ from collections.abc import Sequence as Many
 from functools import partial
 
 import torch
+from headrace_modelkit.families.drafts import DRAFT
 from headrace_modelkit.loading import DTYPES
 from headrace_modelkit.tensor_files import Tensors, slices
 from headrace_schema.openings import TrainerConfig
-from headrace_schema.sections.learning import LoraSection
+from headrace_schema.sections.learning import DraftSection, LoraSection
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -40,7 +41,7 @@ from headrace_trainer.backends.shared.distributing import Place, Read, distribut
 from headrace_trainer.backends.shared.figures import TokenFigures
 from headrace_trainer.backends.shared.fit import ALPHA, CRITIC
 from headrace_trainer.backends.shared.model import LearnedModel
-from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
+from headrace_trainer.backends.shared.optimizer import MOMENTS, Aside, ShardedAdamW
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.memory import MemoryPlan, Rooms, check_host
@@ -177,12 +178,22 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
         self._sharded.move(move)
         self._adamw.move(move, self._sharded.shards())
 
+    @property
+    def _draft(self) -> DraftSection | None:
+        return self._config.trainer.draft
+
+    @property
+    @override
+    def _draft_names(self) -> frozenset[str]:
+        return frozenset(name for name in self._sharded.learned if name.startswith(DRAFT))
+
     def _new_optimizer(self) -> ShardedAdamW:
         return ShardedAdamW(
             self._config.optimizer,
             self._sharded.shards(),
             decays={name for name, p in self._sharded.learned.items() if p.dim() > 1},
             critic=self._critic_names,
+            aside=Aside(self._draft_names, self._draft.lr, self._draft.every) if self._draft else None,
             moments_on_host=self.layout.offload != "none",
         )
 
@@ -205,7 +216,8 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
 
     def _fill_weights(self, source: Tensors | None, types: dict[str, torch.dtype]) -> None:
         """Master weights start from the values that the engine computes with, not from finer ones: from `types`."""
-        own = self._sharded.places(self._sharded.weight_names, types)
+        names = [name for name in self._sharded.weight_names if name in types]
+        own = self._sharded.places(names, types)
         distribute(self._ranks, own, source.read if source else None)
 
     def _fill(self, names: Many[str], read: Read | None) -> None:

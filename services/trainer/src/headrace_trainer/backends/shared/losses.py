@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, TokenBatch
 from headrace_trainer.learning.packing import MicroBatch
 
-Forward = tuple[Tensor, Tensor, Tensor | None]
-"""Log-probs, entropies and values of the trained tokens."""
+
+class Forward(NamedTuple):
+    """Log-probs, entropies and values of the trained tokens."""
+
+    log_probs_K: Tensor
+    entropy_K: Tensor
+    values_K: Tensor | None
+    drafted: Tensor | None = None
+    """What `drafting.draft_loss` gives, of a model with a head that drafts."""
 
 
 def supervised(found_K: Forward, batch: MicroBatch) -> Tensor:
@@ -19,7 +28,7 @@ def supervised(found_K: Forward, batch: MicroBatch) -> Tensor:
 
 def token_batch(found_K: Forward, batch: MicroBatch) -> TokenBatch:
     """The trained tokens of a micro-batch as an algorithm's loss takes them."""
-    log_probs_K, entropy_K, values_K = found_K
+    log_probs_K, entropy_K, values_K = found_K[:3]
     own_K = log_probs_K.detach()
     old_K = batch.columns_K.get(OLD_LOG_PROBS)
     return TokenBatch(
