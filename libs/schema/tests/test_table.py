@@ -43,7 +43,7 @@ sampling: {temperature: 0.5, top_p: 0.5, top_k: 4, min_p: 0.1, repetition_penalt
 algorithm:
   {max_staleness: 1, truncated: mask, options: {routing_replay: true, drop_equal: true, critic_path: x}}
 trainer:
-  {backend: megatron, helpers: 1, reference: {path: org/other}, shared_prefix: true, lora: {},
+  {backend: megatron, helpers: 1, draft: {}, reference: {path: org/other}, shared_prefix: true, lora: {},
    warmup: {steps: 2, demonstrations: d}, backend_options: {compile: true, expert_parallel: 2, context_parallel: 2,
    virtual_stages: 2}}
 rollout:

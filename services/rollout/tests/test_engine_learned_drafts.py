@@ -4,6 +4,8 @@ learned is right more often.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from headrace_modelkit.loading import load_model
 from headrace_modelkit.weights import load_weights
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import EngineConfig, Policy
-from headrace_rollout.engines.samples import Distribution, Group, Sample
+from headrace_rollout.engines.samples import Distribution, Group, Sample, SlotKey
 from headrace_rollout.engines.transformers import drafting
 from headrace_schema.sections.learning import DraftSection
 from model_weights import weights_of_model
@@ -40,10 +42,11 @@ async def answers(model_config, codec, new_collector, in_step):
     """Tokens and log-probs of samples, and the engine; `drafted` None: of an engine that knows no head."""
     engines = []
 
-    async def answers(model, groups, distribution=Distribution(), drafted=None, rows=4, **stream):  # noqa: B008
+    async def answers(model, groups, distribution=Distribution(), drafted=None, deterministic=False, **stream):  # noqa: B008
         knows = drafted is not None
         chosen = ENGINES.choose("transformers", {"speculative_tokens": drafted} if knows else {})
-        config = EngineConfig(model_config, codec, rows, draft=HEAD if knows else None)
+        draft = HEAD if knows else None
+        config = EngineConfig(model_config, codec, 4, deterministic=deterministic, draft=draft)
         engine = chosen.build(config)
         engines.append(engine)
         weights = weights_of_model(model if knows else without_head(model))
@@ -214,3 +217,68 @@ async def test_drafted_tokens_have_the_policy_s_distribution(answers, model, cod
     found_square = float(((bins - wanted) ** 2 / wanted).sum())
     assert freedom >= 5
     assert found_square < freedom + CHI_SQUARE * (2 * freedom) ** 0.5 + 8
+
+
+def said(ended):
+    return {key: list(each.whole.token_ids) for key, each in ended.items()}
+
+
+async def test_the_next_turn_behind_what_is_kept_is_the_one_without_drafts(
+    answers, model, codec, new_collector
+):
+    sharpened(model, SURE / 3)
+    found = [
+        await answers(model, asked(codec), drafted=each, max_new_tokens=8, goes_on=True)
+        for each in (None, DRAFTED)
+    ]
+    turn = [
+        Group(
+            key.prompt_ordinal,
+            [*asked(codec)[key.prompt_ordinal].prompt_ids, *ids, 5, 6],
+            [Sample(key.sample_index, 1)],
+        )
+        for key, (ids, _) in found[0][0].items()
+    ]
+    after = []
+    for _, engine in found:
+        before, collector = engine.figures.prefill_tokens, new_collector()
+        await engine.submit(collector.stream(max_new_tokens=30, goes_on=True, seed=8), turn)
+        after.append(said(await collector.wait_ended(6)))
+        assert engine.figures.prefill_tokens - before < sum(len(group.prompt_ids) for group in turn)
+    assert after[0] == after[1]
+
+
+async def test_samples_that_move_go_on_beside_a_head(answers, model, codec, new_collector, resumed):
+    """Behind keys of another engine, the head's among them, whose newest tokens it has not read."""
+    groups = asked(codec)[:2]
+    plain, _ = await answers(model, groups, max_new_tokens=60)
+    _, first = await answers(model, asked(codec)[:1], drafted=DRAFTED, max_new_tokens=1)
+    _, second = await answers(model, asked(codec)[:1], drafted=DRAFTED, max_new_tokens=1)
+    begun, rest = new_collector(), new_collector()
+    stream = begun.stream(chunk_tokens=4, max_new_tokens=60)
+    await first.submit(stream, groups)
+    await begun.wait(lambda c: len(c.outputs) > 4)
+    stream.moving.set()
+    await first.abort(None, stream=stream)
+    await begun.wait_ended(4)
+    partials = {key: each for key, each in begun.ended().items() if each.stopped}
+    assert partials and all(each.cache for each in partials.values())
+    before = second.figures.prefill_tokens
+    for group in groups:
+        samples = [
+            each for each in group.samples if SlotKey(group.prompt_ordinal, each.sample_index) in partials
+        ]
+        if samples:
+            moved = resumed(replace(group, samples=samples), partials)
+            await second.submit(rest.stream(max_new_tokens=60), [moved])
+    finished = {**begun.ended(), **(await rest.wait_ended(len(partials)))}
+    assert second.figures.prefill_tokens == before and second.figures.moved_tokens
+    assert said(finished) == {key: tokens for key, (tokens, _) in plain.items()}
+    assert second.figures.drafted_tokens
+
+
+async def test_a_deterministic_engine_drafts_and_keeps_its_bits(answers, model, codec):
+    found = [
+        (await answers(model, asked(codec), drafted=each, deterministic=True))[0] for each in (None, DRAFTED)
+    ]
+    assert found[0] == found[1]

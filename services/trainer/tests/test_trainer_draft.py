@@ -14,8 +14,11 @@ from headrace_modelkit.families.drafts import DRAFT, add_draft, open_draft, save
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.weights import load_weights
+from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.learning import DraftSection
+from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.backends.fsdp.layouts.sizes import Sizes
 from headrace_trainer.backends.shared.drafting import DECAY
 from headrace_trainer.backends.shared.fit import check_fit
 from headrace_trainer.errors import Refusal
@@ -296,3 +299,19 @@ def test_a_tensor_that_is_missing_or_too_many_is_named(tmp_path):
     file.unlink()
     with pytest.raises(ModelNotReadable, match=r"^trainer.draft.path: .*model.safetensors"):
         plain_model_of(tmp_path / "tiny", target)
+
+
+def test_the_memory_plan_counts_a_head_and_what_it_keeps(make_config):
+    """Weights with what learning needs of them, and activations that grow with each step that it is unrolled."""
+
+    def sizes(draft):
+        trainer = {"micro_batch_tokens": 512, **({"draft": draft} if draft is not None else {})}
+        config = TrainerConfig.model_validate(make_config(trainer=trainer))
+        return Sizes.of(config, build_algorithm(config.algorithm))
+
+    without, one, three = (sizes(each) for each in (None, {"unrolled": 1}, {"unrolled": 3}))
+    with torch.device("meta"):
+        config = TrainerConfig.model_validate(make_config())
+        head = add_draft(load_model(config.model, weights=False), DraftSection(), config.model)
+    assert one.learned - without.learned == sum(own.numel() for own in head.parameters())
+    assert without.units[-1].kept < one.units[-1].kept < three.units[-1].kept

@@ -278,6 +278,7 @@ class PolicyModel(HeldModel):
         back = torch.from_numpy(np.argsort(plan.order)).to(self.device)
         return hidden_NTD.index_select(0, back)
 
+    @fixed_form  # whatever it drafts, no answer changes
     def _read(
         self,
         tokens_NT: Tensor,
@@ -307,7 +308,6 @@ class PolicyModel(HeldModel):
         found = self._drafted(tokens, hidden_NTD[order], plan.position_NT, self.cache, plan.mask)
         return self._by_row(plan, found)
 
-    @fixed_form  # whatever it drafts, no answer changes
     def _drafted(
         self,
         tokens_NT: Tensor,
