@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 from _harness import COMMAND, CpuUse, Fleet, emit, machine, say
 from headrace.client import Client
+from headrace_servicekit.rpc.addresses import outward_addresses
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "integration_tests"))
@@ -104,11 +105,15 @@ Start = Callable[[Path, Mapping[str, Any]], AbstractContextManager[Standing]]
 
 @contextmanager
 def processes() -> Iterator[Start]:
-    """`headrace up` on this host."""
+    """`headrace up` on this host, at the address of it that a cluster's nodes would use: so both sides encrypt."""
+    address = next(iter(outward_addresses()), "127.0.0.1")
 
     @contextmanager
     def start(folder: Path, spec: Mapping[str, Any]) -> Iterator[Standing]:
-        with Fleet(*SERVICES, "--devices", "cpu:0,cpu:1") as fleet, submitted(fleet, spec) as run:
+        with (
+            Fleet(*SERVICES, "--devices", "cpu:0,cpu:1", "--listen", address) as fleet,
+            submitted(fleet, spec) as run,
+        ):
             yield run
 
     yield start

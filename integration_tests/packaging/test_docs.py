@@ -95,6 +95,17 @@ def test_files_that_pages_name_are_there():
     assert not wrong, "\n".join(wrong)
 
 
+def test_links_of_the_site_s_pages_lead_to_its_pages():
+    """`make docs` is strict: a file beside the site is named in backticks."""
+    wrong = []
+    for page in sorted(ROOT.glob("docs/**/*.md")):
+        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            target = (page.parent / link).resolve()
+            if not target.is_file() or not target.is_relative_to(ROOT / "docs"):
+                wrong.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_modules_that_pages_name_by_their_path_are_there():
     """`learning/step.py` of a service's page, `coordinator/run/` of any page."""
     packages = {path.name: path for source in SOURCES for path in source.glob("headrace*") if path.is_dir()}

@@ -50,6 +50,26 @@ async def test_keys_that_would_change_answers_are_refused_by_name(desk, key):
     assert error["param"] == key and error["message"].startswith(f"{key}: ") and not speaker.asked
 
 
+FORMS = {
+    "response_format": {"response_format": {"type": "json_object"}},
+    "tool_choice": {"tool_choice": "required", "tools": TOOLS},
+    "parallel_tool_calls": {"parallel_tool_calls": False, "tools": TOOLS},
+}
+
+
+@pytest.mark.parametrize("key", FORMS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_forms_that_are_hints_force_nothing_and_are_told(desk, key, stream):
+    session, speaker = desk.open("yes", hints=True)
+    found = await desk.post(session, {**ASK, **FORMS[key], "stream": stream})
+    assert found.status_code == 200 and found.headers["x-headrace-not-forced"] == key
+    assert len(speaker.asked) == 1
+    assert "x-headrace-not-forced" not in (await desk.post(desk.open("yes", hints=True)[0], ASK)).headers
+    session, speaker = desk.open("yes")
+    error = await desk.refused(session, {**ASK, **FORMS[key]})
+    assert "agent.forms: hint" in error["message"] and not speaker.asked
+
+
 @pytest.mark.parametrize(
     ("path", "key", "more"),
     [

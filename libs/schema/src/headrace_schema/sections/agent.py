@@ -64,6 +64,12 @@ class AgentSection(Section):
         "and seed, and sampling where it does not say. Each token is learned from at the temperature that it had; an "
         "answer at temperature 0 or with top_p below 1 is context without loss. run: sampling, whatever requests say",
     )
+    forms: Literal["refuse", "hint"] = Field(
+        default="refuse",
+        description="what becomes of a request that asks for a form into which no answer is forced (response_format, "
+        "a forced tool_choice, parallel_tool_calls: false). hint: it is answered as if it did not ask, and the "
+        "response's header x-headrace-not-forced names the keys",
+    )
     tool_calls: Literal["hermes", "json", "llama3", "mistral", "qwen3_coder", "glm"] = Field(
         default="hermes",
         description="form in which the model calls the tools that the agent names: hermes (Hermes, Qwen 2.5, Qwen 3), "

@@ -25,6 +25,8 @@ class Terms:
     """Requests of a session; 0: no limit."""
     asked: bool = True
     """Requests say how their tokens are drawn; else the stream does, whatever they say."""
+    hints: bool = False
+    """What asks for a form into which nothing forces an answer is a hint; else such a request is refused."""
     rewards: bool = False
     """A session has to come to a reward."""
 

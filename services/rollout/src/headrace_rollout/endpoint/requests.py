@@ -225,6 +225,22 @@ class ChatRequest(BaseModel):
         given = [each for each in (self.max_tokens, self.max_completion_tokens) if each is not None]
         return min(given, default=None)
 
+    @property
+    def unforced(self) -> dict[str, str]:
+        """Keys that ask for a form into which nothing forces an answer, and what to do instead."""
+        wanted = {
+            "response_format": self.response_format is not None
+            and self.response_format.type != "text"
+            and "answers are not forced into a form; leave it out, and let the reward ask for it",
+            "tool_choice": self.tool_choice not in (None, "auto", "none")
+            and "a call is not forced; give auto or none",
+            "parallel_tool_calls": self.parallel_tool_calls is False
+            and bool(self.tools)
+            and self.tool_choice != "none"
+            and "a turn of the policy may have several calls, and none is left out; leave it out, and answer each",
+        }
+        return {key: reason for key, reason in wanted.items() if reason}
+
     def drawn_from(self, otherwise: Distribution) -> Distribution | None:
         """What its tokens are to be drawn from; None where it is `otherwise`. Raises Refusal for what there is not."""
         for key, neutral in _NEUTRAL.items():
@@ -265,16 +281,7 @@ def read_request(body: bytes) -> ChatRequest:
             _check_images(message, f"messages.{index}.content")
     wrong = {
         "logit_bias": bool(request.logit_bias) and "answers are drawn from the policy as it is; leave it out",
-        "response_format": request.response_format is not None
-        and request.response_format.type != "text"
-        and "answers are not forced into a form; leave it out, and let the reward ask for it",
-        "tool_choice": request.tool_choice not in (None, "auto", "none")
-        and "a call is not forced; give auto or none",
         "functions": bool(request.functions) and "give tools",
-        "parallel_tool_calls": request.parallel_tool_calls is False
-        and bool(request.tools)
-        and request.tool_choice != "none"
-        and "a turn of the policy may have several calls, and none is left out; leave it out, and answer each",
         "top_logprobs": bool(request.top_logprobs)
         and "only the log-prob of what was sampled is kept; give 0",
         "stop": any(not text for text in request.stop or ()) and "a stop text is empty; leave it out",

@@ -25,6 +25,7 @@ from headrace_servicekit.http_server import (
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
+from headrace_rollout.endpoint.answers import Terms
 from headrace_rollout.endpoint.completions import CHATS, TEXTS, Form
 from headrace_rollout.endpoint.requests import ChatRequest, Refusal
 from headrace_rollout.endpoint.responses import RESPONSES
@@ -32,6 +33,7 @@ from headrace_rollout.endpoint.server import KEY, NO_KEY, SESSION, Endpoint
 from headrace_rollout.endpoint.session import AgentSession
 from headrace_rollout.endpoint.streaming import MARKS, Piece, Pieces, pieces_of
 
+NOT_FORCED = "x-headrace-not-forced"
 _COMPLETION = re.compile(r"(?:chatcmpl-|cmpl-|resp_)([0-9a-f]{16})[-_](\d{1,9})")
 
 
@@ -180,17 +182,28 @@ class Routes:
 async def _answered(request: Request, session: AgentSession, body: bytes, form: Form) -> Response:
     """The answer, whole or as server-sent events. What is refused before the first one is a plain refusal."""
     asked = form.read(session, body)
+    headers = _unforced(asked, session.terms)
     # `openai` counts how often it repeats a request, others give each a key.
     again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
     answer = partial(session.answer, asked, again=again, key=request.headers.get(KEY, ""))
     if not asked.stream:
-        return JSONResponse(form.whole(session, asked, await answer()))
+        return JSONResponse(form.whole(session, asked, await answer()), headers=headers)
     marks = MARKS[session.terms.tool_calls] if asked.tools and asked.tool_choice != "none" else ()
     codec, log_probs = session.player.codec, bool(asked.logprobs)
     texts = [Pieces(codec, marks, log_probs=log_probs) for _ in range(asked.n or 1)]
     pieces = pieces_of(lambda told: answer(told=told), texts)
     first = await anext(pieces)
-    return StreamingResponse(_told(form, session, asked, first, pieces), media_type="text/event-stream")
+    told = _told(form, session, asked, first, pieces)
+    return StreamingResponse(told, headers=headers, media_type="text/event-stream")
+
+
+def _unforced(asked: ChatRequest, terms: Terms) -> dict[str, str]:
+    """The header that tells which keys the answer was not forced to follow. Raises Refusal where they are no hints."""
+    if (unforced := asked.unforced) and not terms.hints:
+        key, reason = next(iter(unforced.items()))
+        message = f"{key}: {reason}; or set agent.forms: hint, with which such keys force nothing"
+        raise Refusal(400, "unsupported_parameter", message, key)
+    return {NOT_FORCED: ", ".join(unforced)} if unforced else {}
 
 
 async def _told(

@@ -190,7 +190,8 @@ def _online_run(
         lambda _: None,
         tuple(sampling.stop),
     )
-    terms = Terms(name, agent.tool_calls, agent.online.max_turns, asked=agent.sampling == "request")
+    asked, hints = agent.sampling == "request", agent.forms == "hint"
+    terms = Terms(name, agent.tool_calls, agent.online.max_turns, asked=asked, hints=hints)
     policy = Player(engine, codec, template)
 
     def kept(key: SlotKey) -> bool:

@@ -45,6 +45,7 @@ class AgentDriver(EnvironmentDriver):
             run.name,
             agent.tool_calls,
             environment.max_episode_steps,
+            hints=agent.forms == "hint",
             asked=agent.sampling == "request" and not opening.evaluation,
             rewards=run.config.agent_rewards,
         )
