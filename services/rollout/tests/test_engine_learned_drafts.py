@@ -20,6 +20,7 @@ from headrace_schema.sections.learning import DraftSection
 from model_weights import weights_of_model
 
 HEAD = DraftSection()
+SAMPLED = Distribution()
 DRAFTED, LONG = 3, 24
 SURE = 30.0
 """Times that the tiny model's logits are multiplied."""
@@ -42,7 +43,7 @@ async def answers(model_config, codec, new_collector, in_step):
     """Tokens and log-probs of samples, and the engine; `drafted` None: of an engine that knows no head."""
     engines = []
 
-    async def answers(model, groups, distribution=Distribution(), drafted=None, deterministic=False, **stream):  # noqa: B008
+    async def answers(model, groups, distribution=SAMPLED, drafted=None, deterministic=False, **stream):
         knows = drafted is not None
         chosen = ENGINES.choose("transformers", {"speculative_tokens": drafted} if knows else {})
         draft = HEAD if knows else None
@@ -95,7 +96,9 @@ async def test_answers_are_those_without_drafts_while_rows_come_and_go(answers, 
     assert engine.figures.drafted_tokens > 100
 
 
-async def test_nothing_is_drafted_beside_stop_strings_and_the_head_reads_on(answers, model, codec, monkeypatch):
+async def test_nothing_is_drafted_beside_stop_strings_and_the_head_reads_on(
+    answers, model, codec, monkeypatch
+):
     read, original = [], drafting.LearnedDrafts._read
     monkeypatch.setattr(drafting, "READ_AT_ONCE", 8)
     monkeypatch.setattr(
@@ -103,7 +106,9 @@ async def test_nothing_is_drafted_beside_stop_strings_and_the_head_reads_on(answ
     )
     plain, _ = await answers(model, asked(codec), stop=("zz",))
     found, engine = await answers(model, asked(codec), drafted=DRAFTED, stop=("zz",))
-    assert {key: tokens for key, (tokens, _) in found.items()} == {key: own for key, (own, _) in plain.items()}
+    assert {key: tokens for key, (tokens, _) in found.items()} == {
+        key: own for key, (own, _) in plain.items()
+    }
     assert not engine.figures.drafted_tokens and read and set(read) == {8}
 
 
@@ -128,7 +133,9 @@ async def test_the_engine_s_drafts_are_those_that_the_head_learned_to_make(
             model(ids)
             embeds = model.get_input_embeddings()(ids)
             steps = model.draft.unrolled(features.taken()[:, :-1], embeds[:, 1:], len(own))
-            expected = [int(model.draft.logits(step[0, len(context) - 2])[None][0].argmax()) for step in steps]
+            expected = [
+                int(model.draft.logits(step[0, len(context) - 2])[None][0].argmax()) for step in steps
+            ]
         assert own == expected
 
 
@@ -204,7 +211,8 @@ async def test_drafted_tokens_have_the_policy_s_distribution(answers, model, cod
                 break
             kept = [token for token in range(probs.shape[1]) if token not in ends]
             contexts = torch.cat(
-                [contexts.repeat_interleave(len(kept), 0), torch.tensor(kept).repeat(len(contexts))[:, None]], 1
+                [contexts.repeat_interleave(len(kept), 0), torch.tensor(kept).repeat(len(contexts))[:, None]],
+                1,
             )
             reached = probs[:, kept].flatten()
     expected = probs.sum(0).double().numpy() * SAMPLES

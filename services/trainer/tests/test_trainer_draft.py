@@ -62,7 +62,9 @@ def plain_step(draft, embeds, hidden, seen, at):
 
     seen = [*seen, (turned(k), v)]
     groups = attention.num_key_value_groups
-    keys, values = (torch.stack([each[side] for each in seen]).repeat_interleave(groups, 1) for side in (0, 1))
+    keys, values = (
+        torch.stack([each[side] for each in seen]).repeat_interleave(groups, 1) for side in (0, 1)
+    )
     weights = (turned(q)[None] * keys).sum(-1).mul(attention.scaling).softmax(0)
     hidden = hidden + attention.o_proj((weights[..., None] * values).sum(0).flatten())
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden)), seen
@@ -153,7 +155,9 @@ def test_a_head_that_rests_is_the_same_until_its_next_step(make_backend, sequenc
         assert backend.micro([sequences(1)])
         backend.commit(1.0, 1e-3)
         after = copied(backend.weights())
-        changed.append({name.startswith(DRAFT) for name in after if not torch.equal(before[name], after[name])})
+        changed.append(
+            {name.startswith(DRAFT) for name in after if not torch.equal(before[name], after[name])}
+        )
     assert changed == [{True, False}, {False}, {False}, {True, False}, {False}]
 
 
@@ -244,7 +248,9 @@ def test_a_head_is_read_from_its_files_and_knows_fewer_words(make_backend, tmp_p
     tensors["d2t"] = words - torch.arange(10)
     renamed = {name.replace("midlayer.", "layers.0."): own for name, own in tensors.items()}
     save_file(renamed, target / "model.safetensors")
-    backend = make_backend(model={"path": str(directory), "dtype": "float32"}, trainer=drafting(path=str(target)))
+    backend = make_backend(
+        model={"path": str(directory), "dtype": "float32"}, trainer=drafting(path=str(target))
+    )
     found = {name.removeprefix(DRAFT): own for name, own in backend.weights() if name.startswith(DRAFT)}
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)

@@ -1,5 +1,5 @@
-"""Heads that draft tokens for an engine: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), in the form that vLLM and SpecForge
-read and write.
+"""Heads that draft tokens for an engine: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), in the form that vLLM and
+SpecForge read and write.
 
 At position t the head reads three hidden states of the model behind token t, and the embedding of token t + 1; it says
 what token t + 2 may be. Behind that it goes on from its own hidden state. Knows no engine and no loss.
@@ -240,7 +240,9 @@ def add_draft(model: PreTrainedModel, section: DraftSection | None, policy: Mode
     if section is None:
         return None
     if not hasattr(body_of(model), "layers"):
-        reason = f"{KEY}: {model.config.model_type} has no list of layers that a head could read; leave it out"
+        reason = (
+            f"{KEY}: {model.config.model_type} has no list of layers that a head could read; leave it out"
+        )
         raise ModelNotReadable(reason)
     first = next(model.parameters())
     with parameters_on_meta() if first.device.type == "meta" else nullcontext():

@@ -358,10 +358,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.SHARED_PREFIX: "layers of {spec.trainer.backend} attend along rows, and follow no tree of prefixes"
     },
     f.NO_HEADS: {f.DRAFT: "{spec.trainer.backend} trains no head that drafts"},
-    f.READS_NO_HEAD: {
-        f.DRAFT: "rollout.engine: {run.engine} takes no head of a version; give it the head that a run has exported, as "
-        "rollout.engine_options.speculative"
-    },
+    f.READS_NO_HEAD: {f.DRAFT: "rollout.engine: {run.engine} takes no head that is part of a version"},
     f.DRAFT: {
         f.LORA: "adapters are published without the weights beside them, which a head is among",
         f.TRAINER_HELPERS: "a helper holds the model's weights without its head",

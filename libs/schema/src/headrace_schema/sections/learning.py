@@ -112,7 +112,8 @@ class DraftSection(Section):
     revision: str | None = Field(default=None, description="revision of a Hugging Face id")
     lr: PositiveFloat = Field(default=1e-4, description="learning rate of the head alone")
     unrolled: Annotated[int, Field(ge=1, le=8)] = Field(
-        default=3, description="tokens one behind the other that it learns to draft from its own hidden states"
+        default=3,
+        description="tokens one behind the other that it learns to draft from its own hidden states",
     )
     every: Count = Field(
         default=1,

@@ -13,6 +13,7 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.adapters import names_alone
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.families.drafts import add_draft
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.lora import A, B, adapter_of
 from headrace_modelkit.tensor_files import Box, TensorFiles, Tensors, TornTensor
@@ -69,7 +70,9 @@ def read_policy(
         if (acting := acting_policy(config)) is not None:
             model, dtype = acting.initial(run.seed)
         else:
-            model, dtype = load_model(config, weights=not checkpoint), DTYPES[config.dtype]
+            language = load_model(config, weights=not checkpoint)
+            add_draft(language, run.draft, config)
+            model, dtype = language, DTYPES[config.dtype]
         if checkpoint:
             _load_checkpoint(model, Path(checkpoint), policy)
     except ModelNotReadable as error:

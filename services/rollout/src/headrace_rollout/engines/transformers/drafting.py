@@ -1,5 +1,5 @@
-"""Drafts of tokens to come: from what a row has said before, by n-gram look-up (Saxena 2023, prompt lookup decoding), or
-by a head that learns beside the policy (EAGLE-3).
+"""Drafts of tokens to come: from what a row has said before, by n-gram look-up (Saxena 2023, prompt lookup decoding),
+or by a head that learns beside the policy (EAGLE-3).
 
 A pass over a draft yields the tokens that it guessed right, and one more. Each token is drawn from the model's own
 distribution with its own uniform, whatever was drafted, and what stands behind a wrong guess is dropped: the tokens are
@@ -71,8 +71,8 @@ def accepted(
 
 
 class LearnedDrafts:
-    """What the model's head drafts. Its keys and values lie in the rows' cache, as of one more layer: at a token's place
-    what the head has read of that token and of the next.
+    """What the model's head drafts. Its keys and values lie in the rows' cache, as of one more layer: at a token's
+    place what the head has read of that token and of the next.
 
     Shapes: N rows, T tokens, D hidden, F what the head reads, W both.
     """
@@ -108,8 +108,7 @@ class LearnedDrafts:
         left = batch.limit[: batch.count] - batch.sampled[: batch.count] - 1
         found = np.stack(drawn, 1)
         return [
-            found[row, : max(0, int(left[row]))].tolist() if counts[row] else []
-            for row in range(batch.count)
+            found[row, : max(0, int(left[row]))].tolist() if counts[row] else [] for row in range(batch.count)
         ]
 
     def _logits(self, hidden_ND: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ class TransformersOptions(Options):
     speculative_tokens: NonNegativeInt | None = Field(
         default=None,
         le=15,
-        description="most tokens that a row drafts, while at most eight run: with trainer.draft by the head that learns "
-        "beside the policy, else from what the row has said before; answers stay as they are, and come sooner where "
-        "drafts are right. Beside stop strings, a penalty, routed experts or images, nothing is drafted; 0: never; "
+        description="most tokens that a row drafts, while at most eight run: with trainer.draft by the head that "
+        "learns beside the policy, else from what the row has said before; answers stay as they are, and come sooner "
+        "where drafts are right. Beside stop strings, a penalty, routed experts or images, nothing is drafted; 0: "
+        "never; "
         "default: 3 with trainer.draft, else 0",
     )

@@ -138,7 +138,9 @@ class PolicyModel(HeldModel):
             found = self.hidden(padded([[0]], self.device), past_key_values=self.cache)
             if self.draft is not None:
                 if self.cache.stateful:
-                    reason = f"the model at {self.path!r} has layers with states, beside which nothing is drafted"
+                    reason = (
+                        f"the model at {self.path!r} has layers with states, beside which nothing is drafted"
+                    )
                     raise Refused("INVALID", f"trainer.draft: {reason}; leave it out")
                 self._read(padded([[0]], self.device), found, self.cache)
             if not self.cache.token_bytes:

@@ -1,7 +1,7 @@
 """What a head that drafts tokens learns from: the hidden states and the distributions of the policy's own forward.
 
-Knows no sharding. Shapes: S sequences, T their tokens before the last trained one, U as in `packing`, N rows, W words of
-the head, D hidden, F = 3 D.
+Knows no sharding. Shapes: S sequences, T their tokens before the last trained one, U as in `packing`, N rows, W words
+of the head, D hidden, F = 3 D.
 """
 
 from __future__ import annotations

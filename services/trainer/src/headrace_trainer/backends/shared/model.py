@@ -135,8 +135,8 @@ class LearnedModel(Backend):
     ) -> tuple[float, float]:
         """Reduce, clip and step; the global norms before clipping. One that is not finite changes nothing.
 
-        The critic's own weights are clipped apart, so that a bad critic does not slow the policy; so are those of a head
-        that drafts, whose gradient is a mean over the tokens that it learns from, and 0 where it is not finite.
+        The critic's own weights are clipped apart, so that a bad critic does not slow the policy; so are those of a
+        head that drafts, whose gradient is a mean over the tokens that it learns from, and 0 where it is not finite.
         """
         gradients, critic = self._reduced()
         draft = {name: gradients.pop(name) for name in self._draft_names}

@@ -276,7 +276,9 @@ def _draft_activations(config: TrainerConfig) -> int:
     with FakeTensorMode():
         head = add_draft(load_model(config.model, weights=False, layers=1), draft, config.model)
         assert head is not None
-        embeds = torch.zeros(1, tokens, head.config.hidden_size, dtype=DTYPES[config.model.dtype], device="cpu")
+        embeds = torch.zeros(
+            1, tokens, head.config.hidden_size, dtype=DTYPES[config.model.dtype], device="cpu"
+        )
         read = embeds.repeat(1, 1, 3)
         kept = _saved_bytes(head, lambda: list(head.unrolled(read, embeds, draft.unrolled)))
     return kept + read.nbytes + embeds.nbytes
