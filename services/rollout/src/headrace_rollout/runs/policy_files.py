@@ -77,7 +77,7 @@ def read_policy(
             _load_checkpoint(model, Path(checkpoint), policy)
     except ModelNotReadable as error:
         raise _unreadable(str(error)) from error
-    manifest, body = _body(model, dtype)
+    manifest, body = published_body(model, dtype)
     if digest and manifest.digest != digest:
         if checkpoint and digest == _adapters_digest(config, Path(checkpoint), dtype):
             manifest.digest = digest  # the version is its adapters, which are merged here
@@ -125,7 +125,7 @@ def _adapters_digest(config: ModelSection, directory: Path, dtype: torch.dtype) 
                 digest=tensor_digest(memoryview(data)),
             )
         )
-    base_digest = _body(base, dtype)[0].digest
+    base_digest = published_body(base, dtype)[0].digest
     return manifest_digest(entries, common_pb2.AdapterBase(digest=base_digest, scales={"": scale}))
 
 
@@ -165,7 +165,8 @@ class _OnePolicy(Tensors):
         return self._tensors.read(below(self._policy, name), box)
 
 
-def _body(model: nn.Module, dtype: torch.dtype) -> tuple[common_pb2.WeightManifest, memoryview]:
+def published_body(model: nn.Module, dtype: torch.dtype) -> tuple[common_pb2.WeightManifest, memoryview]:
+    """A model's weights as a version."""
     layout = [(name, _DATA_TYPES[kind], shape) for name, kind, shape in weight_layout(model, dtype)]
     entries = entries_of(layout)
     body = memoryview(bytearray(sum(entry.size_bytes for entry in entries)))

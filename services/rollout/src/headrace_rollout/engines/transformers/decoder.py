@@ -51,7 +51,7 @@ class Decoder:
         self.prefills = Prefills()
         self._rows = rows
         self._speculative_tokens = speculative_tokens
-        self._learned = LearnedDrafts(model) if model.draft is not None else None
+        self._learned = None if model.drafts is None else LearnedDrafts(model, model.drafts)
         self._eos = np.array(sorted(codec.eos_ids))
         bounds = Bounds(model.context_limit, model.vocabulary_size, codec.eos_ids)
         self._joining = Joining(model, bounds, rows, figures, threads, kv_cache_bytes)

@@ -15,9 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from headrace_modelkit.families.drafts import Eagle3
+from headrace_modelkit.products import fixed_form
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.cache_utils import Cache
 
+from headrace_rollout.engines.transformers.attention import attend
 from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process
 
 if TYPE_CHECKING:
@@ -70,19 +75,63 @@ def accepted(
     return counts
 
 
-class LearnedDrafts:
-    """What the model's head drafts. Its keys and values lie in the rows' cache, as of one more layer: at a token's
-    place what the head has read of that token and of the next.
+class HeadPasses:
+    """Passes of the head beside those of its model, whose cache keeps its keys and values as those of layer `at`.
 
     Shapes: N rows, T tokens, D hidden, F what the head reads, W both.
     """
 
-    def __init__(self, model: PolicyModel) -> None:
-        self._model = model
+    def __init__(self, head: Eagle3, at: int) -> None:
+        self.head, self._at = head, at
+
+    @fixed_form  # whatever it drafts, no answer changes
+    def read(
+        self,
+        embeds_NTD: Tensor,
+        found_NTW: Tensor,
+        cache: Cache,
+        position_NT: Tensor | None,
+        mask: Tensor | None,
+    ) -> None:
+        """Reads contexts that the model has read; what there is of their last tokens is read with the next ones."""
+        next_NTD = F.pad(embeds_NTD[:, 1:], (0, 0, 0, 1))
+        if position_NT is None:
+            position_NT = torch.arange(embeds_NTD.shape[1], device=embeds_NTD.device)[None]
+        self.step(next_NTD, self.head.fc(self.features(found_NTW)), position_NT, cache, mask)
+
+    def step(
+        self, embeds_NTD: Tensor, hidden_NTD: Tensor, position_NT: Tensor, cache: Cache, mask: Tensor | None
+    ) -> Tensor:
+        """(N, T, D) what drafts and the next step are made of."""
+        attention = self.head.midlayer.self_attn
+
+        def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            seen = cache.update(key, value, self._at)
+            return attend(attention, query, *seen, mask, scaling=attention.scaling)[0].flatten(2)
+
+        found: Tensor = self.head(embeds_NTD, hidden_NTD, position_NT, attended)
+        return found
+
+    def features(self, found: Tensor) -> Tensor:
+        """(…, F) of what a cached pass of the model gave."""
+        return found[..., self.head.config.hidden_size :]
+
+    def own(self, found: Tensor) -> Tensor:
+        """(…, D) the model's, of the same."""
+        return found[..., : self.head.config.hidden_size]
+
+
+class LearnedDrafts:
+    """What the model's head drafts for rows. At a token's place in the cache is what it has read of that token and of
+    the next. Shapes as above.
+    """
+
+    def __init__(self, model: PolicyModel, passes: HeadPasses) -> None:
+        self._model, self._passes = model, passes
 
     def keep(self, batch: Batch, first: int, found_NTW: Tensor, counts: NDArray[np.int64]) -> None:
         """Keeps what is to be read of the newest cached tokens of the rows from `first` on, so many of each."""
-        read_NTF = self._model.features(found_NTW)
+        read_NTF = self._passes.features(found_NTW)
         for row, count in enumerate(counts.tolist()):
             batch.read[first + row].append(read_NTF[row, :count])
 
@@ -102,7 +151,7 @@ class LearnedDrafts:
             if place:
                 length_N = batch.length[: batch.count] + place - 1
                 last_ND = self._model.draft_pass(drawn[-1][:, None], last_ND[:, None], length_N)[:, 0]
-            scores_NV = process(self._logits(last_ND), rows)
+            scores_NV = process(self._passes.head.logits(last_ND), rows)
             tokens_N, _ = draw(scores_NV, rows, uniform_NK[:, place])
             drawn.append(tokens_N.clamp(max=self._model.vocabulary_size - 1).cpu().numpy())
         left = batch.limit[: batch.count] - batch.sampled[: batch.count] - 1
@@ -111,13 +160,8 @@ class LearnedDrafts:
             found[row, : max(0, int(left[row]))].tolist() if counts[row] else [] for row in range(batch.count)
         ]
 
-    def _logits(self, hidden_ND: Tensor) -> Tensor:
-        assert self._model.draft is not None
-        return self._model.draft.logits(hidden_ND)
-
     def _read(self, batch: Batch, counts: NDArray[np.int64], width: int) -> Tensor:
         """(N, D) of the head behind each row's newest token, once it has read all."""
-        assert self._model.draft is not None
         tokens_NT = np.zeros((batch.count, width), dtype=np.int64)
         like = next(each[0] for each in batch.read if each)
         read_NTF = like.new_zeros(batch.count, width, like.shape[-1])
@@ -126,7 +170,7 @@ class LearnedDrafts:
                 tokens_NT[row, :count] = batch.tail(row, count)
                 read_NTF[row, :count] = torch.cat(batch.read[row])
             batch.read[row] = []
-        fused_NTD = self._model.draft.fc(read_NTF)
+        fused_NTD = self._passes.head.fc(read_NTF)
         found_NTD = self._model.draft_pass(tokens_NT, fused_NTD, batch.length[: batch.count] - counts)
         last = torch.from_numpy(np.maximum(counts - 1, 0)).to(found_NTD.device)
         return found_NTD[torch.arange(batch.count, device=found_NTD.device), last]

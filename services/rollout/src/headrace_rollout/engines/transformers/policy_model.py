@@ -20,7 +20,7 @@ from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import make_invariant
 from headrace_modelkit.loading import body_of, context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
-from headrace_modelkit.products import PackedLayers, PackedWeight, fixed_form
+from headrace_modelkit.products import PackedLayers, PackedWeight
 from headrace_modelkit.vision import (
     ImageReader,
     Pictures,
@@ -41,8 +41,9 @@ from headrace_rollout.engines.holding import HeldModel
 from headrace_rollout.engines.samples import Distribution, ImageAt
 from headrace_rollout.engines.trajectory import Scored
 from headrace_rollout.engines.transformers.adapters import AdapterLayers
-from headrace_rollout.engines.transformers.attention import attend, own_attention
+from headrace_rollout.engines.transformers.attention import own_attention
 from headrace_rollout.engines.transformers.cache import DecodePlan, PromptKeys, SlotCache
+from headrace_rollout.engines.transformers.drafting import HeadPasses
 from headrace_rollout.engines.transformers.kept import Extension
 from headrace_rollout.engines.transformers.passes import new_cache, padded, split
 from headrace_rollout.engines.transformers.sampling import RowDistributions, chosen_log_probs, process
@@ -91,11 +92,11 @@ class PolicyModel(HeldModel):
             except ValueError as error:
                 reason = f"the model at {config.path!r} has bits that hang on its batch: {error}"
                 raise ModelNotReadable(f"deterministic: {reason}; set deterministic: false") from error
-        self.draft = add_draft(self._model, draft, config)
-        """The head that drafts: where there is one, hidden states of cached passes have behind them what it reads."""
+        head = add_draft(self._model, draft, config)
         text = architecture.get_text_config()
-        self._hidden_size, self._draft_at = int(text.hidden_size), int(text.num_hidden_layers)
-        drafts = self.draft is not None
+        self.drafts = None if head is None else HeadPasses(head, int(text.num_hidden_layers))
+        """Of the head that drafts: where there is one, cached passes give what it reads behind their hidden states."""
+        drafts = head is not None
         self.cache = new_cache(self._model, config, architecture, self.context_limit, drafts=drafts)
         self.continues = True
         """Whether a context can be computed behind what is kept of it (`check_model` finds out)."""
@@ -136,7 +137,7 @@ class PolicyModel(HeldModel):
         if not self.cache.token_bytes:
             self.cache.learn()
             found = self.hidden(padded([[0]], self.device), past_key_values=self.cache)
-            if self.draft is not None:
+            if self.drafts is not None:
                 if self.cache.stateful:
                     reason = (
                         f"the model at {self.path!r} has layers with states, beside which nothing is drafted"
@@ -280,7 +281,6 @@ class PolicyModel(HeldModel):
         back = torch.from_numpy(np.argsort(plan.order)).to(self.device)
         return hidden_NTD.index_select(0, back)
 
-    @fixed_form  # whatever it drafts, no answer changes
     def _read(
         self,
         tokens_NT: Tensor,
@@ -289,14 +289,9 @@ class PolicyModel(HeldModel):
         position_NT: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> None:
-        """Lets the head read contexts behind a pass over them; what it reads of their last tokens is yet to come."""
-        if self.draft is None:
-            return
-        next_NT = torch.nn.functional.pad(tokens_NT[:, 1:], (0, 1))
-        if position_NT is None:
-            position_NT = torch.arange(tokens_NT.shape[1], device=self.device)[None]
-        read_NTD = self.draft.fc(self.features(found_NTW))
-        self._drafted(next_NT, read_NTD, position_NT, cache, mask)
+        """Lets the head read contexts behind a pass over them."""
+        if self.drafts is not None:
+            self.drafts.read(self._embedded(tokens_NT), found_NTW, cache, position_NT, mask)
 
     def draft_pass(
         self, tokens_NT: NDArray[np.int64], hidden_NTD: Tensor, length_N: NDArray[np.int64]
@@ -304,39 +299,20 @@ class PolicyModel(HeldModel):
         """(N, T, D) of the head at so many places of each row from `length_N` on: its keys and values come to lie where
         those of the tokens before `tokens_NT` do.
         """
+        assert self.drafts is not None
         plan = self.cache.decode(length_N, self.device, self._model.dtype, tokens_NT.shape[1])
         order = torch.from_numpy(plan.order).to(self.device)
-        tokens = torch.from_numpy(tokens_NT[plan.order]).to(self.device)
-        found = self._drafted(tokens, hidden_NTD[order], plan.position_NT, self.cache, plan.mask)
+        embeds_NTD = self._embedded(torch.from_numpy(tokens_NT[plan.order]).to(self.device))
+        found = self.drafts.step(embeds_NTD, hidden_NTD[order], plan.position_NT, self.cache, plan.mask)
         return self._by_row(plan, found)
 
-    def _drafted(
-        self,
-        tokens_NT: Tensor,
-        hidden_NTD: Tensor,
-        position_NT: Tensor,
-        cache: SlotCache | Extension,
-        mask: Tensor | None,
-    ) -> Tensor:
-        draft = self.draft
-        assert draft is not None
-        attention = draft.midlayer.self_attn
-
-        def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            seen = cache.update(key, value, self._draft_at)
-            return attend(attention, query, *seen, mask, scaling=attention.scaling)[0].flatten(2)
-
-        embeds = self._model.get_input_embeddings()(tokens_NT)
-        found: Tensor = draft(embeds, hidden_NTD, position_NT, attended)
+    def _embedded(self, tokens_NT: Tensor) -> Tensor:
+        found: Tensor = self._model.get_input_embeddings()(tokens_NT)
         return found
-
-    def features(self, found: Tensor) -> Tensor:
-        """(…, F) what the head reads, of what a cached pass gave."""
-        return found[..., self._hidden_size :]
 
     def logits(self, found_NW: Tensor) -> Tensor:
         """fp32 (N, V) of what a pass gave. Refused while nothing is installed."""
-        return self.head.logits(found_NW[:, : self._hidden_size])
+        return self.head.logits(found_NW if self.drafts is None else self.drafts.own(found_NW))
 
     def _positions(self, plan: DecodePlan, shift_N: NDArray[np.int64] | None) -> Tensor:
         if shift_N is None or not shift_N.any():
@@ -362,7 +338,7 @@ class PolicyModel(HeldModel):
             inputs = language_inputs(body, tokens_NT, pictures)
             body = body.language_model
         cached = "past_key_values" in arguments
-        reads = Features(body, self.draft.layers) if self.draft is not None and cached else None
+        reads = Features(body, self.drafts.head.layers) if self.drafts is not None and cached else None
         with reads or nullcontext():
             found: Tensor = body(**inputs, use_cache=cached, **arguments).last_hidden_state
         cache = arguments.get("past_key_values")
