@@ -31,6 +31,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+from typing_extensions import override
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import (
@@ -43,7 +44,7 @@ from headrace_modelkit.loading import (
 )
 from headrace_modelkit.logprobs import Head, chunk_elements
 from headrace_modelkit.model_files import files_of, parameters_on_meta
-from headrace_modelkit.tensor_files import TensorFiles, Tensors, TensorsInMemory
+from headrace_modelkit.tensor_files import Box, TensorFiles, Tensors, TensorsInMemory
 
 DRAFT = "draft."
 """What names of a head's weights begin with, among those of the model that it is of."""
@@ -372,13 +373,16 @@ class _Renamed(Tensors):
             name.replace("layers.0.", "midlayer.", 1): name for name in self._files.names() if name != "t2d"
         }
 
+    @override
     def names(self) -> list[str]:
         return list(self._names)
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
         return self._files.shape(self._names[name])
 
-    def read(self, name: str, box: Any = None) -> Tensor:
+    @override
+    def read(self, name: str, box: Box | None = None) -> Tensor:
         return self._files.read(self._names[name], box)
 
 

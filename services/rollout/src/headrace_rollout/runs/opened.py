@@ -258,7 +258,8 @@ class TextRun(OpenedRun):
         news = {name: value - self._told.get(name, 0) for name, value in now.items()}
         if any(news.values()):
             self._told.update(now)
-            response.stages.add(stage="generate", values=news)
+            told = {name: value for name, value in news.items() if value}
+            response.stages.add(stage="generate", values=told)
 
     @override
     def _figures(self) -> dict[str, float]:

@@ -140,7 +140,7 @@ def _run_spec(
         "rollout": asked.rollout,
         "placement": {"rollout": asked.devices, "trainer": asked.devices},
         "checkpoint": {"enabled": False},
-        "trainer": {"draft": draft},
+        **({"trainer": {"draft": draft}} if draft else {}),
         "scheduling": asked.scheduling,
         "limits": asked.limits,
     }

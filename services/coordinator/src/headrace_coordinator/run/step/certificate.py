@@ -173,7 +173,7 @@ def step_view(
 def draft_figures(told: Mapping[str, float]) -> dict[str, float]:
     """The share of drafted tokens that were accepted; nothing where none was drafted."""
     drafted = told.get("drafted_tokens", 0.0)
-    return {"draft_acceptance": told["accepted_tokens"] / drafted} if drafted else {}
+    return {"draft_acceptance": told.get("accepted_tokens", 0.0) / drafted} if drafted else {}
 
 
 def agent_figures(slots: Iterable[Slot], trajectories: Trajectories) -> dict[str, float]:

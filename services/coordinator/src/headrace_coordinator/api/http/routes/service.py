@@ -214,7 +214,7 @@ FIGURES: dict[str, tuple[str, Callable[[RunView], float | None]]] = {
     ),
     "headrace_run_draft_acceptance": (
         "Share of the last step's drafted tokens that were accepted",
-        lambda run: run.last_step.figures.get("draft_acceptance") if run.last_step else None,
+        lambda run: getattr(run.last_step, "figures", {}).get("draft_acceptance"),
     ),
     "headrace_run_step_seconds": (
         "Seconds of the last step",
