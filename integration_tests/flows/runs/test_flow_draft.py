@@ -33,9 +33,10 @@ def test_a_head_learns_beside_the_policy_and_drafts_for_it(fleet, spec_of):
     warm = {"steps": 20, "lr": 2.0e-3, "batch": 32}
     spec = spec_of(**SETTINGS | {"trainer": SETTINGS["trainer"] | {"warmup": warm}})
     run = fleet.succeed(fleet.submit(spec))
-    losses, accepted = shares(fleet, run, "draft_loss"), shares(fleet, run, "draft_acceptance")
-    print(losses, accepted, shares(fleet, run, "draft_overlap"))
-    assert sum(losses[-3:]) < sum(losses[:3])
+    losses, steps = shares(fleet, run, "draft_loss"), [*fleet.client.metrics(run.id)]
+    assert sum(losses[-3:]) < sum(losses[:3]) - 1.0, losses
+    assert sum(step.figures.get("drafted_tokens", 0) for step in steps) > 0
+    assert all(step.figures["log_prob_mismatch_bits"] == 0 for step in steps)
     exported = Path(run.export_path)
     config = json.loads((exported / "draft" / "config.json").read_text())
     head = load_file(exported / "draft" / "model.safetensors")
