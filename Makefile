@@ -113,8 +113,8 @@ test-tinker: setup ## Tinker's own client and recipes against a fleet; makes .en
 recording: setup ## Draw docs/img/run.svg anew: a live run of examples/tiny.yaml in a terminal, on a fleet of its own.
 	@PYTHON=.venv/bin/python sh ci/recording.sh docs/img/run.svg
 
-soak: setup ## Two hours of runs under random kills; memory, descriptors, threads and disk must stay flat (MINUTES=120).
-	@.venv/bin/python benchmarks/soak.py --check --minutes $(or $(MINUTES),120)
+soak: setup ## Two hours of runs under random kills; memory, descriptors, threads and disk must stay flat (MINUTES=120, LOG=FILE).
+	@.venv/bin/python benchmarks/soak.py --check --minutes $(or $(MINUTES),120) $(if $(LOG),--log $(LOG))
 
 audit: setup ## bandit, zizmor, pip-audit and a list of what an installation needs (.cache/ci/sbom.cdx.json).
 	@sh ci/audit.sh all "$(PYTHON)"
@@ -125,7 +125,7 @@ gpu-check: setup ## What only a GPU can show, a JSON line an entry (LIMIT=second
 gpu-check-bundle: setup ## What gpu-check needs on a machine without a network (BUNDLE_PYTHON=3.12, THERE=its pip freeze).
 	@.venv/bin/python benchmarks/_gpu_bundle.py .cache/gpu-check-bundle $(if $(BUNDLE_PYTHON),--python $(BUNDLE_PYTHON)) $(if $(THERE),--there $(THERE))
 
-docs: setup spec-docs reference-docs ## Build the documentation site into .cache/site (tools in .envs/docs).
+docs: setup spec-docs reference-docs ## Build the documentation site into .cache/site (tools in .envs/docs); `python3 -m http.server -d .cache/site` shows it, its search too, without a network.
 	test -x .envs/docs/bin/mkdocs || "$(PYTHON)" -m venv .envs/docs
 	.envs/docs/bin/python -m pip install -q -c constraints/docs.txt mkdocs-material
 	.envs/docs/bin/mkdocs build --strict --site-dir .cache/site

@@ -4,13 +4,14 @@ One fleet trains small runs, one after the other, while a process chosen at rand
 must succeed with no slot trained twice, and then its files are deleted. What must not grow is looked at after each run:
 memory, descriptors and threads of the processes that live through it (launcher; coordinator and store between their
 own kills), and the data directory; the store's own file has a bound. Prints one JSON line: `runs`, `steps`, `kills`,
-`store_mib` and `..._growth`: the median of the last third over that of the second third. `--check` fails above `MOST`,
-and where a run did.
+`store_mib` and `..._growth`: the median of the last third over that of the second third. `--check` fails above `MOST`;
+where a run fails, that line comes first. `--log FILE` gets a JSON line after each run: what was looked at, the load.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import sys
@@ -95,13 +96,10 @@ class Killer(threading.Thread):
         """Until `end`."""
         while not self._ended.wait(self._random.uniform(0.5, 1.5) * self._gap_s):
             with self.rests:
-                name = self._random.choice(KILLED)
-                if (process := self._fleet._find(name)) is not None:
-                    try:
+                with suppress(psutil.Error):  # it ended by itself, or is being started
+                    if process := self._fleet._find(self._random.choice(KILLED)):
                         process.kill()
                         self.kills += 1
-                    except psutil.Error:
-                        continue
 
     def end(self) -> None:
         """Kills nobody any more."""
@@ -109,33 +107,39 @@ class Killer(threading.Thread):
         self.join()
 
 
-def soak(minutes: float, gap_s: float, seed: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Counts, and growth by figure."""
-    looks, counts = Looks(), {"runs": 0, "steps": 0}
+def soak(options: argparse.Namespace, looks: Looks, counts: dict[str, float]) -> None:
+    """Runs until the time is over; what was looked at and counted is there too where a run fails."""
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "tiny"
         run_python("-m", "headrace_modelkit.presets.tiny", model)
         with Fleet(Path(folder) / "fleet", "--simulator", "0") as fleet:
-            killer = Killer(fleet, seed, gap_s)
+            killer = Killer(fleet, options.seed, options.gap)
             killer.start()
-            deadline = time.monotonic() + minutes * 60
-            while time.monotonic() < deadline:
-                spec = small_spec(model, steps=RUN_STEPS, seed=counts["runs"], limits={"recoveries": 100})
+            while time.monotonic() - began < options.minutes * 60:
+                spec = small_spec(
+                    model, steps=RUN_STEPS, seed=int(counts["runs"]), limits={"recoveries": 100}
+                )
                 run = fleet.succeed(fleet.submit(spec), timeout_s=900)
                 audit(fleet, run)
                 fleet.client.delete(run.id)
-                counts["runs"] += 1
-                counts["steps"] += run.step
                 with killer.rests:
                     fleet.ready("rollout-0", "trainer-0", "reward-0")
                     looks.look(fleet)
-                say(f"{counts} kills {killer.kills} load {os.getloadavg()[0]:.1f} {_last(looks)}")
+                counts |= {"runs": counts["runs"] + 1, "steps": counts["steps"] + run.step}
+                counts |= {"kills": killer.kills, "store_mib": looks.store_mib}
+                _tell(options.log, began, counts, looks)
             killer.end()
-    return {**counts, "kills": killer.kills, "store_mib": looks.store_mib}, looks.growth()
 
 
-def _last(looks: Looks) -> str:
-    return ", ".join(f"{name} {values[-1]:,.0f}" for name, values in looks.found.items())
+def _tell(log: Path | None, began: float, counts: Mapping[str, float], looks: Looks) -> None:
+    minutes, load = (time.monotonic() - began) / 60, os.getloadavg()[0]
+    found = {name: values[-1] for name, values in looks.found.items()}
+    line = json.dumps({"minutes": round(minutes, 2), "load": round(load, 1), **counts, **found})
+    say(line)
+    if log:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
 
 
 def main() -> int:
@@ -146,11 +150,16 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--gap", type=float, default=10.0, help="seconds between two kills, on average")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, help="file to which a JSON line is added after each run")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     say(machine())
-    counts, found = soak(options.minutes, options.gap, options.seed)
-    emit("soak", {**counts, **{f"{name}_growth": value for name, value in found.items()}})
+    looks, counts = Looks(), {"runs": 0.0, "steps": 0.0, "kills": 0.0, "store_mib": 0.0}
+    try:
+        soak(options, looks, counts)
+    finally:
+        found = looks.growth()
+        emit("soak", {**counts, **{f"{name}_growth": value for name, value in found.items()}})
     grown = {name: value for name, value in found.items() if value > MOST[name]}
     if counts["store_mib"] > MOST_STORE_MIB:
         grown["store_mib"] = counts["store_mib"]

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import psutil
-from headrace.client import Client, Event, Run
+from headrace.client import Client, Event, HeadraceError, Run
 
 from harness.processes import ROOT, alive, clean_environment, free_port, mentioning, words_of
 from harness.waiting import wait_for
@@ -124,7 +124,15 @@ class Fleet:
         """Cancels what has not ended: it would keep the instances from the next run."""
         for run in self.client.list():
             if not run.ended:
-                self.client.cancel(run.id)
+                self.end(run.id)
+
+    def end(self, run: str) -> None:
+        """Cancels a run, unless it ends by itself first: a cancel before may be on its way."""
+        try:
+            self.client.cancel(run)
+        except HeadraceError:
+            if not self.client.get(run).ended:
+                raise
 
     def reach(self, run: Run, step: int, timeout_s: float = RUN_S) -> Run:
         """The run once it has committed `step` steps."""

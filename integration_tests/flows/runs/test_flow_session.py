@@ -32,8 +32,7 @@ def session(fleet, tiny_model):
 
     yield open_session
     for made in opened:
-        if made.info().state not in ("SUCCEEDED", "FAILED", "CANCELLED"):
-            fleet.client.cancel(made.session)
+        fleet.end(made.session)
 
 
 def plain_losses(model_path, steps):

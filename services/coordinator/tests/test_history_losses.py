@@ -2,6 +2,7 @@
 
 import shutil
 
+import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.versions import plan_lost_rewind
 from headrace_coordinator.run.checkpointing import ledger_of, lost_steps, read_ledger
@@ -57,6 +58,25 @@ async def test_what_killed_writers_left_is_removed_once_a_run_has_ended(server, 
     assert [name for name in left if (tmp_path / "runs/r" / name).exists()] == [*left]
     assert not [name for name in left if (tmp_path / "runs/gone" / name).exists()]
     assert (tmp_path / "runs/gone/checkpoints/lineage-1/step-6/state.json").exists()
+
+
+@pytest.mark.parametrize("removed", [True, False], ids=["whole", "killed before its files were removed"])
+async def test_a_deleted_run_does_not_come_back_with_the_store_s_events(server, tmp_path, removed):
+    one = await Opened.on(server, tmp_path)
+    for run in ("r", "gone"):
+        one.event_log.post(submitted(str(tmp_path / "runs" / run), run))
+    one.event_log.post(*ended("gone"))
+    await one.coordinator.archive.once()
+    if removed:
+        await one.coordinator.run_changes.delete("gone", "key")
+        assert not (tmp_path / "runs/gone").exists()
+    else:
+        await one.event_log.commit(ev.RunDeleted(at=1.0, run="gone"))
+    await one.kill()
+    two = await Opened.on(server, tmp_path)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["r"]
+    assert [*two.event_log.state.runs] == ["r"] and not two.event_log.state.ended
+    await two.kill()
 
 
 async def test_a_store_that_lost_its_end_is_said_and_rebuilt_from_history_and_checkpoint(server, tmp_path):

@@ -119,6 +119,22 @@ async def test_a_snapshot_trims_the_log_and_gives_the_same_state(server):
     task.cancel()
 
 
+async def test_a_coordinator_that_starts_often_trims_the_log_too(server):
+    store = RedisStore(server.url)
+    for start in range(3):
+        event_log, task = await opened_kernel(server)
+        if not start:
+            await event_log.commit(submitted("r"))
+        for number in range(SNAPSHOT_EVERY // 2):
+            event_log.post(ev.NumberBurnt(at=1.0, run="r", number=number))
+        await event_log.flush()
+        deadline = time.monotonic() + 20
+        while start == 2 and not (await store.load()).snapshot:
+            assert time.monotonic() < deadline, "no snapshot was written"
+            await asyncio.sleep(0.05)
+        task.cancel()
+
+
 async def test_a_store_may_ask_for_a_password(server):
     await RedisStore(server.url)._redis.config_set("requirepass", "secret")
     await RedisStore(server.url, password="secret").begin(1, "id")

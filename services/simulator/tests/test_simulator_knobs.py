@@ -153,3 +153,25 @@ def test_a_suite_without_perturbations_says_so():
         made("libero", CASES["libero"], {"semantic": {"perturbation": "language"}}, name="libero_90/0")
     assert refused.value.field == "options_json.variant.semantic.perturbation"
     assert "it has none" in refused.value.message
+
+
+@pytest.mark.skipif(UNDER_TEST != "libero", reason="LIBERO's conventions")
+def test_a_gripper_opens_and_closes_as_published_policies_say():
+    """LIBERO takes -1 to open it, and so do openpi's policies; OpenVLA's say 1."""
+    says = {"": (-1, 1), "openpi": (-1, 1), "openvla": (1, 0)}
+    widths = {}
+    for convention, actions in says.items():
+        options = {"settle_steps": 0, "convention": convention}
+        environment = made("libero", CASES["libero"], {}, options=options)
+        first = environment.reset(0, {}, 0)[0]
+        assert [*first] == ["state"] if convention else "object-state" in first
+        for gripper in actions:
+            for _ in range(12):
+                seen = environment.step(np.array([0, 0, 0, 0, 0, 0, gripper], np.float32)).observation
+            fingers = seen["state"][6:] if convention else seen["robot0_gripper_qpos"]
+            widths[convention, gripper] = float(fingers[0] - fingers[1])
+        environment.close()
+    opened, closed = widths["", -1], widths["", 1]
+    assert opened > 0.06 > 0.01 > closed
+    assert [widths["openpi", -1], widths["openpi", 1]] == [opened, closed]
+    assert [widths["openvla", 1], widths["openvla", 0]] == [opened, closed]

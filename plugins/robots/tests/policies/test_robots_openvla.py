@@ -366,3 +366,15 @@ def test_a_published_checkpoint_becomes_a_policy_directory(parts, checkpoint, tm
     PUBLISHED.pop("tiny_dinov2")
     assert main(arguments) == 1
     assert "tiny_dinov2 is no known vision encoder" in capsys.readouterr().err
+
+
+def test_a_cropped_policy_does_not_see_a_picture_s_edge(checkpoint):
+    whole = torch.full((1, 28, 28, 3), 128, dtype=torch.uint8)
+    edged = whole.clone()
+    edged[:, :2] = edged[:, :, :2] = 255  # half the area begins at 27 * (1 - sqrt(0.5)) / 2, pixel 3.95
+    for crop in (1.0, 0.5):
+        policy = read(checkpoint, crop=crop)
+        plain, other = (
+            policy._seen(Observation(None, {"image": image}, PROMPTS[:1])) for image in (whole, edged)
+        )
+        assert torch.equal(plain, other) == (crop < 1)

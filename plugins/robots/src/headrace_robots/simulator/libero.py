@@ -1,13 +1,16 @@
 """LIBERO's suites (https://libero-project.github.io), with the initial states that each task brings.
 
 A name is SUITE/INDEX or SUITE/TASK, such as `libero_spatial/0`. Perturbations are LIBERO-PRO's (arXiv 2510.03827).
-Knows no pretrained policy's conventions: images are those of the simulator, upside down.
+Without a convention images are those of the simulator, upside down. What published policies read and say is from
+openpi's `examples/libero/main.py`, lerobot's `processor/env_processor.py` and OpenVLA-OFT's `experiments/robot/libero`
+(facts, no code).
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -34,11 +37,15 @@ _PERTURBATIONS = {"language": "lan", "object": "object", "position": "swap", "ta
 """What each changes, and how LIBERO-PRO's suites of it end. They have the same tasks in the same order."""
 _REWORDED = ("language", "task")
 _STATE = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos", "robot0_joint_pos", "object-state")
+_POLICY_STATE = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
 _NOTHING = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
 _HORIZON = 1 << 40
 _PICTURE = 256
 Camera = Literal["agentview", "robot0_eye_in_hand", "frontview"]
 Perturbation = Literal["", "language", "object", "position", "task"]
+Convention = Literal["", "lerobot", "openpi", "openvla"]
+POLICY_STATE = "state"
+"""Of a convention: position, axis times angle, and both fingers of the gripper; 8 numbers."""
 
 
 class LiberoOptions(Options):
@@ -56,6 +63,12 @@ class LiberoOptions(Options):
     )
     reflections: bool = Field(
         default=True, description="false halves the time of an image and changes its pixels: for tests"
+    )
+    convention: Convention = Field(
+        default="",
+        description="what published policies read and say: pictures turned by 180 degrees, and for all observations "
+        "without pictures one, `state`, of 8 numbers (position, axis-angle, gripper). lerobot and openpi act in the "
+        "simulator's own actions; openvla (OFT too) says 1 for an open gripper and 0 for a closed one",
     )
     perturbation: Perturbation = Field(
         default="",
@@ -161,7 +174,7 @@ class LiberoEnvironment:
             ignore_done=True,
         )
         self.instruction = instruction or str(self._environment.language_instruction)
-        self._names = [*_STATE, *(f"{camera}_image" for camera in options.cameras)]
+        self._pictures = [f"{camera}_image" for camera in options.cameras]
         first = self._begin(0, fixtures=0)
         self.knobs = {name: partial(self._turned.__setitem__, name) for name in self._model_knobs()}
         self.observation_spaces = [
@@ -182,7 +195,8 @@ class LiberoEnvironment:
 
     def step(self, action: np.ndarray) -> Transition:
         """Acts once; success ends the episode."""
-        observation, reward, _, _ = self._environment.step(action.astype(np.float64))
+        action = simulated(action.astype(np.float64), self._options.convention)
+        observation, reward, _, _ = self._environment.step(action)
         self._steps += 1
         success = bool(self._environment.check_success())
         truncated = self._steps == self._limit and not success
@@ -232,11 +246,36 @@ class LiberoEnvironment:
             context.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
 
     def _named(self, observation: Mapping[str, Any]) -> Observation:
-        arrays = {}
-        for name in self._names:
-            array = np.asarray(observation[name])
-            arrays[name] = array if array.dtype == np.uint8 else array.astype(np.float64)
-        return arrays
+        return seen(observation, self._pictures, self._options.convention)
+
+
+def seen(observation: Mapping[str, Any], pictures: Sequence[str], convention: Convention) -> Observation:
+    """What a policy of the convention reads of LIBERO's observation, with these of its pictures."""
+    if not convention:
+        states = {name: np.asarray(observation[name], np.float64) for name in _STATE}
+        return {**states, **{name: np.asarray(observation[name]) for name in pictures}}
+    position, quaternion, fingers = (np.asarray(observation[name], np.float64) for name in _POLICY_STATE)
+    state = np.concatenate([position, axis_angle(quaternion), fingers])
+    turned = {name: np.ascontiguousarray(np.asarray(observation[name])[::-1, ::-1]) for name in pictures}
+    return {POLICY_STATE: state, **turned}
+
+
+def simulated(action: np.ndarray, convention: Convention) -> np.ndarray:
+    """An action (7,) of the convention as LIBERO takes it: its gripper opens at -1 and closes at 1."""
+    if convention == "openvla":
+        action = action.copy()
+        action[-1] = -np.sign(2 * action[-1] - 1)
+    return action
+
+
+def axis_angle(quaternion: np.ndarray) -> np.ndarray:
+    """(3,) axis times angle, 0 to 2 pi, of x, y, z, w. The sign of a quaternion is kept, as robosuite does."""
+    cosine = min(1.0, max(-1.0, float(quaternion[3])))
+    sine = math.sqrt(1 - cosine * cosine)
+    if math.isclose(sine, 0.0):
+        return np.zeros(3)
+    found: np.ndarray = quaternion[:3] * (2 * math.acos(cosine) / sine)
+    return found
 
 
 def _no_assets(why: str) -> BackendError:

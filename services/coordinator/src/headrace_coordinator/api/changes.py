@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import shutil
 import uuid
-from pathlib import Path
 
 from headrace_schema.access import Visibility
 from headrace_schema.changing import RunChange, RunLabels
@@ -90,7 +88,7 @@ class RunChanges:
             await self._event_log.commit(deleted, self._keys.used(idempotency_key, body, run_id))
             self._labels.forget(run_id)
             try:
-                await asyncio.to_thread(_remove, directory)
+                await self._event_log.history.remove(run_id)
             except OSError as error:
                 reason = (
                     f"run {run_id} is not listed any more, and its files stay: {error}; remove {directory}"
@@ -171,11 +169,6 @@ def _begins_with(run: RunState, origin: str) -> bool:
     forked = run.spec.get("from_checkpoint") or {}
     evaluates = run.evaluation is not None and run.evaluation.checkpoint_run == origin
     return evaluates or origin in (forked.get("run"), *run.follows[-1:])
-
-
-def _remove(directory: Path) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)
 
 
 def plan_ranks(state: State, run: RunState, ranks: int, fleet: FleetView, now: float) -> list[ev.Event]:

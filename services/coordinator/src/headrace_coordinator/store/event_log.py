@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from headrace_servicekit.lease.clock import boottime
@@ -100,7 +101,8 @@ class EventLog:
         for _, event, _ in events:
             self.state.apply(event)
         self.history.locate(self.state.runs.values())
-        await self._recover_history(stored, [item for item in events if ev.is_public(item[1])])
+        await self._recover_history(stored, events)
+        self._since_snapshot = len(events)  # One that starts often would never come to a snapshot else.
         known = max(stored.epoch, self.state.epoch)
         if seen.epoch > known or seen.sequence > stored.sequence:
             self.loss = (
@@ -141,14 +143,18 @@ class EventLog:
         """Whether the store does not answer or refuses writes; `store_trouble` says why."""
         return bool(self.store_trouble)
 
-    async def _recover_history(self, stored: Stored, public: list[tuple[int, ev.Event, bytes]]) -> None:
+    async def _recover_history(self, stored: Stored, events: list[tuple[int, ev.Event, bytes]]) -> None:
         lines: dict[str, list[Line]] = {run: [] for run in self.state.runs}
-        for number, event, payload in public:
-            assert isinstance(event, ev.RunEvent)
-            lines.setdefault(event.run, []).append((number, payload))
+        deleted = {event.run for _, event, _ in events if isinstance(event, ev.RunDeleted)}
+        for number, event, payload in events:
+            if ev.is_public(event) and event.run not in deleted:
+                lines.setdefault(event.run, []).append((number, payload))
         await self.history.recover(lines, stored.snapshot_sequence, stored.sequence)
         for name in lines.keys() - self.state.runs.keys():
             self.history.forget(name)
+        for name in deleted:  # A kill may have come between the event and the removal.
+            with suppress(OSError):  # Who deleted it was told.
+                await self.history.remove(name)
 
     # --- writing
 

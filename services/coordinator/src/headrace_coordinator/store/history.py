@@ -144,6 +144,12 @@ class History:
         self._floors.pop(run, None)
         self._posted.pop(run, None)
 
+    async def remove(self, run: str) -> None:
+        """Removes a deleted run's directory, with all that is in it. OSError when the disk refuses."""
+        self.forget(run)
+        if (directory := self._runs / run).exists():
+            await self._thread(shutil.rmtree, directory)
+
     # --- reading
 
     def directory(self, run: str) -> Path:

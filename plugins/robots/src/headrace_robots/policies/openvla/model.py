@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typing_extensions import override
 
 from headrace_robots.policies import gaussian
+from headrace_robots.policies.images import middle, stretched
 from headrace_robots.policies.normalizer import Normalizer
 from headrace_robots.policies.openvla.heads import L1Head, Proprio
 from headrace_robots.policies.openvla.tokens import ActionTokens, entropy_of
@@ -63,6 +64,13 @@ class OpenVlaConfig(PolicyConfig):
     log_std: float = Field(default=-2.0, description="log-width of the Gaussian around the L1 head's actions")
     proprio: ActionBounds | None = Field(
         default=None, description="statistics of the state; null: it is not read"
+    )
+    crop: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of each picture's area that is read, around its middle: 0.9 for checkpoints that were "
+        "fine-tuned with random crops, as all published ones for LIBERO were",
     )
     stop_token: CountOrZero = Field(default=2, description="id behind OFT's actions")
 
@@ -193,7 +201,10 @@ class OpenVlaPolicy(RobotPolicy):
     def _seen(self, observation: Observation) -> Tensor:
         """(B, P, D) of all cameras."""
         device = self.value_head.weight.device
+        side, share = self.config.featurizers[0].image_size, self.config.crop
         images = [image_of(observation, camera, device) for camera in self.config.cameras]
+        if share < 1:
+            images = [middle(stretched(image, side), share) for image in images]
         patches = [self.projector(self.vision_backbone(image)) for image in images]
         return torch.cat(patches, 1)
 
@@ -372,8 +383,6 @@ class _Projector(nn.Module):
 
 def pixels(image: Tensor, shape: VitShape) -> Tensor:
     """(B, 3, H, W) in 0 to 1, stretched to the encoder's square ("resize-naive", bicubic) and normalised."""
-    if image.shape[-2:] != (shape.image_size, shape.image_size):
-        size = (shape.image_size, shape.image_size)
-        image = F.interpolate(image, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
+    image = stretched(image, shape.image_size)
     mean, std = (torch.tensor(values).to(image)[:, None, None] for values in (shape.mean, shape.std))
     return (image - mean) / std
