@@ -6,9 +6,10 @@ fp32, rows in the same order, batch, optimizer and learning rate, two CPUs for e
 rows are of random words: prompts of about 60 tokens, answers of 10 to 70, so that padding costs what it does in
 practice. A pair's two answers have one prompt.
 
-A step's time is from one end of step to the next; each side's first step is left out. Prints one JSON line: tokens/s of
-Headrace over TRL (`sft_vs_trl`, `dpo_vs_trl`), both sides' tokens/s, and the largest difference of their losses in a
-step.
+The sides take turns, who begins changes, and a ratio is of one turn of each, so that other work on the machine hits
+both. A step's time is from one end of step to the next; each turn's first step is left out. Prints one JSON line:
+tokens/s of Headrace over TRL (`sft_vs_trl`, `dpo_vs_trl`: the median of the turns), both sides' tokens/s, and the
+largest difference of their losses in a step.
 """
 
 from __future__ import annotations
@@ -89,6 +90,10 @@ class Side:
         """Of the median step after the first."""
         return median(end - start for start, end in zip(self.ends, self.ends[1:], strict=False))
 
+    def apart(self, other: Side) -> float:
+        """The largest difference of the losses of a step."""
+        return max(abs(own - their) for own, their in zip(self.losses, other.losses, strict=True))
+
 
 def main() -> None:
     """Command line."""
@@ -97,13 +102,16 @@ def main() -> None:
     )
     parser.add_argument("--workflow", choices=[*WORKFLOWS], nargs="+", default=[*WORKFLOWS])
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=2, help="of each side")
     parser.add_argument("--micro-batch", type=int, default=4, help="sequences or pairs of TRL's forward")
+    parser.add_argument("--micro-batch-tokens", type=int, default=512, help="tokens of Headrace's forward")
     options = parser.parse_args()
     python, model = environment("trl", PEERS), make_model("smollm2")
     figures: dict[str, float | None] = {}
     for workflow in options.workflow:
         with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
             spec = make_spec(workflow, options.steps, model, Path(folder))
+            spec["trainer"] = {"micro_batch_tokens": options.micro_batch_tokens}
             rows, tokens = rows_of(spec)
             say(f"{workflow}: {tokens / options.steps:.0f} tokens a step; {machine()}")
             task = {
@@ -116,18 +124,30 @@ def main() -> None:
                 "lr": spec["optimizer"]["lr"],
                 "rows": rows,
             }
-            ours, theirs = headrace_side(spec), trl_side(task, python, Path(folder))
+            pairs = [
+                turn(spec, task, python, Path(folder), first=number % 2) for number in range(options.turns)
+            ]
         name = WORKFLOWS[workflow]
         a_step = tokens / options.steps
-        apart = [abs(own - their) for own, their in zip(ours.losses, theirs.losses, strict=True)]
         figures |= {
-            f"{name}_vs_trl": theirs.step_s / ours.step_s,
-            f"{name}_tokens_per_s": a_step / ours.step_s,
-            f"{name}_trl_tokens_per_s": a_step / theirs.step_s,
-            f"{name}_loss_apart": max(apart),
+            f"{name}_vs_trl": median(theirs.step_s / ours.step_s for ours, theirs in pairs),
+            f"{name}_tokens_per_s": a_step / median(ours.step_s for ours, _ in pairs),
+            f"{name}_trl_tokens_per_s": a_step / median(theirs.step_s for _, theirs in pairs),
+            f"{name}_loss_apart": max(ours.apart(theirs) for ours, theirs in pairs),
         }
-        say(f"  losses: {ours.losses} and {theirs.losses}; {machine()}")
     emit("given_vs_trl", figures)
+
+
+def turn(
+    spec: dict[str, Any], task: dict[str, Any], python: Path, folder: Path, *, first: int
+) -> tuple[Side, Side]:
+    """One run of each side, TRL's first where `first` is 1."""
+    makes = [lambda: headrace_side(spec), lambda: trl_side(task, python, folder)]
+    found = {place: makes[place]() for place in (first, 1 - first)}
+    ours, theirs = found[0], found[1]
+    say(f"  a step: {ours.step_s:.2f} s, TRL {theirs.step_s:.2f} s; {machine()}")
+    say(f"  losses: {ours.losses} and {theirs.losses}")
+    return ours, theirs
 
 
 def make_spec(workflow: str, steps: int, model: Path, folder: Path) -> dict[str, Any]:

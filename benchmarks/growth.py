@@ -6,9 +6,6 @@ coordinator's resident set from a fifth of the slots on), `store_bytes_per_slot`
 `used_memory`), `coordinator_us_per_slot` (CPU time), `certificates_ms` (a page of 50, the slowest of the first, a
 middle and the last one), `run_ms` (a run's view) and `restart_s` (SIGKILL to an answer over HTTP).
 
-With `--authorise`, `authorise_us` alone: CPU time that it takes to know a request's caller by the token, and to ask
-the table of access about a route and a run.
-
 With `--runs`, so many small runs (forks, robots and data sets of their own among them) follow each other on a real
 fleet: `SERVICE_growth` is a service's resident set after the last run over that after the tenth, `worst_growth` the
 largest of these, and `runs` how many there were: no run begins after `--within` seconds.
@@ -33,7 +30,6 @@ from typing import Any
 
 import psutil
 import redis
-from _growth_access import authorise_us
 from _growth_runs import FIRST, growth_of
 from _harness import emit, free_port, machine, say
 from headrace_cli.launcher.store import store_command, store_url
@@ -147,13 +143,9 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=1_000_000, help="slots over all runs")
     parser.add_argument("--runs", type=int, help="small runs on a real fleet instead; more than ten")
     parser.add_argument("--within", type=float, default=3600.0, help="seconds for --runs")
-    parser.add_argument("--authorise", action="store_true", help="what asking who may costs a request, alone")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     say(machine())
-    if options.authorise:
-        emit("growth", {"authorise_us": authorise_us()})
-        return
     if options.runs is not None:
         if options.runs <= FIRST:
             parser.error(f"--runs: more than {FIRST}")

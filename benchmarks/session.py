@@ -30,6 +30,15 @@ from harness.specs import small_spec  # noqa: E402
 
 SETTLED, AHEAD, RATE = 5, 2, 1e-3
 PROMPTS, GROUP, NEW_TOKENS = 16, 8, 16
+SLOW_RATE = 1e-7
+CHECKPOINT = {"interval_steps": 1000}
+EQUAL_WORK = {
+    "optimizer": {"lr": SLOW_RATE},
+    "trainer": {"warmup": {"steps": 0}},
+    "reward": {"scorers": [{"name": "length", "options": {"target": 1, "limit": NEW_TOKENS + 1}}]},
+    "checkpoint": CHECKPOINT,
+}
+"""With `--rl` the model stays as it is, so that both sides have answers of one length; no group has equal rewards."""
 
 
 def main() -> None:
@@ -110,14 +119,22 @@ def _rl_run(fleet: Fleet, model: Path, steps: int) -> list[float]:
         rollout={"max_concurrency": PROMPTS * GROUP},
         placement={"mode": "collocated"},
         data__heldout=0,
+        **EQUAL_WORK,
     )
     run = fleet.succeed(fleet.submit(spec), timeout_s=900)
+    _say_tokens(fleet, run.id)
     return [float(step.wall_s) for step in fleet.client.metrics(run.id)][SETTLED:]
+
+
+def _say_tokens(fleet: Fleet, run: str) -> None:
+    tokens = [step.tokens for step in fleet.client.metrics(run)]
+    say(f"{run}: {sum(tokens) / len(tokens):.0f} tokens learned a step")
 
 
 def _rl_loop(fleet: Fleet, model: Path, steps: int) -> list[float]:
     tokenizer, rng = Tokenizer.from_file(str(model / "tokenizer.json")), random.Random(0)
-    spec = {"model": _section(model), "export": False, "rollout": {"max_concurrency": PROMPTS * GROUP}}
+    rollout = {"max_concurrency": PROMPTS * GROUP}
+    spec = {"model": _section(model), "export": False, "rollout": rollout, "checkpoint": CHECKPOINT}
     ended = []
     with Training(fleet.client, spec) as training:
         for _ in range(steps):
@@ -139,9 +156,10 @@ def _rl_loop(fleet: Fleet, model: Path, steps: int) -> list[float]:
                         )
                     )
             training.forward_backward(data, "importance_sampling")
-            training.optim_step(RATE, grad_clip_norm=1.0)
+            training.optim_step(SLOW_RATE, grad_clip_norm=1.0)
             training.publish().result(300)
             ended.append(time.monotonic())
+        _say_tokens(fleet, training.session)
     return [after - before for before, after in pairwise(ended)][SETTLED:]
 
 

@@ -2,7 +2,8 @@
 
 By turns, on the same cores: the tiny model trained on a fleet without encryption and on one with it (`up --tls`), and a
 version of weights fetched by gRPC from another process without and with it. Prints one JSON line:
-`step_with_tls_vs_without` (median seconds of a step) and `weights_by_grpc_vs_plain` (median rate).
+`step_with_tls_vs_without` (median seconds of a step), `weights_by_grpc_vs_plain` (median rate) and `authorise_us`
+(CPU time of asking whose a request is and whether it may: by `_authorising.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+from _authorising import authorise_us
 from _harness import emit, machine, say
 from headrace.client import Client
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
@@ -163,6 +165,7 @@ def main() -> None:
     emit(
         "tls",
         {
+            "authorise_us": authorise_us(),
             "weights_by_grpc_vs_plain": weights(options.mib << 20, options.turns),
             "step_with_tls_vs_without": steps(options.steps, options.turns),
         },

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headrace_modelkit.families.known import KNOWN, Known
+from headrace_modelkit.families.known import KNOWN, ON_TWO_RANKS, Known
 from headrace_modelkit.families.mixtures import ExpertShape, expert_shape
 from headrace_modelkit.presets.families import FAMILIES, tiny_config
 
@@ -22,24 +22,29 @@ HEAD = """# Families of models
 <!-- Written by `make reference-docs` from `headrace_modelkit.families.known`; change the text there. -->
 
 Each family here has a tiny model in the tests, made of transformers' own configuration class. In fp32 its log-probs
-and gradient are transformers' within 1e-4 (most within 1e-5), in whatever form rows lie; on two ranks they are one
-rank's; an export has the names, types and numbers that it came from. `make test` holds some families of each kind,
+and gradient are transformers' within 1e-4 (most within 1e-5), in whatever form rows lie; an export has the names,
+types and numbers that it came from. `make test` holds some families of each kind,
 `make nightly` all. A family that is not here is not refused: [trials as it is
 loaded](own-model.md#how-a-family-is-found-to-be-right) decide.
 
 - **Rows**: *shared*, a group's prompt is computed once and answers are packed; otherwise every answer gets a row of
   its own, for the reason that is named.
 - **Experts**: *divided* over ranks (`expert_parallel`), with routes that are *replayed* and the load-balance loss;
-  *adapters*: LoRA of experts. Bias terms of routers (`e_score_correction_bias`) are frozen: they stay as the
-  checkpoint has them.
-- **Context parallel**: whether ranks can divide a row. Sharding, recomputation and LoRA of linear layers work in
-  all families.
+  *adapters*: LoRA of experts. Biases of routers (`e_score_correction_bias`) stay as the checkpoint has them, or
+  [follow the load](experts.md#biases-that-follow-the-load).
+- **Context parallel**: whether ranks can divide a row.
+- **Two ranks**: whether two ranks were seen to train as one does, with weights sharded, layers recomputed, experts
+  divided, rows divided, and with LoRA (`test_trainer_family_ranks.py`, nightly); *untried*: that has not been run, and
+  nothing refuses it.
 - **Built-in engine**: generates by continuous batching, keys and states kept for next turns; or why it refuses.
   *Begins again*: a next turn is computed from its first token.
-- **Tools**: the value of `tool_calls` that reads the family's calls; none where Headrace has no parser for them.
+- **vLLM, SGLang**: which has its class in the release that is pinned (0.32, 0.5.23), by its own list; where none has,
+  generate with the built-in engine. Weights are published by the names that `save_pretrained` gives them.
+- **Tools**: the value of `tool_calls` that reads the family's calls, why none does, or –. A turn comes without its
+  special tokens, so that marks which are such tokens are lost.
 
-| family (`model_type`) | rows | experts | context parallel | built-in engine | tools | more |
-| --- | --- | --- | --- | --- | --- | --- |
+| family (`model_type`) | rows | experts | context parallel | two ranks | built-in engine | vLLM, SGLang | tools | |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 TAIL = """
 Not in transformers' own classes, and so refused by `model.path`: the wrappers of Mistral 3 and Kimi K2.5 with
@@ -64,8 +69,10 @@ def _row(family: str, known: Known) -> str:
         "shared" if known.shares else f"apart: {known.why_apart}",
         _experts(tiny_config(family), shape),
         "yes" if known.shares and shape is None else f"no: {known.why_apart or 'experts'}",
+        "yes" if family in ON_TWO_RANKS else "untried",
         f"no: {known.generates}" if known.generates else "yes" if known.continues else "yes, begins again",
-        f"`{known.parser}`" if known.parser else "–",
+        ", ".join(name for name, has in (("vLLM", known.vllm), ("SGLang", known.sglang)) if has) or "–",
+        f"`{known.parser}`" if known.parser else known.no_parser,
         known.note,
     ]
     return f"| {' | '.join(cells)} |\n"

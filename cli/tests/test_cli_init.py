@@ -127,3 +127,18 @@ def test_doctor_names_a_proxy_between_the_services_and_exits_with_one(headrace, 
     done = headrace("doctor", *place, http_proxy="http://proxy.example:3128", no_proxy="localhost,x")
     proxies = [each for each in json.loads(done.stdout)["findings"] if each["what"] == "proxies"]
     assert [each["problem"] for each in proxies] == [""]
+
+
+def test_doctor_says_what_walls_users_code_gets_here_and_up_refuses_where_there_are_none(headrace, tmp_path):
+    place = ["--data-dir", str(tmp_path / "fleet")]
+    done = headrace("doctor", *place, "--json", HEADRACE_CONTAINED_REACH="")
+    walls = {each["what"]: each["value"] for each in json.loads(done.stdout)["findings"]}["--trust contained"]
+    assert "network" in walls.lower() and ("cgroup v" in walls or "no cgroup" in walls)
+    done = headrace("up", *place, "--trust", "shut")
+    assert done.returncode == 2 and "use open or contained" in done.stderr
+    done = headrace("up", *place, "--trust", "contained", HEADRACE_CONTAINED_PROCESSES="many")
+    assert done.returncode == 2 and "HEADRACE_CONTAINED_PROCESSES" in done.stderr
+    own = {"HEADRACE_CONTAINED_PROCESSES": "64", "HEADRACE_CONTAINED_REACH": "https://x"}
+    done = headrace("up", *place, "--trust", "contained", **own)
+    assert done.returncode == 2 and "HEADRACE_CONTAINED_REACH" in done.stderr
+    assert not (tmp_path / "fleet").exists()

@@ -20,8 +20,10 @@ from headrace_cli.show.reporters import event_line, figures
 from headrace_cli.show.runs import (
     STAGES,
     certificates_table,
+    columns_table,
     measured,
     runs_list,
+    sentence,
     step_line,
     steps_table,
 )
@@ -100,7 +102,23 @@ def test_a_runs_id_is_in_one_piece(scripted_run, width):
     run = scripted_run()
     run.submitted_at, run.spec = time.time(), {"name": "x"}
     view = run.view() | {"id": RUN_ID, "waiting_for": ["a lease on " + "host/cpu:0, " * 20]}
+    loads = "trainer-0 loads model and optimizer, for 4 s"
+    assert (
+        sentence(Run.from_json(run.view() | {"state": "PLANNING", "waiting_for": [], "doing": [loads]}))
+        == loads
+    )
     assert any(RUN_ID in line for line in drawn(runs_list([Run.from_json(view)], width), width))
+
+
+def test_runs_are_listed_with_keys_of_their_specs_and_figures(scripted_run):
+    from headrace.client import Run
+
+    run = scripted_run()
+    run.submitted_at, run.spec = time.time(), {"name": "x", "optimizer": {"lr": 3e-5, "betas": [0.9, 0.95]}}
+    found = Run.from_json(run.view())
+    lines = drawn(columns_table([found], ["optimizer.lr", "optimizer.betas", "figures.none"]), 160)
+    (line,) = [line for line in lines if "0/" in line or "/100" in line]
+    assert "3e-05" in line and "[0.9, 0.95]" in line and line.rstrip().endswith("–")
 
 
 def trajectory(**fields):
@@ -126,7 +144,7 @@ def test_trajectories_fit_80_columns_and_episodes_are_told_in_words():
     assert "12 actions" in lines[2] and "episode succeeded after 31 steps, return 7.25" in lines[3]
     assert "episode lost: the simulator ended" in lines[5]
     wide = " ".join(drawn(trajectories_list(found, 160), 160))
-    assert "prompt ends" in wide and "episode succeeded" in wide
+    assert "prompt " in wide and "episode succeeded" in wide
 
 
 def test_a_conversation_fits_80_columns_and_what_tools_say_steers_no_terminal():
@@ -152,10 +170,21 @@ def test_a_conversation_fits_80_columns_and_what_tools_say_steers_no_terminal():
         "tool",
         "assistant",
     ]
+    whole = drawn(trajectories_list([talk], 80, whole=True), 80)
+    assert "\x1b" not in "".join(whole) and sum(line.count("x") for line in whole) >= 900, "uncut"
     assert drawn(trajectories_list([talk], 160), 160)[0] == lines[0], "a table has no room for what was said"
     (hidden,) = [line for line in drawn(trajectories_list([trajectory(messages=given[-1:], masked=True)], 80), 80)
                  if "4 tokens" in line]  # fmt: skip
     assert "no loss" in hidden
+
+
+def test_the_whole_of_a_trajectory_has_what_the_model_read_uncut():
+    rendered = "<|system|>Be brief.\n<|user|>" + "1+" * 300 + "1?<|assistant|>"
+    found = trajectory(prompt="1+" * 300 + "1?", completion="301", read=[[rendered]])
+    text = "".join(drawn(trajectories_list([found], 80, whole=True), 80))
+    assert "<|system|>Be brief." in text and text.count("1+") == 300 and "-- answer301" in text
+    short = "\n".join(drawn(trajectories_list([found], 80), 80))
+    assert "1+1+" in short and "…" in short and "1? → 301" in short, "cut in its middle"
 
 
 def test_versions_have_their_numbers_as_on_the_page_and_attempts_are_counted_from_1():
@@ -215,6 +244,11 @@ def test_lines_of_a_log_are_short_and_can_be_of_one_instance(headrace, long_run)
         ("run_state_changed", {"state": "PAUSED", "reason": "pause asked for"}, "PAUSED: pause asked for"),
         ("run_state_changed", {"state": "RUNNING", "reason": ""}, "RUNNING"),
         ("noted", {"text": "trainer-0 is slow"}, "trainer-0 is slow"),
+        (
+            "stage_ended",
+            {"what": "rollout-0 starts its engine", "seconds": 41.26},
+            "rollout-0 starts its engine: 41.3 s",
+        ),
         (
             "step_committed",
             {

@@ -19,7 +19,9 @@ from harness.crowd_files import VIEWS, everything
 from harness.processes import ROOT
 
 NAMES = (os.environ.get("CHROMIUM", "chromium"), "chromium-browser", "google-chrome")
-PATIENCE_MS = 120_000  # names a hang: two slow cores run a fleet meanwhile
+PATIENCE_MS = int(
+    os.environ.get("PATIENCE_MS", 120_000)
+)  # names a hang: two slow cores run a fleet meanwhile
 TEST_S = 400
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 # The environment of its own has Playwright alone; everything else comes from the tests' environment.

@@ -101,6 +101,8 @@ def test_a_run_is_paused_resumed_and_reloaded_and_a_lost_rollout_is_named(fleet,
     page.get_by_role("link", name="Trajectories").click()
     page.locator(".trajectory summary").first.click()
     page.locator(".trajectory .answer").first.wait_for()
+    page.get_by_text("As the model read it").first.click()
+    assert page.locator(".read pre").first.inner_text(), "its rollout noted it"
     page.get_by_role("group", name="Colour tokens by").first.get_by_label("advantage").check()
     assert "for each token of this answer" in page.locator(".colours").first.inner_text()
     page.get_by_role("button", name="Its group side by side").first.click()

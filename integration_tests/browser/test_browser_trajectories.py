@@ -71,7 +71,7 @@ def test_a_long_conversation_is_folded_searched_and_gone_through_by_its_errors(
     assert found.locator("pre").is_visible() and "line 59 of answer 123" in found.inner_text()
     assert found.evaluate("each => each.getBoundingClientRect().top < innerHeight")
     for number in ("1", "2", "1"):
-        find.get_by_role("button", name="Next error (2)").press("Enter")
+        find.get_by_role("button", name="Next error (2)").click()
         assert find.get_by_role("status").inner_text() == f"error {number} of 2"
         assert "error: no such file" in talk.locator(".found").inner_text()
     find.get_by_label("Search this conversation").fill("nowhere")
@@ -86,6 +86,37 @@ def test_a_long_conversation_is_folded_searched_and_gone_through_by_its_errors(
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     if directory := os.environ.get("PICTURES"):
         page.screenshot(path=f"{directory}/long-conversation-{width}.png")
+
+
+def test_a_session_is_a_tree_of_its_branches_and_shows_what_the_model_read(crowd, open_page, inaccessible):
+    """A search opens the branch that has what it found; messages that a branch begins with are no matches again."""
+    page = open_page(f"{crowd.url}/#/runs/agent-1/trajectories", bypass_csp=True)
+    page.locator(".trajectory summary").first.click()
+    below = page.locator(".branches").first.locator(":scope > li")
+    heads = page.locator(".branches > li > details > summary").all_inner_texts()
+    assert [" ".join(head.split()) for head in heads] == [
+        "Branch 1 2 turns; reward 0.25; 1 error",
+        "Branch 2 2 turns; reward 0.75; begins as branch 1 for 2 messages",
+        "Branch 3 1 turn; reward 0.25",
+    ]
+    assert below.count() == 2 and below.first.locator(".branches > li").count() == 1
+    page.locator(".branches .branches > li > details > summary").click()
+    find = page.get_by_role("group", name="Find in this conversation")
+    for text, says in (("def test", "match 1 of 1"), ("work on files", "match 1 of 1")):
+        find.get_by_label("Search this conversation").fill(text)
+        find.get_by_role("button", name="Next", exact=True).click()
+        assert find.get_by_role("status").inner_text() == says
+        assert page.locator(".found").is_visible()
+    find.get_by_role("button", name="Next error (1)").click()
+    assert "error: no such file" in page.locator(".found").inner_text()
+    page.get_by_text("As the model read it").click()
+    read = page.locator(".read pre")
+    assert read.count() == 3 and read.nth(1).locator("mark").all_inner_texts() == [
+        "Read.<|end|>",
+        "Done.<|end|>",
+    ]
+    assert read.first.inner_text().startswith("<|system|>You work on files.")
+    assert inaccessible(page) == []
 
 
 def test_tokens_are_coloured_over_the_text(crowd, opened):
@@ -196,6 +227,21 @@ def test_an_episode_is_watched_step_by_step(crowd, opened):
     assert page.locator(".episode .chart").count() == 2
     watch.click()
     page.locator(".episode").wait_for(state="detached")
+
+
+def test_two_policies_are_watched_side_by_side_from_the_same_start(crowd, open_page, inaccessible):
+    page = open_page(f"{crowd.url}/#/evaluations?compare=eval-0,eval-1", bypass_csp=True)
+    page.get_by_role("button", name="Watch both").first.click()
+    said = page.locator(".pairs .episode .says")
+    said.nth(1).get_by_text("Step 0 of 5").wait_for()
+    heads = page.locator(".pairs article h3").all_inner_texts()
+    assert [head for head in heads if ":" in head] == ["eval-0: failure", "eval-1: success"]
+    page.get_by_role("button", name="Play both from the start").click()
+    assert inaccessible(page) == []
+    page.goto(f"{crowd.url}/#/evaluations/eval-0")
+    success = page.get_by_role("region", name="Videos").locator("td[data-head=Success]")
+    success.nth(1).wait_for()
+    assert success.all_inner_texts() == ["no", "yes"], "failures first"
 
 
 def test_a_training_episode_is_watched_among_the_runs_trajectories(crowd, open_page):

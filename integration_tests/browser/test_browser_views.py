@@ -70,6 +70,10 @@ def test_logs_of_an_instance_are_shown_by_level(crowd, opened):
     page.get_by_label("Least level").select_option("error")
     page.get_by_text("The newest 1 line of rollout-0").wait_for()
     assert "<b>CUDA error</b>" in page.locator(".log").inner_text()
+    page.get_by_label("Least level").select_option("info")
+    page.get_by_label("Search the log").fill("cuda")
+    page.get_by_role("button", name="Show", exact=True).click()
+    page.get_by_text("The newest 1 line of rollout-0 with “cuda”").wait_for()
     page.get_by_label("Instance", exact=True).select_option("trainer-0")
     page.get_by_text("in containers see").wait_for()
 
@@ -214,6 +218,8 @@ def test_the_first_paint_is_quick_and_the_keyboard_reaches_everything(crowd, ope
 
 def test_a_timeline_is_walked_zoomed_and_read_as_a_table(crowd, opened):
     page = opened(crowd, "timeline")
+    used = page.locator(".chart", has_text="Utilisation").locator(".hidden")
+    assert "at step 120: gpu:0 " in used.text_content()
     page.get_by_text("Steps 101 to 120").wait_for()
     page.locator(".lanes").focus()
     told = page.locator(".told")

@@ -81,7 +81,7 @@ def goes_on(head: Host, run: str) -> None:
     assert at(head, run, before["step"] + 2, 240.0)["counts"]["duplicates"] == 0
 
 
-@pytest.mark.parametrize(("a", "b"), PAIRS, ids="-".join)
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=map("-".join, PAIRS))
 def test_a_run_outlives_each_fault_between_two_services(fleet, a, b):
     by_name, run = fleet
     head, one, other = by_name["coordinator"], by_name[a], by_name[b]

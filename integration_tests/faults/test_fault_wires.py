@@ -113,6 +113,14 @@ async def test_weights_go_on_after_a_reset_anywhere(role, tmp_path, at):
         assert between.opened > 1
 
 
+async def test_weights_come_over_a_wire_that_is_slow_from_its_first_byte(role, tmp_path):
+    """A connection takes some round trips of their own before anything is asked: of 0.4 s as across an ocean."""
+    async with weights(role, tmp_path) as (version, between):
+        between.delay_s = 0.2
+        between.slices = (1 << 20,)
+        assert await received(role, tmp_path, version, between)
+
+
 async def test_weights_of_a_wire_that_stands_still_go_on_when_it_is_mended(role, tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "IDLE_TIMEOUT_S", 1.0)
     async with weights(role, tmp_path) as (version, between):

@@ -136,8 +136,8 @@ class Crowd:
             last_step=step_view(step) if step else None, recoveries=1 if state == "FAILED" else 0,
             counts=CountsView(trained=64 * step, dropped=0, duplicates=0, max_staleness=1, frontier=64 * step),
             run_directory="", export_path="", **self.labels.get(run_id, {}),
-            spec={**spec, "steps": 120, "optimizer": {"lr": 1e-5}, "algorithm": {"name": "grpo"},
-                "reward": REWARD},
+            spec={**spec, "steps": 120, "optimizer": {"lr": 3e-5 if name == "other" else 1e-5},
+                "algorithm": {"name": "grpo"}, "reward": REWARD},
         )  # fmt: skip
 
     async def label(self, run_id: str, change: RunLabels, idempotency_key: str) -> RunView:
@@ -145,12 +145,21 @@ class Crowd:
         return self.run(run_id)
 
     async def summaries(
-        self, size: int, after: str, states: frozenset[str], search: str
+        self,
+        size: int,
+        after: str,
+        states: frozenset[str],
+        search: str,
+        columns: Sequence[str] = (),
+        **_: Any,
     ) -> tuple[list[RunSummaryView], str | None, int]:
         found = [n for n, state in self.states.items() if search in n and (not states or state in states)]
         start = found.index(after) + 1 if after else 0
         shown = [self.run(name) for name in found[start : start + size]]
-        views = [run_summary_view(run, [reward_at(3 * n) for n in range(run.step and 40)]) for run in shown]
+        views = [
+            run_summary_view(run, [reward_at(3 * n) for n in range(run.step and 40)], columns)
+            for run in shown
+        ]
         return views, shown[-1].id if start + size < len(found) else None, len(found)
 
     async def curves(self, run_id: str, points: int) -> CurvesView:
@@ -197,10 +206,11 @@ class Crowd:
         yield
 
     async def certificates(
-        self, run_id: str, size: int, after: int = -1
+        self, run_id: str, size: int, after: int = -1, *, newest: bool = False
     ) -> tuple[list[CertificateView], None]:
         made = ahead if run_id.startswith("ahead") else certificate
-        return [made(step) for step in range(1, min(self.run(run_id).step, size) + 1)], None
+        steps = [*range(1, self.run(run_id).step + 1)]
+        return [made(step) for step in (steps[::-1] if newest else steps)[:size]], None
 
     async def checkpoints(self, run_id: str) -> list[CheckpointView]:
         step = self.run(run_id).step
@@ -231,11 +241,17 @@ class Crowd:
         )  # fmt: skip
 
     async def run_videos(self, run_id: str) -> VideoListView:
-        step = None if run_id.startswith("eval-") else 3
-        video = VideoView(
-            name="0001-0-push-success.mp4", step=step, item=1, sample=0, success=True, size_bytes=4
-        )
-        return VideoListView(videos=[video])
+        """Of eval-0 the second item failed, of the others none."""
+        evaluation = run_id.startswith("eval-")
+        return VideoListView(
+            videos=[
+                VideoView(
+                    name=f"000{item}-0-push.mp4", step=None if evaluation else 3, item=item, sample=0,
+                    success=(run_id, item) != ("eval-0", 2), size_bytes=4,
+                )
+                for item in range(1, 3 if evaluation else 2)
+            ]
+        )  # fmt: skip
 
     async def run_video(self, run_id: str, name: str) -> Path:
         return Path(__file__).parents[1] / "packaging" / "six_frames.mp4"
@@ -308,7 +324,20 @@ def policy(number: int) -> PolicyView:
 
 def evaluation(step: int) -> EvaluationView:
     return EvaluationView(
-        kind="heldout", step=step, version=step + 1, score=reward_at(step), parts={}, answers=80, examples=[]
+        kind="heldout",
+        step=step,
+        version=step + 1,
+        score=reward_at(step),
+        parts={},
+        answers=80,
+        examples=[
+            {
+                "prompt": "How much is 17 * 23?",
+                "completion": f"It is {370 + step}.",
+                "reference": "391",
+                "reward": 0.0,
+            }
+        ],
     )
 
 

@@ -22,6 +22,7 @@ RUNS = [
     ("done-1", "SUCCEEDED"),
     ("failed-1", "FAILED"),
     ("talk-1", "SUCCEEDED"),
+    ("agent-1", "SUCCEEDED"),
     ("robot-1", "SUCCEEDED"),
     (LONG_RUN, "CANCELLED"),
 ]
@@ -53,6 +54,7 @@ def settled(step: int, prompt: int, sample: int, text: str, better: int = 0) -> 
         finish_reason="EOS", tokens=24,
         versions=[(step - 1, 10), (step, 14)] if step > 1 else [(step, 24)],
         log_probs=[-(n * 7 % 24) / 5 for n in range(24)], text_bytes=places(text, 24), advantage=sample % 4 / 2 - 0.75,
+        read=[[f"<|user|>Q{prompt}: {text}<|assistant|>"]],
     )  # fmt: skip
 
 
@@ -89,6 +91,26 @@ def long_talk(turns: int) -> SettledTrajectory:
     )  # fmt: skip
 
 
+def branched() -> SettledTrajectory:
+    """A session of an agent that went back to its question, and asked a helper of its own: three branches."""
+    asked = [Message("system", "You work on files."), Message("user", "Fix the test.")]
+    first = [Message("assistant", "Look.", 2, 0.0, branch=0), Message("tool", "error: no such file")]
+    again = [Message("assistant", "Read.", 2, 0.5, branch=1), Message("tool", "def test(): ...")]
+    other = [Message("user", "Say what fails."), Message("assistant", "The name.", 2, 0.25, branch=2)]
+    ends = [Message("assistant", "Done.", 2, 0.25, branch=number) for number in range(2)]
+    rendered = "<|system|>You work on files.<|user|>Fix the test.<|assistant|>"
+    read = [
+        [rendered, "Look.<|end|>", "<|tool|>error: no such file<|assistant|>", "Done.<|end|>"],
+        [rendered, "Read.<|end|>", "<|tool|>def test(): ...<|assistant|>", "Done.<|end|>"],
+        ["<|user|>Say what fails.<|assistant|>", "The name.<|end|>"],
+    ]
+    return msgspec.structs.replace(
+        talked(1, 0, 0, ""), prompt="Fix the test.", tokens=10, versions=[(1, 10)], log_probs=[-0.5] * 10,
+        text_bytes=[n for said in ("Look.", "Done.", "Read.", "Done.", "The name.") for n in places(said, 2)],
+        messages=[*asked, *first, ends[0], *asked, *again, ends[1], *other], read=read,
+    )  # fmt: skip
+
+
 def places(text: str, tokens: int) -> list[int]:
     """Bytes of each token: as even as can be, and not at the borders of characters."""
     total = len(text.encode())
@@ -101,6 +123,12 @@ def write_conversations(directory: Path, text: str) -> None:
     directory.mkdir(parents=True)
     said = [long_talk(300), *(talked(1, 1, sample, text) for sample in range(4))]
     TrajectoryFile(directory, 8, 16 << 20, 100).append(said)
+
+
+def write_session(directory: Path) -> None:
+    """The session of an agent."""
+    directory.mkdir(parents=True)
+    TrajectoryFile(directory, 8, 16 << 20, 100).append([branched()])
 
 
 def write_episodes(directory: Path, seen: str) -> None:
@@ -162,6 +190,7 @@ def everything(directory: Path) -> CrowdServer:
     write_timeline(runs / "done-1", 120)
     shutil.copytree(runs / "done-1", runs / LONG_RUN)
     write_conversations(runs / "talk-1", HOSTILE)
+    write_session(runs / "agent-1")
     write_episodes(runs / "robot-1", HOSTILE)
     write_trajectories(runs / "many-0", 1563, 64, "The answer is 42.")
     for number in range(2):

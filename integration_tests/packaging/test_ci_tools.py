@@ -1,5 +1,7 @@
 """The runner of `.ci/run` and the checks of `make lint` that are ours."""
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -336,6 +338,46 @@ def test_every_pin_has_hashes_of_the_same_version(repository):
         file = "base.hashes.txt" if name == "base" else "audit.txt"
         blocks = (repository / "constraints" / file).read_text(encoding="utf-8").split("\n    ")
         assert all(block.startswith("--hash=sha256:") for block in blocks[1:])
+
+
+DOCKER = """#!/bin/sh
+test "$1 $2 $3" = "buildx imagetools inspect" || exit 9
+case "$4" in redis:*) {redis};; esac
+echo sha256:$(printf %s "$4" | sha256sum | cut -c1-64)
+"""
+
+
+@pytest.mark.parametrize(
+    "redis", ["true", "echo redis:7; exit 0", "exit 1"], ids=["all", "a tag", "no registry"]
+)
+def test_a_release_has_every_image_by_digest_or_fails(repository, tmp_path, redis):
+    docker = tmp_path / "docker"
+    docker.write_text(DOCKER.format(redis=redis))
+    docker.chmod(0o755)
+    file = tmp_path / "images.env"
+    done = subprocess.run(
+        ["sh", repository / "ci/images.sh", file],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    if redis != "true":
+        assert done.returncode and not file.exists()
+        return
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split("=", 1) for line in file.read_text().splitlines())
+    compose = (repository / "docker-compose.yml").read_text()
+    wanted = dict(re.findall(r"\$\{(HEADRACE_[A-Z]+_IMAGE):-([^}]+)\}", compose))
+    assert set(found) == set(wanted) and "HEADRACE_PYTHON_IMAGE" in found
+    assert all(
+        re.fullmatch(re.escape(image) + "@sha256:[0-9a-f]{64}", found[name]) for name, image in wanted.items()
+    )
+    named = re.findall(
+        r"^ARG PYTHON_IMAGE=(\S+)$", (repository / "deploy/Dockerfile").read_text(), re.MULTILINE
+    )
+    assert named == [wanted["HEADRACE_PYTHON_IMAGE"]], "the build takes that image, and no other"
+    steps = (repository / ".github/workflows/release.yml").read_text()
+    assert "sh ci/images.sh dist/images.env" in steps
 
 
 def test_workflows_name_what_they_use_by_commit(repository):

@@ -2,6 +2,8 @@
 
 import json
 import sqlite3
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from headrace_coordinator.projections.projection import RunProjection
@@ -22,7 +24,7 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def installed(make_environment):
     environment = make_environment("trackers")
-    extras = ",".join(OPTIONS)
+    extras = ",".join([*OPTIONS, "notify"])
     dists = (
         "headrace-proto",
         "headrace-servicekit",
@@ -106,3 +108,33 @@ def test_trackio_keeps_every_step_in_its_local_store(installed, run):
         rows = store.execute("select run_name, step, metrics from metrics order by id").fetchall()
     assert [(name, step) for name, step, _ in rows] == [("tracked-1", step) for step in (1, 2, 2, 3)]
     assert json.loads(rows[0][2])["train/reward"] == 0.25
+
+
+def test_apprise_carries_an_alert_and_the_runs_end(installed, run):
+    said = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            said.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["message"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    spec = json.loads((run / "run.json").read_text())
+    url = f"json://127.0.0.1:{server.server_address[1]}/"
+    spec["tracking"] = {
+        "alerts": [{"figure": "train/reward", "above": 0.9}],
+        "trackers": [{"name": "notify", "options": {"urls": [url]}}],
+    }
+    (run / "run.json").write_text(json.dumps(spec))
+    track(installed, "notify", run)
+    server.shutdown()
+    server.server_close()
+    assert said == [
+        "tracked-1, step 3: train/reward is 1, above 0.9 (tracking.alerts[0])",
+        "tracked-1 is SUCCEEDED after step 3",
+    ]

@@ -18,6 +18,7 @@ from headrace_coordinator.fleet.service import FleetServicer
 from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
+from headrace_servicekit.contained.settings import FACET
 from headrace_servicekit.lease.fence import Fence
 from headrace_servicekit.rpc import tls
 from headrace_servicekit.rpc.certificates import make_authority, make_certificate
@@ -200,6 +201,27 @@ async def coordinator():
 def registration(kind="trainer", host="a", incarnation="one"):
     number = fleet_pb2.ServiceKind.Value(f"SERVICE_KIND_{kind.upper()}")
     return fleet_pb2.RegisterRequest(instance=f"{kind}-0", incarnation=incarnation, kind=number, host=host)
+
+
+async def test_a_contained_fleet_takes_no_service_that_does_not_contain_users_code(fleet, coordinator):
+    real, (add, _, name) = coordinator
+    contained = FleetServicer(real, lambda request, error: None, contained=True)
+    async with serving(fleet, (add, contained, name), role="coordinator") as address:
+        for kind, walls, code in (
+            ("reward", [], grpc.StatusCode.FAILED_PRECONDITION),
+            ("simulator", [], grpc.StatusCode.FAILED_PRECONDITION),
+            ("reward", ["no network"], grpc.StatusCode.OK),
+            ("trainer", [], grpc.StatusCode.OK),
+        ):
+            fleet(kind, "a")
+            request = registration(kind, incarnation=f"{kind}{len(walls)}")
+            if walls:
+                request.capabilities[FACET].values.extend(walls)
+            async with dial(address, token=TOKEN, name=tls.COORDINATOR_NAME) as channel:
+                found, said = await status(channel, REGISTER, request)
+            assert found is code, (kind, walls, said)
+            assert walls or kind == "trainer" or "--trust contained" in said
+    assert set(real.event_log.state.instances) == {"reward1", "trainer0"}
 
 
 def death(host, incarnation="one"):

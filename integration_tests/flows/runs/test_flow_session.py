@@ -86,7 +86,10 @@ def post(training, seq, call):
 
 def result(training, future, wait_s=60.0):
     name = future.partition(":")[2]
-    return training._http.get(f"/v1/sessions/{training.session}/results/{name}", wait_s=min(wait_s, 25.0))
+    found = training._http.get(
+        f"/v1/sessions/{training.session}/results", future=name, wait_s=min(wait_s, 25.0)
+    )
+    return found["results"][name]
 
 
 def gradient_call():
@@ -139,11 +142,17 @@ def test_adapters_learn_beside_all_weights_saved_loaded_and_async(fleet, session
             last = training.optim_step(RATE)
         await last
         later = await training.forward(data())
-        await training.load("one")
-        again = await training.forward(data())
-        return first, saved, later, again
+        stepped = []
+        for optimizer in (True, False):
+            await training.load("one", optimizer=optimizer)
+            again = await training.forward(data())
+            training.forward_backward(data())
+            training.optim_step(RATE)
+            stepped.append((await training.forward(data())).metrics["loss:sum"])
+        return first, saved, later, again, stepped
 
-    first, saved, later, again = asyncio.run(loop())
+    first, saved, later, again, stepped = asyncio.run(loop())
+    assert abs(stepped[0] - stepped[1]) > 1e-4, "the second step begins without moments"
     losses = [each.metrics["loss:sum"] for each in (first, again, later)]
     assert losses[0] > losses[1] > losses[2]
     assert [each.checkpoint for each in training.checkpoints()] == [saved.checkpoint]

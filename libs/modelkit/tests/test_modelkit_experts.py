@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from headrace_modelkit.experts import compute_experts, take_routers
+from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.loading import load_model, save_model
+from headrace_modelkit.presets.families import tiny_config
 from headrace_modelkit.presets.tiny import character_tokenizer, main, tiny_model, tiny_moe
 from headrace_modelkit.weights import (
     CheckpointNames,
@@ -17,6 +19,7 @@ from headrace_modelkit.weights import (
 )
 from headrace_schema.sections.generating import ModelSection
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
 
@@ -136,3 +139,11 @@ def test_a_forward_that_is_made_again_is_recorded_once():
     assert len(routing.recorded) == len(first) == model.config.num_hidden_layers
     routing.recorded = None
     assert not routing.acts
+
+
+def test_experts_are_found_where_a_memory_plan_has_imaginary_tensors_too():
+    """Gemma 4 makes buffers of real numbers as it is made."""
+    config = tiny_config("gemma4_text+experts", initializer_range=0.25)  # not asked for before
+    with FakeTensorMode():
+        found = expert_shape(config)
+    assert found is not None and (found.layers, found.experts, found.chosen) == (2, 4, 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.exporting import export_model
-from headrace_modelkit.loading import is_quantised, load_architecture, load_model
+from headrace_modelkit.loading import load_architecture, load_model, quantisation
 from headrace_modelkit.logprobs import Head
 from headrace_modelkit.model_files import check_model
 from headrace_modelkit.presets.families import FAMILIES, SHAPE, tiny_of, write_family
@@ -84,13 +84,13 @@ def test_an_export_of_what_was_quantised_says_that_it_is_not(tmp_path):
     scheme = {"quant_method": "fp8", "weight_block_size": [16, 16], "dequantize": True}
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": scheme}))
     section = ModelSection(path=str(tmp_path / "model"), dtype="bfloat16")
-    assert is_quantised(load_architecture(section))
+    assert quantisation(load_architecture(section))
     tensors = list(state_tensors(tiny_of("llama")))
     for limit in (10**9, 10**4):  # in one file, and in several
         export_model(section, tensors, character_tokenizer(), tmp_path / str(limit), limit=limit)
         written = json.loads((tmp_path / str(limit) / "config.json").read_text())
         assert "quantization_config" not in written
-    assert not is_quantised(load_architecture(ModelSection(path=str(tmp_path / "10000"))))
+    assert not quantisation(load_architecture(ModelSection(path=str(tmp_path / "10000"))))
 
 
 def test_a_model_of_code_of_its_own_is_refused_without_a_question(tmp_path, monkeypatch):

@@ -95,3 +95,14 @@ def test_an_export_refuses_what_is_not_the_model(section, tmp_path, tiny_config)
         with pytest.raises(ValueError, match=r"expected|more than the model has"):
             export_model(section, wrong, load_tokenizer(tiny_config), tmp_path / "out")
     assert not (tmp_path / "out").exists() and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float64, torch.float32])
+def test_files_of_another_precision_are_read_in_the_models(kind, tmp_path):
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4)).to(kind)
+    model.save_pretrained(tmp_path / "model")
+    given = ModelSection(path=str(tmp_path / "model"), dtype="bfloat16")
+    source = open_model(given, empty_model(given))
+    for name, whole in state_tensors(model):
+        assert source.read(name).equal(whole.detach().bfloat16()), name

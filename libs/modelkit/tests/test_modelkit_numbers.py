@@ -133,6 +133,23 @@ def test_hidden_log_probs_are_differentiable_in_hidden_states_and_head(chunk_ele
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_several_words_of_a_row_have_the_log_probs_and_gradients_of_whole_logits(chunk_elements):
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, hidden = (torch.randn(*s, generator=generator) for s in ((V, 4), (V,), (7, 4)))
+    tokens, upstream = torch.arange(21).reshape(7, 3) % V, torch.randn(7, 3, generator=generator)
+    wide = [tensor.double().requires_grad_() for tensor in (hidden, weight, bias)]
+    expected = ((wide[0] @ wide[1].T + wide[2]) / 0.7).log_softmax(-1).gather(-1, tokens)
+    (expected * upstream).sum().backward()
+    mine = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    found, _ = hidden_log_probs(Head(mine[1], mine[2], 1.0, None), mine[0], tokens, 0.7)
+    (found * upstream).sum().backward()
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    for one, other in zip(mine, wide, strict=True):
+        torch.testing.assert_close(one.grad, other.grad.float(), rtol=1e-4, atol=1e-5)
+    alone, _ = hidden_log_probs(Head(mine[1], mine[2], 1.0, None), mine[0], tokens[:, 0], 0.7)
+    assert alone.equal(found[:, 0]), "to the bit, whatever else is asked for"
+
+
 @pytest.mark.parametrize("used", ["both", "entropy", "log-probs"])
 @pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.3, 2.1, 7)], ids=["one", "by row"])
 def test_the_entropy_is_differentiable_in_hidden_states_and_head(chunk_elements, used, temperature):

@@ -12,8 +12,8 @@ import torch
 from headrace_modelkit.loading import load_architecture, load_model
 from headrace_modelkit.lora import adapted_layers, add_adapters
 from headrace_modelkit.pictures import decode_image
-from headrace_modelkit.presets.tiny_vision import write_tiny_vision
-from headrace_modelkit.tokenizer import load_tokenizer
+from headrace_modelkit.presets.tiny_vision import plain_inputs, write_tiny_vision
+from headrace_modelkit.tokenizer import in_parts, load_tokenizer
 from headrace_modelkit.vision import (
     Pictures,
     freeze_vision,
@@ -53,35 +53,43 @@ def model(section):
 
 
 def test_two_images_of_a_prompt_are_read_as_transformers_reads_them(model, codec):
+    """With what its processor makes of them: tokens around an image, positions, tokens that look ahead."""
     reader, files = codec.images, [png(1), png(2, width=24)]
     ids = codec.encode_prompt(chat=[{"role": "user", "content": "a<image>b<image>cd"}], images=files)
     images = [reader.read(file) for file in files]
-    assert [image.tokens for image in images] == [4, 6] and ids.count(reader.token) == 10
+    assert ids.count(reader.token) == sum(len(image.slots) for image in images)
     starts = reader.starts(ids, images)
     spans = [reader.span(ids, start, data) for start, data in zip(starts, files, strict=True)]
-    assert reader.expand(reader.collapse(ids, spans), images) == ids
+    written = codec.encode_rendered(
+        codec.render([in_parts({"role": "user", "content": "a<image>b<image>cd"})])
+    )
+    if reader.family != "gemma3":  # which has line feeds around an image
+        assert reader.collapse(ids, spans) == written
     tokens_BL = torch.tensor([ids])
-    grids = torch.tensor([image.grid for image in images])
-    kinds = (tokens_BL == reader.token).int()
-    expected, shift = model.model.get_rope_index(tokens_BL, mm_token_type_ids=kinds, image_grid_thw=grids)
     positions = rope_positions(len(ids), spans)
-    assert (expected[:, 0].numpy() == positions).all() and int(shift) == rope_shift(spans)
+    given = plain_inputs(reader, tokens_BL, images)
+    if hasattr(model.model, "get_rope_index"):
+        told = {name: value for name, value in given.items() if "pixel" not in name}
+        expected, shift = model.model.get_rope_index(tokens_BL, **told)
+        assert (expected[:, 0].numpy() == positions).all() and int(shift) == rope_shift(spans)
     with torch.no_grad():
-        whole = model(
-            input_ids=tokens_BL,
-            mm_token_type_ids=kinds,
-            pixel_values=torch.cat([image.values_PC for image in images]),
-            image_grid_thw=grids,
-        )
+        whole = model(input_ids=tokens_BL, **given)
         # The same two rows, the second with the images the other way round in the list.
         places = [(np.arange(s.image.tokens) + s.start, s.image) for s in spans]
         again = [(own + len(ids), image) for own, image in reversed(places)]
-        pictures = Pictures.of([*places, *again], np.stack([positions] * 2, 1), reader.blank())
-        assert len(pictures.grids_I3) == 2, "an image that stands there twice is computed once"
+        pictures = Pictures.of([*places, *again], np.stack([positions] * 2, 1), reader)
+        count = sum(len(image.inputs["pixel_values"]) for image in images)
+        assert len(pictures.inputs["pixel_values"]) == count, (
+            "an image that stands there twice is computed once"
+        )
         inputs = language_inputs(model.model, tokens_BL.repeat(2, 1), pictures)
         hidden_RLD = model.model.language_model(**inputs, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden_RLD)
+        cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        logits = cap * (logits / cap).tanh() if cap else logits
+        blind = model(input_ids=tokens_BL, **given | {"pixel_values": 0.5 * given["pixel_values"]})
     assert torch.allclose(logits, whole.logits.repeat(2, 1, 1), atol=1e-5)
+    assert not torch.allclose(blind.logits[:, -1], whole.logits[:, -1], atol=1e-3), "the images are seen"
 
 
 def test_images_and_their_tokens_must_match(codec):
@@ -89,12 +97,16 @@ def test_images_and_their_tokens_must_match(codec):
     with pytest.raises(ValueError, match="1 image tokens for 2 images"):
         codec.encode_prompt(chat=chat, images=[png(1), png(2)])
     with pytest.raises(ValueError, match="2 image tokens for 1 images"):
-        codec.encode_prompt(chat=[{**chat[0], "content": "<image><|image_pad|>"}], images=[png(1)])
+        twice = {**chat[0], "content": f"<image>{codec.images.placeholder}"}
+        codec.encode_prompt(chat=[twice], images=[png(1)])
     with pytest.raises(ValueError, match="an image cannot be read"):
         codec.encode_prompt(chat=chat, images=[png(1)[:60]])
-    with pytest.raises(ValueError, match="and the 1 images have 4"):
-        codec.images.starts([codec.images.token] * 3, [codec.images.read(png(1))])
-    for ids, start in (([codec.images.token] * 3, 0), ([codec.images.token] * 4, 1)):
+    image = codec.images.read(png(1))
+    with pytest.raises(ValueError, match="tokens of image 1 of 1 are not there"):
+        codec.images.starts(image.ids[:-1], [image])
+    with pytest.raises(ValueError, match="image tokens, and the 1 images have"):
+        codec.images.starts([*image.ids, codec.images.token], [image])
+    for ids, start in ((image.ids[:-1], 0), (image.ids, 1)):
         with pytest.raises(ValueError, match="are not those of an image"):
             codec.images.span(ids, start, png(1))
     assert codec.encode_prompt(chat=chat).count(codec.images.token) == 0, "without images a mark is text"
@@ -102,9 +114,9 @@ def test_images_and_their_tokens_must_match(codec):
 
 def test_a_policy_may_sample_the_image_token(codec):
     image = codec.images.read(png(1))
-    ids = [3, *[codec.images.token] * image.tokens, 4, codec.images.token]
+    ids = [3, *image.ids, 4, codec.images.token]
     span = codec.images.span(ids, 1, png(1))
-    assert rope_positions(len(ids), [span])[:, -1].tolist() == [4, 4, 4]
+    assert rope_positions(len(ids), [span])[:, -1].tolist() == [2 + image.extent] * 3
 
 
 def test_an_image_is_turned_as_its_orientation_says():
@@ -129,14 +141,16 @@ def test_adapters_reach_the_tower_where_it_learns(section, vision):
     model = load_model(section)
     add_adapters(model, LoraSection(rank=2), 0, vision=vision)
     names = [name for name, _ in adapted_layers(model)]
-    assert any("visual" in name for name in names) is vision
-    assert any("language_model" in name for name in names)
+    of_text = [name for name in names if "language_model" in name]
+    assert of_text and (len(of_text) < len(names)) is vision
 
 
 def test_a_processor_of_other_patches_is_refused(section, tmp_path):
     for file in Path(section.path).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    if "merge_size" not in settings:
+        pytest.skip("a family that makes all images as large")
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**settings, "patch_size": 8}))
     with pytest.raises(ValueError, match="other patches"):
         load_tokenizer(section.model_copy(update={"path": str(tmp_path)}))

@@ -54,6 +54,37 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
     [
         ({"stpes": 3}, "stpes", "unknown key; did you mean steps?"),
         ({"lr": 3}, "lr", "did you mean optimizer.lr?"),
+        ({"optimizer.name": "adam"}, "optimizer.name", "adamw"),
+        (
+            {"optimizer.name": "muon", "trainer.lora": {}},
+            "optimizer.name",
+            "factors of an adapter are no matrix",
+        ),
+        (
+            {"trainer.gradient_checkpointing": False, "trainer.backend_options.offload_activations": True},
+            "trainer.backend_options.offload_activations",
+            "from which layers are computed again",
+        ),
+        (
+            {"sampling.stages": [{"until_step": 5, "max_new_tokens": 8}] * 2, "steps": 9},
+            "sampling.stages[1].until_step",
+            "5 is not above 5, the step that the stage begins with; use at least 6",
+        ),
+        (
+            {"sampling.stages": [{"until_step": 9, "max_new_tokens": 8}], "steps": 9},
+            "sampling.stages[0].until_step",
+            "steps: 9 end the run before sampling.max_new_tokens: 64 holds; use less than 9",
+        ),
+        (
+            {"sampling.stages": [{"until_step": 5, "max_new_tokens": 64}], "steps": 9},
+            "sampling.stages[0].max_new_tokens",
+            "64 is not below sampling.max_new_tokens: 64, of the last stage; lower it",
+        ),
+        (
+            {"sampling.stages": [{"until_step": 1, "max_new_tokens": 0}]},
+            "sampling.stages[0].max_new_tokens",
+            "the nearest valid value is 1",
+        ),
         ({"learning_rate": 3}, "learning_rate", "did you mean optimizer.lr?"),
         ({"optimizer.learning_rate": 3}, "optimizer.learning_rate", "did you mean optimizer.lr?"),
         ({"max_new_token": 3}, "max_new_token", "did you mean sampling.max_new_tokens?"),
@@ -65,7 +96,7 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
         ({"placement.mode": "colocated"}, "placement.mode", "did you mean collocated?"),
         ({"steps": 0}, "steps", "must be at least 1, got 0; the nearest valid value is 1"),
         ({"trainer.lora": {"rank": 0}}, "trainer.lora.rank", "the nearest valid value is 1"),
-        ({"trainer.lora": {"r": 8}}, "trainer.lora.r", "keys here: alpha, rank, targets"),
+        ({"trainer.lora": {"r": 8}}, "trainer.lora.r", "keys here: alpha, quantization, rank, targets"),
         ({"trainer.lora": {"alpha": 0}}, "trainer.lora.alpha", "must be above 0"),
         (
             {"trainer.lora": {"targets": "q_proj"}},

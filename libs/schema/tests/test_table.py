@@ -39,12 +39,16 @@ environment:
 data:
   {source: jsonl, prompt: {template: "{question}?", system: s, prefill: p, longest: 9, template_arguments: {a: 1}},
    exclude: [q], curriculum: {}, heldout: 4}
-sampling: {temperature: 0.5, top_p: 0.5, top_k: 4, min_p: 0.1, repetition_penalty: 2.0, max_new_tokens: 5, stop: [x]}
+sampling:
+  {stages: [{until_step: 1, max_new_tokens: 2}], temperature: 0.5, top_p: 0.5, top_k: 4, min_p: 0.1,
+   repetition_penalty: 2.0, max_new_tokens: 5, stop: [x]}
 algorithm:
-  {max_staleness: 1, truncated: mask, options: {routing_replay: true, drop_equal: true, critic_path: x}}
+  {max_staleness: 1, truncated: mask, options: {routing_replay: true, drop_equal: true, critic_path: x, top_k: 8,
+   direction: forward}}
 trainer:
   {backend: megatron, helpers: 1, draft: {}, reference: {path: org/other}, shared_prefix: true, lora: {},
-   warmup: {steps: 2, demonstrations: d}, backend_options: {compile: true, expert_parallel: 2, context_parallel: 2,
+   warmup: {steps: 2, demonstrations: d}, backend_options: {compile: true, offload_activations: true,
+   expert_parallel: 2, context_parallel: 2,
    virtual_stages: 2}}
 rollout:
   {engine: vllm, helpers: 1, chunk_tokens: 4, install: drain, instances: 2, max_concurrency: 3, enable_lora: true,
@@ -54,7 +58,7 @@ reward:
    stages: {s: [{name: exact}]}}
 placement: {flow: pipelined, joint: {rollout: 0.5, simulator: 0.5}, simulator: "1", reward: "1", measure_steps: 3,
    rollout: "0"}
-optimizer: {schedule: {name: cosine}}
+optimizer: {name: muon, momentum: 0.5, schedule: {name: cosine}}
 session: {idle_s: 9}
 evaluation:
   {every: 2, samples: 2, data: {x: {source: y}}, temperature: 0.5, max_new_tokens: 9, baseline_prefill: p}
@@ -69,6 +73,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "`algorithm.prompts_per_step` other than 1": {"algorithm.prompts_per_step": 4},
     "`algorithm.name` other than session": {"algorithm.name": "grpo"},
     "`workflow` other than session": {"workflow": "reasoning"},
+    "`optimizer.name` other than muon": {"optimizer.name": "adamw"},
     "`placement.mode` other than collocated or disaggregated": {"placement.mode": "hybrid"},
     "`algorithm.group_size` other than 2": {"algorithm.group_size": 4},
     "`workflow` other than supervised": {"workflow": "reasoning"},
@@ -89,6 +94,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "`trainer.ranks` or `max_ranks` above 1": {"trainer.ranks": 2},
     "`trainer.min_ranks` or `max_ranks` other than `ranks`": {"trainer.max_ranks": 2},
     "GPUs": {"@gpus": True},
+    "`trainer.lora.quantization`": {"trainer.lora": {"quantization": "nf4"}},
     f"`{BACKEND}.shard_ranks` below `trainer.ranks`": {f"{BACKEND}.shard_ranks": 2, "trainer.ranks": 4},
     "`algorithm.options` of a critic that is a head": {},
     "`algorithm.options` of one optimizer step a commit": {},
@@ -127,6 +133,7 @@ UNDO: dict[str, dict[str, Any]] = {
     "`algorithm.prompts_per_step` other than 1": {"algorithm.prompts_per_step": 1},
     "`algorithm.name` other than session": {"algorithm.name": "session"},
     "`workflow` other than session": {"workflow": "session"},
+    "`optimizer.name` other than muon": {"optimizer.name": "muon"},
     "`placement.mode` other than collocated or disaggregated": {"placement.mode": "collocated"},
     "`workflow` other than embodied": {"workflow": "embodied"},
     "`workflow` other than embodied or agentic": {"workflow": "agentic"},
@@ -139,6 +146,7 @@ UNDO: dict[str, dict[str, Any]] = {
     "`algorithm.options` of a critic that is a head": {"algorithm.options.critic": "model"},
     "`algorithm.options` of one optimizer step a commit": {"algorithm.options.epochs": 2},
     "no `trainer.reference`": {"trainer.reference": OTHER_MODEL},
+    "no `algorithm.options.top_k`": {"algorithm.options.top_k": 8},
     "no KL term": {"algorithm.options.kl_loss_coef": 0.1},
     "no `trainer.warmup.steps`": {"trainer.warmup.steps": 2},
     "no `trainer.warmup.demonstrations` with `workflow: embodied`": {"trainer.warmup.demonstrations": "d"},

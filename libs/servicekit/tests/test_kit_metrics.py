@@ -1,9 +1,15 @@
 """What every process's figures say of its surroundings."""
 
 import datetime
+import http.client
+import socket
+import ssl
 
+import pytest
+from cryptography import x509
 from headrace_servicekit.rpc import metrics
 from headrace_servicekit.rpc.certificates import make_authority, make_certificate
+from headrace_servicekit.rpc.tls import AUTHORITY, INSTANCE_NAME
 from prometheus_client import REGISTRY
 
 
@@ -38,3 +44,40 @@ def test_certificates_say_when_they_end(tmp_path, monkeypatch):
     assert figure("headrace_certificate_end_seconds", certificate="host") is None
     monkeypatch.delenv("HEADRACE_TLS_DIR")
     assert figure("headrace_certificate_end_seconds", certificate="authority") is None
+
+
+class Scraper(http.client.HTTPSConnection):
+    """As Prometheus scrapes: by an address, with the name of an instance."""
+
+    def connect(self):
+        http.client.HTTPConnection.connect(self)
+        self.sock = self._context.wrap_socket(self.sock, server_hostname=INSTANCE_NAME)
+        self.serial = x509.load_der_x509_certificate(self.sock.getpeercert(True)).serial_number
+
+
+def test_beyond_the_loopback_figures_are_encrypted_by_the_newest_certificate(tmp_path, monkeypatch):
+    make_authority(tmp_path, "127.0.0.1")
+    make_certificate(tmp_path, tmp_path, "rollout", "a")
+    monkeypatch.setenv("HEADRACE_TLS_DIR", str(tmp_path))
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    stop = metrics.expose_metrics("0.0.0.0", port, "secret")
+    try:
+        plain = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with pytest.raises((http.client.HTTPException, OSError)):
+            plain.request("GET", "/metrics", headers={"Authorization": "Bearer secret"})
+            plain.getresponse()
+        serials = []
+        for _ in range(2):
+            context = ssl.create_default_context(cafile=tmp_path / AUTHORITY)
+            scraper = Scraper("127.0.0.1", port, timeout=10, context=context)
+            scraper.request("GET", "/metrics", headers={"Authorization": "Bearer secret"})
+            answer = scraper.getresponse()
+            assert answer.status == 200 and b"headrace_build_info" in answer.read()
+            scraper.close()
+            serials.append(scraper.serial)
+            make_certificate(tmp_path, tmp_path, "rollout", "a")
+        assert serials[0] != serials[1], "a certificate that was renewed is shown without a restart"
+    finally:
+        stop()

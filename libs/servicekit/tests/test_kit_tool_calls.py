@@ -4,7 +4,8 @@ The turns are what the templates that trl 1.16 packs make of two calls of an ass
 """
 
 import pytest
-from headrace_servicekit.tool_calls import Call, beside_calls, typed
+from headrace_servicekit.tool_arguments import typed
+from headrace_servicekit.tool_calls import Call, beside_calls
 
 NAMES = {"add", "now"}
 SCHEMA = {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}}}
@@ -39,6 +40,36 @@ TURNS = {
         '<arg_key>b</arg_key>\n<arg_value>x "y"\n<z> 2</arg_value>\n<arg_key>c</arg_key>\n'
         '<arg_value>[1, "two"]</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>',
     ),
+    # As vLLM 0.32's parsers of these families describe them.
+    "deepseek_v3": (
+        "deepseek",
+        "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        '{"a": 1, "b": "x \\"y\\"\\n<z> 2", "c": [1, "two"]}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function'
+        "<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v3_1": (
+        "deepseek",
+        "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+        '{"a": 1, "b": "x \\"y\\"\\n<z> 2", "c": [1, "two"]}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v4": (
+        "deepseek",
+        'Let me see.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">1'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="true">x "y"\n<z> 2</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="c" string="false">[1, "two"]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+    ),
+    "minimax_m2": (
+        "minimax",
+        'Let me see.\n<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n<parameter name="b">'
+        'x "y"\n<z> 2</parameter>\n<parameter name="c">[1, "two"]</parameter>\n</invoke>\n<invoke name="now">\n'
+        "</invoke>\n</minimax:tool_call>",
+    ),
+    "olmo3": (
+        "pythonic",
+        'Let me see.\n<function_calls>\nadd(a=1, b="x \\"y\\"\\n<z> 2", c=[1, "two"])\nnow()\n</function_calls>',
+    ),
 }
 LLAMA = '{"name": "add", "parameters": {"a": 1, "b": "x \\"y\\"\\n<z> 2", "c": [1, "two"]}}<|eot_id|>'
 
@@ -47,7 +78,7 @@ LLAMA = '{"name": "add", "parameters": {"a": 1, "b": "x \\"y\\"\\n<z> 2", "c": [
 def test_what_a_template_writes_is_read_as_it_was_meant(template):
     form, turn = TURNS[template]
     said, calls = beside_calls(form, turn, NAMES)
-    assert said.endswith("Let me see.") and "tool_call" not in said
+    assert said.endswith("Let me see.") and "call" not in said
     assert [typed(call, SCHEMA) for call in calls] == [Call("add", GIVEN), Call("now", {})]
 
 
@@ -56,9 +87,41 @@ def test_llama_writes_one_call_and_nothing_else():
     assert beside_calls("llama3", LLAMA, NAMES) == ("", [Call("add", GIVEN)])
 
 
+@pytest.mark.parametrize("marks", [("", ""), ("<|python_start|>", "<|python_end|>")], ids=["bare", "marked"])
+def test_llama_4_writes_a_list_of_pythons_calls(marks):
+    turn = f'{marks[0]}[add(a=1, b="x \\"y\\"\\n<z> 2", c=[1, "two"]), now()]{marks[1]}'
+    assert beside_calls("pythonic", turn, NAMES) == ("", [Call("add", GIVEN), Call("now", {})])
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "[sub(a=1)]", "[add]", "It is [add(a=1)].", "[add(a=1)", "[" * 300 + "]" * 300]
+)
+def test_a_list_that_is_no_call_of_a_tool_is_an_answer(text):
+    assert beside_calls("pythonic", text, NAMES) == (text, [])
+
+
+def test_values_that_are_no_literals_are_named_and_not_run():
+    turn = "<function_calls>add(a=__import__('os').getcwd(), b=true)\nadd(1)\nadd(a=null)</function_calls>"
+    first, second, third = beside_calls("pythonic", turn, NAMES)[1]
+    assert "no literals" in first.problem and "have no names" in second.problem
+    assert third == Call("add", {"a": None})
+
+
 @pytest.mark.parametrize(
     ("form", "turn", "words"),
     [
+        (
+            "deepseek",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{",
+            "no <｜tool▁call▁end｜>",
+        ),
+        (
+            "deepseek",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{<｜tool▁call▁end｜>",
+            "no JSON",
+        ),
+        ("minimax", '<minimax:tool_call><invoke name="add"><parameter name="a">1', "no </invoke>"),
+        ("pythonic", "<function_calls>add(a=</function_calls>", "no Python"),
         ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1", "no </tool_call>"),
         ("qwen3_coder", '<tool_call>{"name": "add"}</tool_call>', "not <function=NAME>"),
         ("glm", "<tool_call>add\n<arg_key>a", "no </tool_call>"),
@@ -67,7 +130,7 @@ def test_llama_writes_one_call_and_nothing_else():
 )
 def test_a_broken_call_says_what_is_wrong(form, turn, words):
     (call,) = beside_calls(form, turn, NAMES)[1]
-    assert words in call.problem and not call.name
+    assert words in call.problem and call.name in ("", "add")
 
 
 def test_a_text_that_is_not_of_its_kind_stays_a_text():

@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 from headrace_containers.network.channels import MOST, WINDOW, Channels, joined
-from headrace_containers.network.gate import Gate, host_and_port
+from headrace_containers.network.gate import Gate
 from headrace_containers.provider import ENDPOINT_PORT, PROXY_PORT, BadSpec, Network
+from headrace_servicekit.contained.proxy import host_and_port
 
 
 @asynccontextmanager
@@ -106,7 +107,7 @@ def test_an_entry_that_is_no_host_is_refused_by_its_key(allow):
     assert caught.value.key == "network.allow"
     with pytest.raises(BadSpec, match=r"network\.endpoint"):
         Gate(Network(endpoint="10.0.0.1"))
-    assert host_and_port("[::1]:80", "k") == ("::1", 80)
+    assert host_and_port("[::1]:80") == ("::1", 80)
 
 
 async def test_one_that_is_not_read_stops_no_other_and_memory_is_bounded():

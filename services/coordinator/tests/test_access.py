@@ -104,6 +104,15 @@ async def test_another_s_private_run_is_not_there(served, people, spec_json, end
     assert view["state"] == ("CANCELLED" if ended else "QUEUED")
 
 
+async def test_a_folder_around_the_data_directory_is_not_read(served, people, spec_json):
+    """It has all runs below it: a data set of that folder would be another's trajectories."""
+    for path in (served.runs.parents[1], f"{served.runs.parent}/../"):
+        data = {"source": "huggingface", "options": {"dataset": str(path), "split": "train"}}
+        answer = await people["cho"].post("/v1/runs?dry_run", json=spec_json | {"data": data})
+        (first, *_) = answer.json()["problems"]
+        assert first["key"] == "data.options.dataset" and "fleet's own files are below" in first["problem"]
+
+
 async def test_lists_have_what_one_may_know_of(people, spec_json):
     runs = {name: await submitted(people[name], spec_json) for name in ("ann", "cho")}
     shared = await submitted(people["ben"], spec_json, visibility="team")

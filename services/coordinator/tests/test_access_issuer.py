@@ -1,9 +1,7 @@
 """Tokens of an OpenID Connect issuer: a real one, with keys of its own, that serves them over HTTP."""
 
 import hmac
-import http.server
 import json
-import threading
 import time
 from base64 import urlsafe_b64encode
 
@@ -13,48 +11,7 @@ from headrace_coordinator.access import issuer as module
 from headrace_coordinator.access.issuer import BadIssuer, Issuer, IssuerConfig, read_issuer
 
 jwk = pytest.importorskip("joserfc.jwk")
-from joserfc import jwt  # noqa: E402
-
-AUDIENCE = "headrace"
-
-
-class RealIssuer:
-    """An issuer on the loopback: a discovery document, a set of keys, and tokens by any of its keys."""
-
-    def __init__(self) -> None:
-        self.keys = [jwk.RSAKey.generate_key(2048, {"kid": "one"})]
-        self.asked: list[str] = []
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                outer.asked.append(self.path)
-                found = {
-                    "/.well-known/openid-configuration": {
-                        "issuer": outer.url,
-                        "jwks_uri": f"{outer.url}/keys",
-                    },
-                    "/keys": {"keys": [key.as_dict(private=False) for key in outer.keys]},
-                }[self.path]
-                body = json.dumps(found).encode()
-                self.send_response(200)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def token(self, key=None, algorithm="RS256", **claims) -> str:
-        now = int(time.time())
-        said = {"iss": self.url, "aud": AUDIENCE, "sub": "ann", "exp": now + 600, "groups": ["grp-nlp"]}
-        said = {name: value for name, value in (said | claims).items() if value is not None}
-        key = key or self.keys[0]
-        return jwt.encode({"alg": algorithm, "kid": key.kid}, said, key, algorithms=[algorithm])
+from real_issuer import AUDIENCE, RealIssuer  # noqa: E402
 
 
 @pytest.fixture

@@ -39,6 +39,11 @@ CODE_OR_REACH = {
     "model.path": {"model": {"path": "/home/ann/model"}},
     "trainer.reference.path": {"trainer": {"reference": {"path": "/home/ann/model"}}},
     "from_checkpoint.run": {"from_checkpoint": {"run": "s3://bucket/run"}},
+    "environment.options.network.allow[0]": {
+        "environment": {"options": {"network": {"allow": ["x.example"]}}}
+    },
+    "data.options.folder": {"data": {"source": "jsonl", "options": {"folder": "data/../../ann/rows"}}},
+    "rollout.engine_options.worker_cls": {"rollout": {"engine_options": {"worker_cls": "ann.Worker"}}},
     "store.url": {"store": {"url": "s3://bucket/runs"}},
 }
 
@@ -52,6 +57,18 @@ def test_code_and_reach_are_refused_by_their_key_and_allowed_by_the_list(key):
     plain = re.sub(r"\[\d+\]", "", key)
     assert key not in [each.key for each in Trust("contained", {plain: ["*"]}).problems(spec)]
     assert key in [each.key for each in Trust("contained", {"name": ["*"]}).problems(spec)]
+
+
+def test_a_name_of_something_where_the_fleet_was_started_is_a_path(tmp_path, monkeypatch):
+    """And so it is compared with the list: whole, and with its links followed."""
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "rows.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for path in ("secrets/rows.jsonl", "secrets"):
+        spec = {"data": {"source": "jsonl", "options": {"path": path}}}
+        assert [each.key for each in Trust("contained").problems(spec)] == ["data.options.path"]
+        assert list(Trust("contained", {"data.options.path": [f"{tmp_path}/*"]}).problems(spec)) == []
+    assert list(Trust("contained").problems({"model": {"path": "secrets/of-a-hub"}})) == []
 
 
 def test_what_is_neither_passes():

@@ -116,10 +116,13 @@ def test_what_was_said_is_kept_with_the_policys_turns_and_their_calls():
     message.conversation.messages[3].images.add(digest=digest_bytes(file))
     message.images.add(digest=digest_bytes(file), data=file)
     message.branches.add().segments.add(policy_number=1).tokens.token_ids.extend(range(10))
+    message.branch_texts.add(parts=["<|user|>1+1?", "2"])
     for place, tokens in ((2, 9), (4, 1)):
         message.conversation.turns.add(message=place, tokens=tokens)
     shown = Shown.of(message)
     assert [each.tokens for each in shown.said] == [None, None, 9, None, 1]
+    assert [each.branch for each in shown.said] == [None, None, 0, None, 0]
+    assert shown.read == [["<|user|>1+1?", "2"]]
     found = told("hermes", shown.said, [0.25, 0.75])
     assert [(each.role, each.content) for each in found] == said
     assert [each.reward for each in found] == [None, None, 0.25, None, 0.75]

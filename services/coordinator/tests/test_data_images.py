@@ -12,11 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from headrace.rollout.v1 import rollout_pb2
+from headrace_coordinator.data.builtin.pictures import image_of
+from headrace_coordinator.data.builtin.values import BadRow
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.packed import PackedItems
 from headrace_coordinator.data.sources import open_source
 from headrace_coordinator.run.step.dispatch import by_size
 from headrace_schema.problems import Impossible
+from headrace_schema.references import keep_closed
 from headrace_schema.rules.table import conflicts
 from headrace_schema.sections.generating import DataSection
 from PIL import Image
@@ -326,3 +329,19 @@ def test_what_cannot_take_images_is_refused_by_its_key(lines, tmp_path):
     assert refused(rollout={"engine": "vllm"}) == {"rollout.engine": "set rollout.engine: transformers"}
     assert [*refused(trainer={"backend": "megatron"})] == ["trainer.backend"]
     assert refused("qwen3") == {"model.path": "name a model of qwen2_5_vl or qwen3_vl"}
+
+
+def test_a_row_names_no_image_of_the_fleets_own(tmp_path):
+    """By whatever link: its spec may not name it either."""
+    own = tmp_path / "fleet" / "runs" / "other"
+    own.mkdir(parents=True)
+    (own / "a.png").write_bytes(png())
+    (tmp_path / "mine.png").symlink_to(own / "a.png")
+    keep_closed([tmp_path / "fleet"])
+    try:
+        for path in (own / "a.png", tmp_path / "mine.png"):
+            with pytest.raises(BadRow, match="the fleet's own"):
+                image_of(str(path), "image", None)
+    finally:
+        keep_closed([])
+    assert image_of(str(tmp_path / "mine.png"), "image", None) == png()

@@ -95,6 +95,10 @@ async def test_what_a_crash_left_of_the_files_is_made_whole_from_the_store(opene
     await two.event_log.flush()
     assert len(await two.events()) == 1 + 1 + 1 + 45 + 2
     shown, more = await two.coordinator.past.certificates("r", 100)
+    latest, place = await two.coordinator.past.certificates("r", 2, 2**63 - 1, newest=True)
+    assert latest == shown[:-3:-1] and place is not None
+    rest, _ = await two.coordinator.past.certificates("r", 100, place, newest=True)
+    assert rest == shown[-3::-1]
     assert [view.step for view in shown] == list(range(1, 46)) and more is None
 
 
@@ -173,6 +177,9 @@ async def test_curves_and_summaries_show_the_live_lineage_thinned_out(opened):
     assert (newest.id, newest.type, newest.data["view"]["step"]) == (whole.event, "step_committed", 12)
     (shown,), more, total = await one.coordinator.reads.summaries(10, "", frozenset(), "R")
     assert (shown.step, shown.reward_mean, shown.rewards, more, total) == (12, 0.5, [0.5] * 12, None, 1)
+    asked = ["steps", "scores.heldout", "no.such"]
+    (shown,), _, _ = await one.coordinator.reads.summaries(10, "", frozenset(), "", asked)
+    assert shown.values["steps"] == shown.steps and "no.such" not in shown.values
     for states, search in (({"PAUSED"}, ""), (set(), "other")):
         assert await one.coordinator.reads.summaries(10, "", frozenset(states), search) == ([], None, 0)
     kept = await one.event_log.history.kept("r", 3)

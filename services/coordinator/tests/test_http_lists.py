@@ -201,7 +201,7 @@ async def test_a_long_list_of_runs_lets_others_in_and_leaves_out_what_is_deleted
     event_log = SimpleNamespace(state=SimpleNamespace(runs={}, ended=ended))
     reads = Reads(event_log, None, None, None, SimpleNamespace(tags=lambda name: []))
 
-    async def summary(run):
+    async def summary(run, columns):
         return SimpleNamespace(id=run)
 
     monkeypatch.setattr(reads, "run", lambda name: name)

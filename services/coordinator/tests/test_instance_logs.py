@@ -33,6 +33,8 @@ def test_lines_have_levels_and_what_is_no_record_that_of_the_line_before(tmp_pat
     assert len(every[-1].text) == MOST_CHARACTERS
     assert [each.level for each in read_log(tmp_path, "rollout-0", "error", 100)] == ["error", "error"]
     assert [each.level for each in read_log(tmp_path, "rollout-0", "warning", 1)] == ["warning"]
+    assert [each.level for each in read_log(tmp_path, "rollout-0", "debug", 100, "BROKE")] == ["error"]
+    assert read_log(tmp_path, "rollout-0", "debug", 100, "nowhere to be found") == []
 
 
 def test_a_line_ends_at_a_line_feed_alone(tmp_path):

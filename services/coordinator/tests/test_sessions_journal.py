@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from headrace_coordinator.run.asked.sampling import alike
 from headrace_coordinator.run.asked.step import counted
 from headrace_coordinator.sessions.checking import problem_of
-from headrace_coordinator.sessions.desk import Desk
+from headrace_coordinator.sessions.desk import AskedSample, Desk
 from headrace_coordinator.sessions.journal import Journal
 from headrace_schema.sessions import (
     Datum,
@@ -135,3 +136,21 @@ def test_tokens_that_count_are_those_with_a_weight():
     assert (
         counted(GRADIENT) == 1 and counted(ForwardBackward(data=[Datum(tokens=[1, 2], targets=[2, 3])])) == 2
     )
+
+
+def test_samples_that_differ_in_their_prompts_alone_are_of_one_stream_and_those_with_a_seed_alone():
+    asked = {
+        "a": Sample(prompt=[1], max_tokens=4),
+        "b": Sample(prompt=[2, 3], max_tokens=4, samples=8),
+        "c": Sample(prompt=[1], max_tokens=5),
+        "d": Sample(prompt=[1], max_tokens=4, seed=7),
+        "e": Sample(prompt=[2], max_tokens=4, seed=7),
+        "f": Sample(prompt=[4], max_tokens=4),
+    }
+
+    def keys(streams):
+        made = alike([AskedSample(key, request) for key, request in asked.items()], streams)
+        return sorted("".join(each.key for each in some) for some in made)
+
+    assert keys(1) == ["abf", "c", "d", "e"]
+    assert keys(2) == ["af", "b", "c", "d", "e"], "as many streams as there are rollouts"

@@ -5,10 +5,13 @@ import json
 import os
 import sys
 import textwrap
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from headrace_coordinator.projections.projection import RunProjection
-from headrace_coordinator.trackers import processes, tracker_problems
+from headrace_coordinator.trackers import TrackedRun, processes, tracker_problems
+from headrace_coordinator.trackers.notify import NotifyOptions, NotifyTracker
 from headrace_coordinator.trackers.processes import Trackers
 from headrace_schema.resources.evaluations import EvaluationView
 from headrace_schema.resources.views import StepView
@@ -205,3 +208,48 @@ async def test_a_tracker_gets_its_secret_and_nothing_in_the_runs_directory_shows
     monkeypatch.delenv("TRACKER_KEY")
     (told,) = tracker_problems(run.tracking)
     assert told.key == "tracking.trackers[0].options.api_key" and "no variable TRACKER_KEY" in told.problem
+
+
+@pytest.fixture
+def webhook():
+    """An address that keeps what is posted to it, and refuses the first message."""
+    said, refusals = [], [503]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            status = refusals.pop() if refusals else 200
+            if status == 200:  # before the answer, behind which the test looks
+                said.append(json.loads(body))
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/hook", said
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_webhook_is_told_once_of_a_bound_that_is_passed_and_of_the_end(tmp_path, webhook):
+    url, said = webhook
+    spec = {"tracking": {"alerts": [{"figure": "trainer/grad_norm", "above": 10}]}}
+    waits = []
+    tracker = NotifyTracker(NotifyOptions(urls=[url]), TrackedRun("r-1", spec, tmp_path), waits.append)
+    for step, norm in enumerate((1.0, 12.0, 13.0, 1.0, 20.0), 1):
+        tracker.log(step, {"train/reward": 0.5, "trainer/grad_norm": norm})
+        tracker.log(step, {"evaluation/heldout": 0.5})
+    tracker.finish("SUCCEEDED")
+    assert [(each["kind"], each["step"]) for each in said] == [("alert", 2), ("alert", 5), ("end", 5)]
+    assert said[0]["text"] == "r-1, step 2: trainer/grad_norm is 12, above 10 (tracking.alerts[0])"
+    assert waits == [2.0], "a message that is refused is sent again"
+
+
+def test_an_address_of_apprise_wants_apprise(monkeypatch):
+    monkeypatch.setattr("headrace_coordinator.trackers.notify.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"headrace-coordinator\[notify\]"):
+        NotifyOptions(urls=["mailto://user@example.org"])

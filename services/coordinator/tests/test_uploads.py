@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import signal
-from contextlib import nullcontext
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +13,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import Uploads as Known
 from headrace_coordinator.run import uploads as module
 from headrace_coordinator.run.uploads import Uploads, fetch_origin
+from headrace_coordinator.waits import Waits
 from headrace_schema.sections.running import StoreSection
 from headrace_servicekit.stores.problems import StoreProblem
 
@@ -33,7 +34,7 @@ class Run:
             checkpoints=[], uploads=Known(), directory=str(self.directory), spec={"a": 1}, lineage=lineage
         )
         self.recording = SimpleNamespace(bases=list)
-        self.fleet = SimpleNamespace(waits=SimpleNamespace(named=lambda *_, **__: nullcontext()))
+        self.fleet = SimpleNamespace(waits=Waits(time.monotonic))
         loop = asyncio.get_running_loop()
         self.event_log = SimpleNamespace(now=loop.time, monotonic=loop.time, post=self.post)
 

@@ -39,7 +39,7 @@ def waits(clock):
 async def test_a_silent_call_becomes_a_named_wait(clock, waits):
     port = Silent()
     call = asyncio.ensure_future(
-        WatchedInstanceClient(port, waits, "run", "rollout-0").call("Wake", None, 120)
+        WatchedInstanceClient(port, waits, "run", "rollout-0", "rollout").call("Wake", None, 120)
     )
     await asyncio.sleep(0)
     assert waits.of("run") == [], "an answer may take a moment"
@@ -51,9 +51,46 @@ async def test_a_silent_call_becomes_a_named_wait(clock, waits):
     assert await call == "done" and waits.of("run") == []
 
 
+async def test_a_call_that_takes_long_is_a_stage_that_is_shown_and_told_of_at_its_end(clock):
+    ended, port = [], Silent()
+    waits = Waits(lambda: clock[0], lambda *told: ended.append(told))
+    client = WatchedInstanceClient(port, waits, "run", "trainer-0", "trainer")
+    calls = [
+        asyncio.ensure_future(client.call(method, None, 120)) for method in ("Restore", "SaveCheckpoint")
+    ]
+    await asyncio.sleep(0)
+    assert waits.stages("run") == [], "the tiny model takes no time"
+    clock[0] = 5.0
+    assert waits.stages("run") == [
+        "trainer-0 loads model and optimizer, for 4 s",
+        "trainer-0 writes a checkpoint, for 4 s",
+    ]
+    clock[0] = 45.0
+    assert waits.of("run") == [] and "for 40 s" in waits.stages("run")[0]
+    port.answer.set()
+    await asyncio.gather(*calls)
+    assert waits.stages("run") == []
+    assert ended == [("run", "trainer-0 loads model and optimizer", 45.0)], (
+        "of a checkpoint its own event tells"
+    )
+
+
+async def test_a_stage_that_fails_or_is_quick_is_not_told_of(clock):
+    ended: list[tuple[object, ...]] = []
+    waits = Waits(lambda: clock[0], lambda *told: ended.append(told))
+    with waits.stage("run", "quick"):
+        clock[0] += 1
+    with pytest.raises(KeyError), waits.stage("run", "fails"):
+        clock[0] += 9
+        raise KeyError
+    assert ended == [] and waits.stages("run") == []
+
+
 async def test_a_stream_is_silent_between_two_responses_only(clock, waits):
     port = Silent()
-    responses = WatchedInstanceClient(port, waits, "run", "rollout-0").stream("Generate", None, 120)
+    responses = WatchedInstanceClient(port, waits, "run", "rollout-0", "rollout").stream(
+        "Generate", None, 120
+    )
     assert await anext(responses) == "first"
     clock[0] = SILENCE_S + 2
     assert waits.of("run") == [], "nobody asks for the next response"

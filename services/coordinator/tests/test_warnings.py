@@ -126,3 +126,28 @@ def test_a_group_that_differs_in_one_step_is_enough():
     assert last(Warnings(spec()), *steps) == {}
     different = [step(number, number / 10, groups_all_equal=4.0) for number in range(STEPS)]
     assert "no group has two different rewards" in last(Warnings(spec()), *different)["rewards"]
+
+
+def test_a_bound_of_the_users_own_warns_from_its_first_step_on_and_until_it_holds_no_more():
+    alerts = [
+        {"figure": "trainer/grad_norm", "above": 10},
+        {"figure": "train/reward", "below": 0.2, "steps": 2},
+    ]
+    warnings = Warnings(spec(tracking={"alerts": alerts}))
+    assert warnings.of(step(1)) == {}
+    assert warnings.of(step(2, grad_norm=12.5)) == {
+        "alert 0": "trainer/grad_norm is 12.5, above 10 (tracking.alerts[0])"
+    }
+    assert warnings.of(step(3, reward=0.1)) == {}, "once is not twice in a row"
+    (text,) = warnings.of(step(4, reward=0.15)).values()
+    assert text == "train/reward is 0.15, below 0.2 for 2 steps (tracking.alerts[1])"
+    assert warnings.of(step(5)) == {}
+
+
+@pytest.mark.parametrize(
+    ("alert", "said"),
+    [({"figure": "train/reward"}, "set above or below"), ({"figure": "reward", "above": 1}, "figure")],
+)
+def test_an_alert_needs_a_known_figure_and_a_bound(alert, said):
+    with pytest.raises(ValueError, match=said):
+        spec(tracking={"alerts": [alert]})

@@ -17,6 +17,7 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
 from headrace_rollout.runs.opening import open_run
+from headrace_rollout.wire import SHOWN_CHARACTERS, fill_branch_texts
 from headrace_servicekit.rpc.digests import trajectory_digest
 from rollout_calls import HEADER, RUN, refused
 
@@ -63,6 +64,33 @@ async def test_longer_prompts_than_the_run_trains_end_at_once_and_texts_come_raw
         assert bool(ids) != long
     heldout = await (await rollout.generate(assignments, evaluation=True).start()).read_all()
     assert all(sampled(trajectory) for trajectory in heldout.values())
+
+
+async def test_what_the_model_read_goes_with_the_samples_that_are_shown(rollout, assignments, codec):
+    shown = (assignments[0].prompt_ordinal, assignments[0].samples[0].sample_index)
+    assignments[0].samples[0].shown = True
+    found = await (await rollout.generate(assignments).start()).read_all()
+    texts = {key: [list(branch.parts) for branch in each.branch_texts] for key, each in found.items()}
+    prompt = found[shown].branches[0].segments[0].tokens.token_ids
+    assert texts.pop(shown) == [[codec.decode(prompt, skip_special_tokens=False)]]
+    assert texts and not any(texts.values())
+    assert found[shown].body_digest == trajectory_digest(found[shown])
+
+
+def test_the_texts_of_a_conversations_branches_have_what_was_given_and_sampled_in_turns(codec):
+    """Two segments of one turn, of two versions, are one part; what is very long loses its middle."""
+    message = common_pb2.Trajectory()
+    message.conversation.SetInParent()
+    branch = message.branches.add()
+    texts = [(0, "1+"), (0, "2"), (3, "="), (4, "3"), (0, "7" * 2 * SHOWN_CHARACTERS), (4, "9")]
+    for number, text in texts:
+        ids = codec.encode_prompt(text=text)
+        branch.segments.add(policy_number=number).tokens.token_ids.extend(ids)
+    fill_branch_texts(message, codec)
+    (given, turn, long, end) = message.branch_texts[0].parts
+    assert (given, turn, end) == ("1+2", "=3", "9")
+    assert long.startswith("777") and long.endswith("777") and "characters …]" in long
+    assert len(long) < SHOWN_CHARACTERS
 
 
 async def test_responses_tell_when_prompts_were_computed(rollout, assignments):

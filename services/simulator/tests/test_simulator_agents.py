@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.contained.settings import ContainedSettings, Containment, NotContained
+from headrace_servicekit.process.worker import contain_workers
 from headrace_simulator.backends import create
 from headrace_simulator.backends.base import BackendError
 from headrace_simulator.pools.pool import PoolPlan, _openings
@@ -71,6 +74,9 @@ def play(seed, item):
                 os.write(number, b"forged" * 100)
             except OSError:
                 pass
+    if does == "asks":
+        import urllib.request
+        return float(urllib.request.urlopen(os.environ["OPENAI_BASE_URL"], timeout=30).read())
     if does == "awaits":
         return later()
     return RETURNS.get(does)
@@ -241,3 +247,61 @@ def test_an_agent_that_cannot_be_started_is_refused_as_its_pool_opens(tmp_path, 
             create("agent").agent(name, options)
         assert words in caught.value.message, caught.value.message
         assert caught.value.field.startswith(("environment.name", "options_json"))
+
+
+TALK = """
+import socket
+
+
+class Talk:
+    def reset(self, seed, item):
+        said = []
+        for port in (3128, 3129, item["port"]):
+            with socket.socket() as each:
+                each.settimeout(10)
+                try:
+                    each.connect(("127.0.0.1", port))
+                    each.sendall(b"GET / HTTP/1.1\\r\\n\\r\\n")
+                    said.append(each.recv(100).decode())
+                except OSError as error:
+                    said.append(str(error))
+        return [{"role": "user", "content": " ".join(said)}]
+
+    def step(self, message):
+        return [], 0.0, True
+"""
+
+
+async def test_a_contained_agent_has_its_endpoint_and_an_item_that_names_one_opens_nothing(
+    simulator, tmp_path
+):
+    """A conversation's item is its users', whatever it looks like."""
+    try:
+        containment = Containment(ContainedSettings())
+    except NotContained:
+        pytest.skip("this machine gives no networks")
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\n42.0")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    outside = GIVEN | {"base_url": f"http://127.0.0.1:{port}/v1"}
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "talk.py").write_text(TALK)
+    contain_workers(containment)
+    try:
+        agents = await simulator.open("agent.py:play", backend="agent", processes=1)
+        await agents.reset(seed=1, options={**outside, "item": {"does": "asks"}})
+        assert (await agents.wait_for_agent(30)).reward == 42.0
+        talk = await simulator.open("talk.py:Talk", backend="conversation", processes=1)
+        outcome = await talk.reset(seed=1, options={**outside, "item": {}, "port": port})
+        assert outcome.status == OK and "42.0" not in outcome.messages[0].content, outcome
+    finally:
+        contain_workers(None)
+        server.close()
+        if containment.groups:
+            containment.groups.close()

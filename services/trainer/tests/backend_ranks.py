@@ -26,6 +26,7 @@ from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import balance_loss_of, replays_routing
 from headrace_trainer.backends import build_backend
+from headrace_trainer.backends.shared.optimizer import MOMENTUM
 from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.pictures import place_images
@@ -215,6 +216,26 @@ class Walk:
         self.refuse_what_is_not_finite()
         if saved:
             self.resume(Path(saved))
+        if self.backend._config.optimizer.name == "muon":
+            self.step_as_whole()
+
+    def step_as_whole(self) -> None:
+        """How far a step over ranks is from torch's optimizer of whole matrices with the same gradients."""
+        own, sharded = self.backend._adamw, self.backend._sharded
+        kept = {name: shard for name, shard in sharded.shards().items() if name in own._shapes}
+        wholes = {name: torch.nn.Parameter(sharded.gather(name).clone()) for name in kept}
+        muon = torch.optim.Muon(wholes.values(), lr=RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for name, shard in kept.items():
+            moment = own.moment(MOMENTUM, name) if shard.numel() else shard
+            muon.state[wholes[name]] = {MOMENTUM: sharded.gather(name, moment).clone()}
+        torch.manual_seed(5)
+        gradients = {name: torch.randn(sharded.shape(name)) for name in sharded.learned}
+        own.step({name: sharded.scatter(name, value) for name, value in gradients.items()}, 4.0, RATE)
+        for name, whole in wholes.items():
+            whole.grad = gradients[name] / 4.0
+        muon.step()
+        far = [(sharded.gather(name) - whole.detach()).abs().max().item() for name, whole in wholes.items()]
+        self.figures["whole_step"] = max(far)
 
     def go_back(self, committed: dict[str, torch.Tensor]) -> None:
         self.backend.hold()
@@ -248,7 +269,8 @@ class Walk:
         same_moments = all(
             state[f"moments/{kind}/{name}"].equal(reader.moment(kind, name)) for kind, name in moments
         )
-        self.figures["resumed"] = same_weights and same_moments and len(moments) == 2 * len(names)
+        known = {name for _, name in moments} == set(reader.weight_shapes())
+        self.figures["resumed"] = same_weights and same_moments and known
         self.commit()
         self.tensors |= {f"third/{name}": value.clone() for name, value in self.backend.weights()}
 

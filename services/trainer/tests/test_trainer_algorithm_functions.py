@@ -267,6 +267,46 @@ def test_entries_that_no_model_gives_add_nothing_to_a_distillation(direction):
     assert torch.isfinite(leaf_BTV.grad[..., :5]).all()
 
 
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_a_distillation_over_all_words_is_that_of_whole_logits(direction):
+    student_NV, teacher_NV = 2 * torch.randn(2, 50, 32)
+    leaf_NV, other_NV = student_NV.clone().requires_grad_(), student_NV.clone().requires_grad_()
+    wanted = alg.distillation_terms(leaf_NV, teacher_NV, direction=direction).loss
+    top = teacher_NV.log_softmax(-1).topk(32)
+    own_NM = other_NV.log_softmax(-1).gather(-1, top.indices)
+    found = alg.top_distillation_terms(own_NM, top.values, direction=direction).loss
+    close(found, wanted, rtol=1e-5, atol=1e-5)
+    for loss in (wanted, found):
+        loss.sum().backward()
+    close(other_NV.grad, leaf_NV.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_a_distillation_over_fewer_words_is_a_divergence_that_rises_to_the_whole_one(direction):
+    student_NV, teacher_NV = 2 * torch.randn(2, 50, 32)
+    whole = alg.distillation_terms(student_NV, teacher_NV, direction=direction).loss
+    before = torch.zeros(50)
+    for count in (1, 2, 8, 20):
+        top = teacher_NV.log_softmax(-1).topk(count)
+        own_NM = student_NV.log_softmax(-1).gather(-1, top.indices)
+        found = alg.top_distillation_terms(own_NM, top.values, direction=direction).loss
+        assert (before - 1e-4 <= found).all() and (found <= whole + 1e-4).all()
+        before = found
+    same = alg.top_distillation_terms(top.values, top.values, direction=direction).loss
+    close(same, torch.zeros(50), atol=1e-6, rtol=0)
+
+
+def test_a_word_that_the_policy_does_not_know_counts_among_the_others():
+    teacher_NM = torch.tensor([[0.5, 0.3, 0.1]]).log()
+    leaf_NM = torch.tensor([[0.4, 0.2, 0.3]]).log().requires_grad_()
+    unknown_NM = teacher_NM.masked_fill(torch.tensor([False, False, True]), -torch.inf)
+    found = alg.top_distillation_terms(leaf_NM, unknown_NM, direction="forward").loss
+    wanted = alg.top_distillation_terms(leaf_NM[:, :2], teacher_NM[:, :2], direction="forward").loss
+    close(found, wanted)
+    found.sum().backward()
+    assert leaf_NM.grad[0, 2] == 0 and torch.isfinite(leaf_NM.grad).all()
+
+
 def test_a_teacher_s_advantage_is_its_lead():
     student_BT = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     found_BT = alg.distillation_advantages(student_BT, torch.tensor([[-0.5, -9.0]]), torch.tensor([[1, 0]]))

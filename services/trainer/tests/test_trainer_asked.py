@@ -41,11 +41,13 @@ def ramp(first, step):
 OFF_POLICY = {"weights": ramp(0.0, 0.5), "advantages": ramp(-1.0, 0.7), "log_probs": ramp(-3.0, -0.2)}
 
 
-async def ask(client, sequences, loss="cross_entropy", *, prompt=0, learn=True, attempt=1, options=None):
+async def ask(
+    client, sequences, loss="cross_entropy", *, prompt=0, learn=True, attempt=1, at=0, options=None
+):
     return await client.stub.ComputeLoss(
         trainer_pb2.ComputeLossRequest(
             header=client.header(),
-            step=0,
+            step=at,
             attempt=attempt,
             prompt_ordinal=prompt,
             slot_attempt=prompt + 1,
@@ -59,10 +61,15 @@ async def ask(client, sequences, loss="cross_entropy", *, prompt=0, learn=True, 
     )
 
 
-async def step(client, prompts=1, attempt=1, **adam):
+async def step(client, prompts=1, attempt=1, at=0, base=1, **adam):
     digest = set_digest((place, 0, place + 1, f"digest-{place}") for place in range(prompts))
     request = trainer_pb2.CommitStepRequest(
-        header=client.header(), step=0, attempt=attempt, base_number=1, next_number=2, set_digest=digest
+        header=client.header(),
+        step=at,
+        attempt=attempt,
+        base_number=base,
+        next_number=base + 1,
+        set_digest=digest,
     )
     request.adam.CopyFrom(trainer_pb2.AdamParams(**(ADAM | adam)))
     return await client.stub.CommitStep(request, timeout=240)
@@ -157,6 +164,29 @@ async def test_several_calls_add_up_and_targets_may_be_several_of_a_position(
     committed = await step(client, prompts=2, grad_clip_norm=0.0)
     assert committed.figures["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     assert (committed.sequence_count, committed.token_count) == (2, 6 + 8)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}])
+async def test_weights_alone_are_loaded_with_the_optimizer_of_a_first_step(client, make_config, lora):
+    async def one_step(at, base, rows):
+        await client.begin(at, 1, base, base + 1)
+        await ask(client, data()[rows], at=at)
+        await step(client, at=at, base=base, weight_decay=0.0, grad_clip_norm=0.0)
+        await client.record(at, 1, base + 1)
+        return await client.weights(base + 1)
+
+    await client.open(make_config(algorithm=SESSION, trainer={"lora": lora}))
+    before, moved = await one_step(0, 1, slice(0, 1)), {}
+    saved = await client.save(2)
+    for number, weights_only in ((10, True), (20, False)):
+        await client.restore(saved.checkpoint.name, number, weights_only=weights_only)
+        held = await client.weights(number)
+        assert all(torch.equal(held[name], before[name]) for name in before)
+        after = await one_step(1, number, slice(1, 2))
+        change = torch.cat([(after[name] - held[name]).flatten().abs() for name in held])
+        moved[weights_only] = float(change[change > 0].median()) / ADAM["learning_rate"]
+    # AdamW's first step moves a weight by the rate, whatever its gradient; the next one hangs on both gradients.
+    assert moved[True] == pytest.approx(1.0, abs=0.05) and moved[False] < 0.9
 
 
 async def test_a_loss_that_is_not_finite_commits_nothing(client, make_config):

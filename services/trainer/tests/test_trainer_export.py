@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from headrace_modelkit.presets.families import write_family
 from headrace_trainer.errors import Refusal
 from headrace_trainer.export import export_checkpoint, main
+from safetensors.torch import load_file, save_file
 from trainer_calls import refusal
 
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
@@ -45,6 +48,26 @@ async def test_the_newest_one_is_exported_by_the_command(client, tmp_path, capsy
     assert main([str(client.directory), "--to", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3"
+
+
+async def test_of_a_quantised_model_plain_weights_are_exported_and_it_is_said(client, make_config, tmp_path):
+    write_family(tmp_path / "model", "deepseek_v3")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("down_proj.weight")]:
+        tensors[name] = (tensors[name] / 0.01).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.tensor(0.01)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    file = tmp_path / "model" / "config.json"
+    scheme = {"quant_method": "fp8", "weight_block_size": None}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": scheme}))
+    config = make_config(model={"path": str(tmp_path / "model"), "dtype": "bfloat16"})
+    version = await client.train((await client.open(config)).version, 1)
+    await client.save(version.number)
+    exported = export_checkpoint(client.directory, lambda _: tmp_path / "out")
+    assert exported.weights == "bfloat16, dequantised from fp8"
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    assert {each for each in tensors if "scale_inv" not in each} == made.keys()
+    assert made["model.layers.1.mlp.experts.0.down_proj.weight"].dtype is torch.bfloat16
 
 
 async def test_what_cannot_be_exported_is_named_and_leaves_nothing(client, tmp_path):

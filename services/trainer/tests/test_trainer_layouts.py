@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.backends.fsdp.layers import kept_on_host
 from headrace_trainer.backends.fsdp.layouts.layout import Layout, candidates, check_run
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
 from rank_processes import RankProcess, end
 from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 PLAIN = Layout("state", 0)
@@ -25,6 +28,7 @@ ON_TWO = {
     "recomputed": Layout("weights", 0, checkpointing=True),
     "moments away": Layout("weights", 0, checkpointing=True, offload="optimizer"),
     "parameters away": Layout("weights", 0, checkpointing=True, offload="parameters"),
+    "inputs away": Layout("weights", 0, checkpointing=True, activations_away=True),
     "copies": Layout("weights", 1),
 }
 ON_FOUR = {
@@ -37,12 +41,14 @@ SAME = {
     "recomputed": "weights",
     "moments away": "weights",
     "parameters away": "weights",
+    "inputs away": "weights",
 }
 """Layouts with the arithmetic of another one, to the last bit."""
 
 
 def config(model: Path, ranks: int, layout: Layout) -> dict:
     options = {"shard": layout.shard, "shard_ranks": layout.shard_ranks or ranks, "offload": layout.offload}
+    options |= {"offload_activations": True} if layout.activations_away else {}
     trainer = {"gradient_checkpointing": layout.checkpointing, "backend_options": options}
     return {
         "model": {"path": str(model), "dtype": "float32"},
@@ -127,6 +133,20 @@ def same_step(found, plain, relative_l2):
 def test_what_changes_no_sum_changes_no_bit(name, other, two):
     for key, value in two[other].tensors.items():
         assert torch.equal(two[name].tensors[key], value), key
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_layer_is_computed_again_from_the_copy_of_its_input_on_the_host(away):
+    layer, given = torch.nn.Linear(256, 256), torch.randn(64, 256)
+    own = given.clone()
+    with kept_on_host(torch.device("cpu")) if away else nullcontext():
+        loss = checkpoint(layer, own * 1.0, use_reentrant=False).sum()
+        kept = own * 1.0
+        loss = loss + checkpoint(layer, kept, use_reentrant=False).sum()
+    kept.data.zero_()
+    loss.backward()
+    expected = given.sum(0) * (2 if away else 1)
+    torch.testing.assert_close(layer.weight.grad, expected.expand(256, 256))
 
 
 def tried(options: dict, *, ranks=32, per_host=8, on_gpu=True, **trainer) -> list[str]:

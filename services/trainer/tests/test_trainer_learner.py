@@ -161,6 +161,20 @@ def test_an_exchange_is_shaped_by_its_longest_turn(opened, make_learner, make_gr
     assert found[0] == found[1]
 
 
+def test_an_answer_is_long_by_the_limit_of_its_step_s_stage(opened, make_learner, make_group):
+    """Of 6 tokens at a limit of 6 in a stage that has not ended, and of one that has: then 60."""
+    found = []
+    for until in (opened.begun.step, opened.begun.step + 1):
+        stages = [{"until_step": until, "max_new_tokens": 6}] if until else []
+        sampling = {"max_new_tokens": 60, "stages": stages}
+        learner, rounds = make_learner(
+            algorithm={"name": "dapo", "options": {"overlong_buffer": 6}}, sampling=sampling, steps=99
+        )
+        learner.learn(opened, [make_group(0, version=5, rewards=[1.0, 0.0, 1.0, 0.0])])
+        found.append([s.advantages for work in rounds for rows in work for row in rows for s in row])
+    assert found[0] != found[1]
+
+
 def test_ranks_share_the_micro_batches_of_a_round(opened, make_learner, make_group):
     learner, rounds = make_learner(replicas=2, trainer={"micro_batch_tokens": 32})
     learner.learn(opened, [make_group(prompt, version=5) for prompt in range(3)])

@@ -10,7 +10,7 @@ from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer import memory
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
-from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
+from headrace_trainer.backends.fsdp.layouts.planned import INPUTS, choose_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
 from headrace_trainer.memory import (
@@ -97,6 +97,19 @@ def test_ranks_share_the_state_and_a_gpu_has_a_memory_of_its_own(make_config):
     assert not gpu.host["weights in transit"], "no weight travels while the trainer sleeps"
     assert apart.host["weights in transit"] > 0
     assert COPY not in planned(config | {"checkpoint": {"enabled": False}}, rooms=GPU).host
+
+
+def test_inputs_of_layers_lie_on_the_host_where_they_are_told_to(make_config):
+    kept = planned(
+        make_config(trainer={"ranks": 1, "gradient_checkpointing": True}), rooms=GPU, shard="weights"
+    )
+    away = planned(make_config(), rooms=GPU, shard="weights", offload_activations=True)
+    assert "gradient_checkpointing: true, offload_activations: true" in away.layout
+    inputs = away.host[INPUTS]
+    config = TrainerConfig.model_validate(make_config())
+    width = 4 * 64  # fp32
+    assert inputs == 2 * config.trainer.micro_batch_tokens * width and INPUTS not in kept.host
+    assert kept.device["activations"] - away.device["activations"] == inputs // 2, "one layer's are at hand"
 
 
 def test_a_host_without_room_for_the_copy_saves_in_place(make_config):

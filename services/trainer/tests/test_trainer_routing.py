@@ -12,6 +12,7 @@ import torch
 from headrace_modelkit.families.mixtures import ExpertShape
 from headrace_modelkit.families.routing import OWN
 from headrace_modelkit.loading import load_model
+from headrace_modelkit.presets.families import write_family
 from headrace_modelkit.presets.tiny import write_tiny_moe
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
@@ -21,7 +22,7 @@ from headrace_trainer.learning.segments import read_routes
 from headrace_trainer.workloads import run_kind
 
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2
-DENOMINATOR, COEFFICIENT = 7.0, 0.3
+DENOMINATOR, COEFFICIENT, RATE = 7.0, 0.3, 0.01
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +169,62 @@ def test_tokens_without_a_route_go_where_the_router_sends_them(moe_backend, sequ
     assert all(map(math.isfinite, found["old_log_probs"]))
     assert found["old_log_probs"] != free["old_log_probs"]
     assert OWN > 512, "no model has so many experts"
+
+
+def test_biases_follow_the_load_of_their_experts_and_go_back_with_the_weights(
+    make_backend, sequences, tmp_path
+):
+    """Up by the rate where an expert got less than an equal share of the minibatch, as DeepSeek V3's are."""
+    model = write_family(tmp_path / "model", "deepseek_v3", num_hidden_layers=3)
+    section = {"path": str(tmp_path / "model"), "dtype": "float32"}
+    algorithm = {"options": {"expert_bias_rate": RATE}, "group_size": 4}
+    backend = make_backend(model=section, algorithm=algorithm)
+    groups = groups_of(sequences)
+    seen: dict[str, torch.Tensor] = {}
+    gates = {name: each for name, each in model.named_modules() if name.endswith("mlp.gate")}
+    for name, gate in gates.items():
+        counts = seen[name] = torch.zeros(4)
+
+        def count(_, __, found, counts=counts):
+            counts += found[2].flatten().bincount(minlength=4)
+
+        gate.register_forward_hook(count)
+    for sequence in (each for group in groups for each in group):
+        model(torch.tensor([sequence.tokens[: sequence.trained[-1]]]))
+    backend.hold()
+    for end in (True, False):  # what is taken back leaves nothing
+        for group in groups:
+            backend.count_experts([group])
+        backend.balance_experts(DENOMINATOR)
+        for group in groups:
+            assert backend.micro([group])
+        backend.commit(DENOMINATOR, 0.0)
+        weights = dict(backend.weights())
+        for name, counts in seen.items():
+            expected = RATE * (counts.mean() - counts).sign()
+            assert expected.any()
+            torch.testing.assert_close(weights[f"{name}.e_score_correction_bias"], expected)
+        if end:
+            backend.end_hold(back=True)
+            weights = dict(backend.weights())
+            assert not any(weights[f"{name}.e_score_correction_bias"].any() for name in seen)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "trainer", "words"),
+    [
+        ("qwen3_moe", {}, "in none of its layers"),
+        ("qwen3", {}, "which has no experts"),
+        ("deepseek_v3", {"lora": {"rank": 4}}, "trainer.lora publishes adapters alone"),
+    ],
+)
+def test_biases_that_cannot_follow_are_refused_by_name(family, trainer, words, make_config, tmp_path):
+    write_family(tmp_path / "model", family)
+    algorithm = {"options": {"expert_bias_rate": RATE}}
+    config = make_config(model={"path": str(tmp_path / "model")}, algorithm=algorithm, trainer=trainer)
+    with pytest.raises(Refusal, match=rf"algorithm\.options\.expert_bias_rate: .*{words}"):
+        run_kind(TrainerConfig.model_validate(config)).check()
 
 
 REFUSED = {

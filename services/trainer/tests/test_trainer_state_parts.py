@@ -54,6 +54,9 @@ def walk(tmp_path, make_config):
     [
         pytest.param({}, id="whole"),
         pytest.param({"lora": {"rank": 4}}, id="adapters", marks=pytest.mark.nightly),
+        pytest.param(
+            {"lora": {"rank": 4, "quantization": "nf4"}}, id="codes below them", marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_one_rank_two_four_two_apart_and_one_hold_the_same_bits(walk, trainer):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
-import random
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from backend_cases import walk_cases
@@ -19,7 +15,6 @@ from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny_vision import write_tiny_vision
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.vision import place_number, vision_tower
-from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import digest_bytes, trajectory_digest
@@ -31,20 +26,13 @@ from headrace_trainer.learning.pictures import place_images
 from headrace_trainer.learning.samples import Image, Sample
 from headrace_trainer.ranks.messages import Header, InferRound, MicroRound, packed, unpacked
 from headrace_trainer.workloads import run_kind
-from PIL import Image as Pillow
 from safetensors.torch import save_file
 from state_parts import whole_state
 from trainer_calls import settled_group
+from vision_groups import every, expected, group_of, png
 
 
-def png(seed: int, width: int = 16) -> bytes:
-    file = io.BytesIO()
-    values = np.random.default_rng(seed).integers(0, 255, (16, width, 3), dtype=np.uint8)
-    Pillow.fromarray(values).save(file, "PNG")
-    return file.getvalue()
-
-
-@pytest.fixture(scope="module", params=VISION_FAMILIES)
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
 def directory(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     write_tiny_vision(directory, family=request.param, initializer_range=0.2)
@@ -66,40 +54,6 @@ def groups(codec) -> list[list[Sample]]:
         ("no image", ()),
     ]
     return [group_of(codec, text, images, seed) for seed, (text, images) in enumerate(texts)]
-
-
-def group_of(codec: Any, text: str, files: tuple[bytes, ...], seed: int) -> list[Sample]:
-    drawn = random.Random(seed)
-    ids = codec.encode_prompt(chat=[{"role": "user", "content": text}], images=files)
-    images = tuple(Image(digest_bytes(data), data) for data in files)
-    prompt = place_images(ids, images, codec.images)
-    found = []
-    for length in (3, 5, 4):
-        answer = [7, *(drawn.randrange(3, 30) for _ in range(length))]
-        trained = list(range(len(prompt), len(prompt) + len(answer)))
-        advantages = [drawn.gauss(0, 1)] * len(answer)
-        found.append(
-            Sample([*prompt, *answer], trained, [-1.0] * len(answer), advantages, 1.0, images=images)
-        )
-    return found
-
-
-def expected(model: Any, codec: Any, sequence: Sample) -> torch.Tensor:
-    """(K,) log-probs of the trained tokens by transformers alone."""
-    ids = torch.tensor([[max(token, -1) for token in sequence.tokens]])
-    kinds = (ids < 0).int()
-    ids = ids.where(ids >= 0, codec.images.token)
-    images = [codec.images.read(image.data) for image in sequence.images]
-    inputs = {}
-    if images:
-        inputs = {
-            "mm_token_type_ids": kinds,
-            "pixel_values": torch.cat([image.values_PC for image in images]),
-            "image_grid_thw": torch.tensor([image.grid for image in images]),
-        }
-    found_LV = model(input_ids=ids, **inputs).logits[0].log_softmax(-1)
-    rows = torch.tensor(sequence.trained) - 1
-    return found_LV[rows, ids[0, sequence.trained]]
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +81,6 @@ def with_images_behind(codec) -> list[list[Sample]]:
             group.append(whole)
         found.append(group)
     return found
-
-
-def every(groups: Iterable[list[Sample]]) -> list[Sample]:
-    return [sequence for group in groups for sequence in group]
 
 
 @pytest.mark.parametrize(
@@ -161,8 +111,10 @@ def test_images_behind_the_last_learned_token_are_not_read(
     form = {each.name.lower(): each for each in Attends}[attends]
     packed_rows = pack(asked, shared=True, attends=form, images=codec.images)
     plain_rows = pack([_without_behind(row) for row in asked], shared=True, attends=form, images=codec.images)
-    for name in ("pixels_PC", "grids_I3", "places_M", "features_M", "positions_3RL"):
+    for name in ("places_M", "features_M"):
         assert torch.equal(getattr(packed_rows.pictures, name), getattr(plain_rows.pictures, name)), name
+    one, other = packed_rows.pictures.inputs, plain_rows.pictures.inputs
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def _read_before(sequence: Sample) -> tuple[Image, ...]:
@@ -202,7 +154,7 @@ def test_the_gradient_is_autograds(make_backend, directory, codec, groups, relat
         -(torch.tensor(each.advantages) * expected(model, codec, each)).sum() for each in every(groups)
     )
     total.backward()
-    tower = {name for name, _ in vision_tower(model).named_parameters(prefix="model.visual")}
+    tower = {name for name, _ in vision_tower(model).named_parameters(prefix="model")}
     own = {name: p.grad for name, p in model.named_parameters() if not freeze or name not in tower}
     assert backend.micro(groups)
     found = backend.reduced_gradient(1.0)

@@ -163,7 +163,9 @@ class TrainerClient:
         request = trainer_pb2.RestoreRequest(header=self.header(), number=number, carried=True)
         return await self.stub.Restore(request)
 
-    async def restore(self, checkpoint: str, number: int, source: str = "") -> Any:
+    async def restore(
+        self, checkpoint: str, number: int, source: str = "", *, weights_only: bool = False
+    ) -> Any:
         self._number = max(self._number, number)
         return await self.stub.Restore(
             trainer_pb2.RestoreRequest(
@@ -172,6 +174,7 @@ class TrainerClient:
                 number=number,
                 store_id="store",
                 source_run_directory=source,
+                weights_only=weights_only,
             )
         )
 

@@ -50,8 +50,8 @@ computes is not all there."""
 class Case:
     """One rank of `ranks` that trains `model` with micro-batches of `tokens`, in rows of `row_tokens`.
 
-    `trainer` and `algorithm` go into the run's configuration as they would stand in a run spec. `layers`: of a model
-    that is cut to so many. `saves_in_place`: where a layout is given.
+    `trainer`, `algorithm` and `optimizer` go into the configuration as they would stand in a run spec. `layers`: of a
+    model that is cut to so many. `saves_in_place`: where a layout is given.
     """
 
     model: str
@@ -64,6 +64,7 @@ class Case:
     saves_in_place: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
 
     @property
     def acts(self) -> bool:
@@ -98,7 +99,7 @@ class Case:
                     "prompts_per_step": 8,
                     **self.algorithm,
                 },
-                "optimizer": {"lr": 1e-6},
+                "optimizer": {"lr": 1e-6, **self.optimizer},
                 "trainer": trainer,
                 "checkpoint": {"keep": 2},
                 "seed": 1,

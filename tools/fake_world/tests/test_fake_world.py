@@ -17,7 +17,7 @@ from headrace_fake_world.models import MODELS
 from headrace_fake_world.step import Case, measure, planned
 from headrace_fake_world.world import fake_world
 from headrace_trainer.backends.fsdp.layouts.layout import Layout
-from headrace_trainer.backends.fsdp.layouts.planned import ATTENTION, MARGIN, with_attention
+from headrace_trainer.backends.fsdp.layouts.planned import ATTENTION, INPUTS, MARGIN, with_attention
 from headrace_trainer.backends.fsdp.layouts.sizes import Sizes, Unit
 from headrace_trainer.memory import LEADERS, MemoryPlan, Room, Rooms
 
@@ -137,6 +137,42 @@ def test_what_attention_gave_is_kept_where_there_is_room_for_it():
         free = int(MARGIN * (1000 + kept)) + more
         rooms = Rooms(Room("host", 1, 1), Room("GPU", free, free))
         assert with_attention(layout, tight, sizes, rooms)[0].keeps_attention is expected
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "bytes_each"), [("adamw_8bit", 2.03), ("muon", 7.28)])
+def test_a_cheaper_optimizer_has_the_state_that_is_planned(name, bytes_each):
+    """Of two layers, whose embeddings are most of the weights."""
+    case = replace(SMALL, layout=DIVIDED, optimizer={"name": name})
+    found = measure(case)
+    _, plan = planned(case)
+    assert found.kept[NAME]["moments"] == pytest.approx(plan.device["moments"], rel=0.01)
+    assert plan.device["moments"] == pytest.approx(bytes_each / 4 * plan.device["masters"], rel=0.02)
+    assert abs(sum(plan.device.values()) / found.peak() - 1) < 0.1
+
+
+@pytest.mark.nightly
+def test_inputs_of_layers_that_lie_on_the_host_are_not_on_the_gpu():
+    """Of six layers one's are at hand."""
+    kept = replace(SMALL, tokens=16_384, row_tokens=16_384, layers=6, layout=DIVIDED)
+    away = replace(kept, trainer={"backend_options": {"offload_activations": True}})
+    inputs = 6 * kept.tokens * MODELS[kept.model]["hidden_size"] * 2
+    on_gpu, on_host = measure(kept), measure(away)
+    assert planned(away)[1].host[INPUTS] == inputs
+    assert on_gpu.peak() - on_host.peak() == pytest.approx(inputs * 5 / 6, rel=0.1)
+    assert on_host.phases["micro-batch"].peak("cpu") == pytest.approx(inputs, rel=0.1)
+    assert plan_error(away) < 0.1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("away", [False, True], ids=["kept", "away"])
+def test_a_7b_model_learns_from_128k_tokens_on_eight_gpus(away):
+    options = {"context_parallel": 4, "offload_activations": away}
+    case = Case("qwen2.5-7b", 8, tokens=131_072, row_tokens=131_072, trainer={"backend_options": options})
+    layout, plan = planned(case)
+    measured = measure(replace(case, layout=layout)).peak()
+    assert MARGIN * measured < 80e9
+    assert sum(plan.device.values()) == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.nightly

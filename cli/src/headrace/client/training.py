@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 from urllib.parse import quote
@@ -47,6 +47,8 @@ Found = TypeVar("Found")
 _RESULT: TypeAdapter[Result] = TypeAdapter(Result)
 WAIT_S = 20.0
 """Longest wait of one request for a result."""
+TOGETHER_S, MOST_TOGETHER = 0.002, 100
+"""Requests for samples that are made within this time are sent as one, of so many at most."""
 Sequences = Sequence[Datum | Mapping[str, Any]]
 Custom = Callable[[list[list[float]]], tuple[float, Sequence[Sequence[float]]]]
 
@@ -106,6 +108,12 @@ class Training:
         self._seq = self.info().next_seq
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="calls")
         self._numbering = threading.Lock()
+        self._unasked: list[tuple[dict[str, Any], Future[str]]] = []
+        """Requests for samples that are not sent yet."""
+        self._open: dict[str, None] = {}
+        """Futures of samples that nobody waits for yet, oldest first."""
+        self._answers: dict[str, Any] = {}
+        """What was answered of these before anybody asked."""
         self._unsent: HeadraceError | None = None
         """Why a call was not accepted: no later one is sent. Go on by `Training(client, session=…)`."""
 
@@ -222,13 +230,13 @@ class Training:
             prompt_log_probs=prompt_log_probs,
             top_prompt_log_probs=top_prompt_log_probs,
         )
-        key, body = uuid.uuid4().hex, request.model_dump(mode="json")
-
-        def send() -> str:
-            made = self._http.post(f"{self._path}/samples", body, idempotency_key=key)
-            return str(made["future"])
-
-        return Call(self, self._sender.submit(send), send)
+        body, sent = request.model_dump(mode="json"), Future[str]()
+        with self._numbering:
+            self._unasked.append((body, sent))
+            first = len(self._unasked) == 1
+        if first:
+            self._sender.submit(self._ask)
+        return Call(self, sent, lambda: self._posted([body])[0])
 
     def checkpoints(self) -> list[CheckpointView]:
         """What was saved by name."""
@@ -257,14 +265,51 @@ class Training:
 
             return Call(self, self._sender.submit(send))
 
+    def _ask(self) -> None:
+        """Sends the requests for samples that wait, together: what differs in its prompt alone is made together."""
+        time.sleep(TOGETHER_S)
+        with self._numbering:
+            asked, self._unasked = self._unasked, []
+        while asked:
+            some, asked = asked[:MOST_TOGETHER], asked[MOST_TOGETHER:]
+            try:
+                futures = self._posted([body for body, _ in some])
+            except HeadraceError:
+                for body, sent in some:  # which of them is refused each tells by itself
+                    try:
+                        sent.set_result(self._posted([body])[0])
+                    except HeadraceError as error:
+                        sent.set_exception(error)
+                continue
+            self._open |= dict.fromkeys(futures)
+            for (_, sent), future in zip(some, futures, strict=True):
+                sent.set_result(future)
+
+    def _posted(self, samples: list[dict[str, Any]]) -> list[str]:
+        made = self._http.post(f"{self._path}/samples", {"samples": samples})
+        return [str(each) for each in made["futures"]]
+
+    def _answer(self, future: str, wait_s: float, *, samples: bool) -> Any:
+        """What became of a call, or that it waits; with `samples`, others for which nobody waits are asked for, too."""
+        if future in self._answers:
+            return self._answers.pop(future)
+        self._open.pop(future, None)
+        names = [future, *(islice(list(self._open), MOST_TOGETHER - 1) if samples else ())]
+        asked = [each.partition(":")[2] for each in names]
+        found = self._http.get(f"{self._path}/results", future=asked, wait_s=wait_s)["results"]
+        for name, own in zip(names[1:], asked[1:], strict=True):
+            if own in found and name in self._open:
+                self._answers[name] = found[own]
+                del self._open[name]
+        return found[asked[0]]
+
     def _wait(self, sent: Future[str], again: Callable[[], str] | None, timeout: float | None) -> Any:
         deadline = None if timeout is None else time.monotonic() + timeout
         future = sent.result(timeout)
         while True:
             left = WAIT_S if deadline is None else min(WAIT_S, max(0.0, deadline - time.monotonic()))
-            name = quote(future.partition(":")[2], safe="")
             try:
-                answer = self._http.get(f"{self._path}/results/{name}", wait_s=left)
+                answer = self._answer(future, left, samples=again is not None)
             except HeadraceError as error:
                 if error.reason != "NOT_FOUND" or again is None:
                     raise

@@ -77,6 +77,7 @@ def examine(data_dir: Path) -> Iterator[Finding]:
     yield from _torch_and_gpus(_ask_torch())
     yield from _room(data_dir)
     yield _files()
+    yield from _containment()
     yield _fleet(data_dir)
     yield from _proxies()
     yield from _environments()
@@ -178,6 +179,22 @@ def _files() -> Finding:
     if 0 <= hard < LEAST_FILES:
         return Finding("open files", f"at most {hard}", "a fleet needs more", f"ulimit -n {LEAST_FILES}")
     return Finding("open files", f"at most {'any number' if hard < 0 else hard}")
+
+
+def _containment() -> Iterator[Finding]:
+    """What `headrace up --trust contained` gives users' code here; a problem where this fleet is to be contained."""
+    from headrace_servicekit.contained.settings import FIX, ContainedSettings, Containment, is_contained
+
+    containment = Containment(ContainedSettings.model_validate({"network": "best_effort"}))
+    walls = containment.walls
+    if containment.groups:
+        containment.groups.close()
+    if not walls[0].startswith("no") and is_contained():
+        yield Finding(
+            "--trust contained", "; ".join(walls), "users' code can have no network of its own here", FIX
+        )
+    else:
+        yield Finding("--trust contained", "; ".join(walls))
 
 
 def _fleet(data_dir: Path) -> Finding:

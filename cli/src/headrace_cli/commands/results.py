@@ -58,7 +58,8 @@ def export(
         _publish(run, directory, to, at, as_json)
         return
     told = _exported(directory, to, at)
-    text = f"step {told['step']} of {run} is in {told['directory']}"
+    weights = f" ({told['weights']})" if told["weights"] else ""
+    text = f"step {told['step']} of {run} is in {told['directory']}{weights}"
     show(({"run": run, **told}, lambda: text), as_json)
 
 
@@ -150,11 +151,16 @@ def trajectories(
     run: RunId,
     step: Annotated[int | None, typer.Option(help="Only of this step.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="All of each, uncut: what the model read, and every message.")
+    ] = False,
 ) -> Answer:
-    """Show what the policy answered and what it was worth."""
+    """Show what the policy read and answered, and what it was worth."""
     found = client.trajectories(run, step, limit)
     document = {"trajectories": [item.raw for item in found]}
-    return document, lambda: trajectories_list(found, console().width) if found else "no settled trajectories"
+    if not found:
+        return document, lambda: "no settled trajectories"
+    return document, lambda: trajectories_list(found, console().width, whole=whole)
 
 
 @asking

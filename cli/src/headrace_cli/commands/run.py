@@ -24,7 +24,14 @@ from headrace_cli.commands.results import PATIENCE_S, certificates, endpoint, ex
 from headrace_cli.connection import CHECKING, Answer, asking, connect, find_target, saying, show
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused, user_error
 from headrace_cli.output import console, error_console, print_json
-from headrace_cli.show.runs import heldout, policies_table, run_table, runs_list, steps_table
+from headrace_cli.show.runs import (
+    columns_table,
+    heldout,
+    policies_table,
+    run_table,
+    runs_list,
+    steps_table,
+)
 
 if TYPE_CHECKING:
     from headrace.client import Client, Run
@@ -173,11 +180,22 @@ def _show_check(answer: dict[str, Any], as_json: bool) -> None:
 
 @app.command("list")
 @asking
-def list_runs(client: Client) -> Answer:
+def list_runs(
+    client: Client,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key of the spec (optimizer.lr), a figure of the newest step (figures.entropy) or a score "
+            "(scores.heldout) to show in place of why; may be repeated."
+        ),
+    ] = None,
+) -> Answer:
     """List runs, newest first: state, place in the queue, progress, and why or what each waits for."""
     runs = client.list()
     document = {"runs": [item.raw for item in runs]}
-    return document, lambda: runs_list(runs, console().width) if runs else "no runs"
+    if not runs:
+        return document, lambda: "no runs"
+    return document, lambda: columns_table(runs, column) if column else runs_list(runs, console().width)
 
 
 @app.command()

@@ -88,10 +88,25 @@ class FleetOptions:
             show_default=False,
         ),
     ] = None
+    trust: Annotated[
+        str,
+        typer.Option(
+            help="open, or contained: users' code has no network and bounds of processes, memory and cores, and "
+            "specs of those who are no admins hold none of their own. Default: HEADRACE_TRUST, or open.",
+            show_default=False,
+        ),
+    ] = ""
+    trust_allow: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file of what specs of a contained fleet may hold all the same.", show_default=False
+        ),
+    ] = None
     as_json: JsonFlag = False
 
     def plan(self, port: int, *, encrypt: bool, **more: Any) -> FleetPlan:
         """The fleet, or this host's part of one. Raises CommandError."""
+        self._contain()
         counts = {name: getattr(self, name) for name in KINDS}
         devices = device_names(self.devices)
         return FleetPlan(
@@ -110,6 +125,29 @@ class FleetOptions:
             tls="given" if self.tls_files else "made" if encrypt else "",
             **more,
         )
+
+    def _contain(self) -> None:
+        """Hands the level of trust on to all processes, by their environment. Raises CommandError."""
+        from headrace_servicekit.config import settings_from_environment
+        from headrace_servicekit.contained.settings import (
+            PREFIX,
+            TRUST_VARIABLE,
+            ContainedSettings,
+            Containment,
+            NotContained,
+            is_contained,
+        )
+        from headrace_servicekit.rpc.errors import ServiceError, message_of
+
+        if self.trust:
+            os.environ[TRUST_VARIABLE] = self.trust
+        if self.trust_allow:
+            os.environ["HEADRACE_TRUST_ALLOW"] = str(self.trust_allow.absolute())
+        try:
+            if is_contained():
+                Containment(settings_from_environment(ContainedSettings, PREFIX))
+        except (NotContained, ServiceError) as error:
+            raise user_error("--trust", message_of(error), "see docs/security.md") from error
 
 
 @dataclass(frozen=True)
@@ -186,6 +224,9 @@ def start_on_cluster(cluster: ClusterOptions, options: FleetOptions, **more: Any
                 option, "is of a fleet on a cluster", "name the cluster, as --on ray, or leave it out"
             )
         return False
+    if options.trust:
+        fix = "set HEADRACE_TRUST where the nodes' processes have their environment from"
+        raise user_error("--trust", "is of one host, and --on starts a fleet on a cluster's nodes", fix)
     for option, given in (("--devices", options.devices), ("--tls-files", options.tls_files)):
         if given:
             raise user_error(

@@ -81,10 +81,12 @@ class PlainReporter:
         if run.state != self._state:
             self._state = run.state
             self._print(f"run {run.id} is {run.state}" + (f": {run.reason}" if run.reason else ""))
-        if run.waiting_for != self._waiting and run.waiting_for and not run.ended:
+        waiting = [f"waits for {'; '.join(run.waiting_for)}"] if run.waiting_for else []
+        waiting += run.doing
+        if waiting != self._waiting and waiting and not run.ended:
             place = f"place {run.place} in the queue; " if run.place else ""
-            self._print(f"{place}waits for " + "; ".join(run.waiting_for))
-        self._waiting = run.waiting_for
+            self._print(place + "; ".join(waiting))
+        self._waiting = waiting
         self._steps(snapshot)
         self._evaluations(snapshot)
         for text in run.warnings:
@@ -147,6 +149,8 @@ def _words(kind: str, data: dict[str, Any]) -> str:
             return f"{state}: {rest['reason']}" if rest.get("reason") else str(state)
         case "noted" | "death_charged" | "scorer_failed", {"text": text}:
             return str(text)
+        case "stage_ended", {"what": what, "seconds": seconds}:
+            return f"{what}: {seconds:.1f} s"
         case "warned", {"warnings": dict() as warnings}:
             return "; ".join(f"warning: {text}" for text in warnings.values()) or "no warning holds any more"
         case "step_committed", {"view": {"step": step, "reward_mean": reward, **view}}:
@@ -208,8 +212,8 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
     parts += [Text(f"warning: {text}", style="yellow") for text in snapshot.run.warnings]
     parts += _devices(snapshot)
     parts += [
-        Text(f"waits for {item}", style="yellow")
-        for item in snapshot.run.waiting_for
+        Text(text, style="yellow")
+        for text in (*(f"waits for {item}" for item in snapshot.run.waiting_for), *snapshot.run.doing)
         if not snapshot.run.ended
     ]
     return Group(*parts)

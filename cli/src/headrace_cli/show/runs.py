@@ -50,6 +50,7 @@ def run_table(run: Run) -> Table:
         ("place", f"{run.place} in the queue" if run.place else ""),
         ("priority", run.priority or ""),
         ("waits for", "\n".join(run.waiting_for)),
+        ("works on", "\n".join(run.doing)),
         ("warning", "\n".join(run.warnings)),
         ("step", f"{run.step} of {run.steps}"),
         ("trainer", trainer_group(run)),
@@ -101,6 +102,8 @@ def sentence(run: Run) -> str:
     """Why a run is in its state: what it waits for, or the reason."""
     if run.waiting_for and not run.ended:
         return "waits for " + "; ".join(run.waiting_for)
+    if run.doing and not run.ended:
+        return "; ".join(run.doing)
     return run.reason
 
 
@@ -288,6 +291,22 @@ def age(since: float) -> str:
 def runs_list(runs: Sequence[Run], width: int) -> RenderableType:
     """Each run with its state, place in the queue, progress, and why or what it waits for; `width` in columns."""
     return _table(runs) if width >= WIDE else _lines(runs, width)
+
+
+def columns_table(runs: Sequence[Run], columns: Sequence[str]) -> RenderableType:
+    """Each run with its state, progress and its values of columns; "–" where it has none."""
+    from headrace_schema.resources.overviews import columns_of
+
+    rows = []
+    for run in runs:
+        found = columns_of(run, columns)
+        values = [found.get(name) for name in columns]
+        shown = [
+            "–" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+            for value in values
+        ]
+        rows.append((run.id, state_text(run.state), f"{run.step}/{run.steps}", *map(str, shown)))
+    return table(("run", "state", ">step", *(f">{name}" for name in columns)), rows)
 
 
 def _table(runs: Sequence[Run]) -> RenderableType:

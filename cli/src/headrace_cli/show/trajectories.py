@@ -15,8 +15,15 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def trajectories_list(trajectories: Sequence[Trajectory], width: int) -> RenderableType:
-    """Prompts, answers and rewards: a table on a wide terminal, two lines a trajectory on a narrow one."""
+def trajectories_list(
+    trajectories: Sequence[Trajectory], width: int, *, whole: bool = False
+) -> RenderableType:
+    """Prompts, answers and rewards: a table on a wide terminal, two lines a trajectory on a narrow one.
+
+    `whole`: everything that was read and said, uncut.
+    """
+    if whole:
+        return _whole_trajectories(trajectories)
     if width >= WIDE and not any(item.messages for item in trajectories):
         return _trajectories_table(trajectories)
     return _trajectory_lines(trajectories, width)
@@ -24,14 +31,60 @@ def trajectories_list(trajectories: Sequence[Trajectory], width: int) -> Rendera
 
 def _trajectories_table(trajectories: Sequence[Trajectory]) -> RenderableType:
     rows = [
-        (item.step, item.prompt_ordinal, item.sample_index, f"{item.reward:.3f}", _tail(item.prompt),
+        (item.step, item.prompt_ordinal, item.sample_index, f"{item.reward:.3f}", _middle_cut(item.prompt),
          _answer(item), item.reference, item.finish_reason, item.tokens)
         for item in trajectories
     ]  # fmt: skip
     return table(
-        (">step", ">prompt", ">sample", ">reward", "prompt ends", "answer", "reference", "end", ">tokens"),
+        (">step", ">prompt", ">sample", ">reward", "prompt", "answer", "reference", "end", ">tokens"),
         rows,
     )
+
+
+def _whole_trajectories(trajectories: Sequence[Trajectory]) -> RenderableType:
+    """Of each what the model read, with what it sampled in bold; then its messages and rewards."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts = []
+    for item in trajectories:
+        parts.append(Text(_head(item), style="bold"))
+        if not item.read:
+            parts += [Text("-- prompt"), Text(_printable(item.prompt))]
+        for number, branch in enumerate(item.read, 1):
+            parts.append(
+                Text(
+                    f"-- as the model read it{f', branch {number}' if len(item.read) > 1 else ''}",
+                    style="dim",
+                )
+            )
+            text = Text()
+            for place, part in enumerate(branch):
+                text.append(_printable(part), style="bold" if place % 2 else "")
+            parts.append(text)
+        for message in item.messages:
+            turn = "" if message.tokens is None else f", {message.tokens} tokens"
+            reward = "" if message.reward is None else f", reward {message.reward:.4g}"
+            party = f" ({message.party})" if message.party else ""
+            parts.append(Text(f"-- {_escaped(message.role + party)}{turn}{reward}", style="dim"))
+            parts.append(Text(_printable(message.content)))
+        if not item.messages:
+            parts += [Text("-- answer", style="dim"), Text(_printable(item.completion))]
+        if item.reference:
+            parts += [Text("-- reference", style="dim"), Text(_printable(item.reference))]
+    return Group(*parts)
+
+
+def _head(item: Trajectory) -> str:
+    what = "actions" if _episode(item) else "tokens"
+    by = f", version {item.versions[-1][0]}" if item.messages and item.versions else ""
+    place = f"step {item.step}, prompt {item.prompt_ordinal}, sample {item.sample_index}"
+    return f"{place}: reward {item.reward:.3f}, {item.tokens} {what}, {item.finish_reason}{by}"
+
+
+def _printable(text: str) -> str:
+    """Text with its lines, in which nothing else steers a terminal."""
+    return "\n".join(map(_escaped, text.split("\n")))
 
 
 def _trajectory_lines(trajectories: Sequence[Trajectory], width: int) -> RenderableType:
@@ -40,11 +93,7 @@ def _trajectory_lines(trajectories: Sequence[Trajectory], width: int) -> Rendera
 
     parts = []
     for item in trajectories:
-        what = "actions" if _episode(item) else "tokens"
-        head = f"step {item.step}, prompt {item.prompt_ordinal}, sample {item.sample_index}"
-        by = f", version {item.versions[-1][0]}" if item.messages and item.versions else ""
-        line = f"{head}: reward {item.reward:.3f}, {item.tokens} {what}, {item.finish_reason}{by}"
-        parts.append(Text(line[:width], style="bold"))
+        parts.append(Text(_head(item)[:width], style="bold"))
         if item.messages:
             parts += [Text(line) for line in _conversation_lines(item, width)]
             if item.figures:
@@ -52,7 +101,7 @@ def _trajectory_lines(trajectories: Sequence[Trajectory], width: int) -> Rendera
                 parts.append(Text(f"  its agent: {said}"[:width]))
             continue
         reference = f" (reference {item.reference})" if item.reference else ""
-        said = f"{_tail(item.prompt)} → {_answer(item)}{reference}"
+        said = f"{_middle_cut(item.prompt)} → {_answer(item)}{reference}"
         parts.append(Text("  " + (said if len(said) <= width - 2 else said[: width - 3] + "…")))
     return Group(*parts)
 
@@ -110,6 +159,8 @@ def _answer(item: Trajectory) -> str:
     return f"episode {ended} after {episode['steps']} steps, return {episode['return']:.4g}"
 
 
-def _tail(text: str, characters: int = 40) -> str:
+def _middle_cut(text: str, characters: int = 40) -> str:
+    """The text on one line, without its middle where it is longer."""
     flat = " ".join(text.split())
-    return flat if len(flat) <= characters else "…" + flat[-characters:]
+    half = characters // 2
+    return flat if len(flat) <= characters else f"{flat[:half].rstrip()}…{flat[-half:].lstrip()}"

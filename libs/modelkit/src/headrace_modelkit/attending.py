@@ -43,6 +43,13 @@ def reach_of(config: PreTrainedConfig, layer: int, limit: int) -> Reach | None:
     return Reach(chunk, chunk=True) if chunked else None
 
 
+def looks_ahead(architecture: PreTrainedConfig) -> bool:
+    """Whether the tokens of an image see those of it behind them, as Gemma's do."""
+    text: Any = architecture.get_text_config()
+    wanted = getattr(text, "use_bidirectional_attention", None)
+    return architecture.model_type == "gemma3" or wanted == "vision"
+
+
 def without_cache(architecture: PreTrainedConfig) -> str:
     """What a layer keeps of a context that a cache of keys, values and states does not hold; empty for nothing."""
     text: Any = architecture.get_text_config()

@@ -1,6 +1,7 @@
 """Log-probs and entropies straight from hidden states, with the logits in tiles over rows and vocabulary.
 
-Shapes: N rows, D hidden, V vocabulary, C columns of a tile, J tiles of a row. Knows no sampling and no loss.
+Shapes: N rows, M tokens of a row, D hidden, V vocabulary, C columns of a tile, J tiles of a row. Knows no sampling
+and no loss.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def hidden_log_probs(
     entropy: bool = False,
     gather: Gather | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """fp32 (N,) log-probs of `tokens_N`, and entropies in nats when asked, straight from hidden states.
+    """fp32 log-probs of `tokens_N`, (N,) or (N, M), and (N,) entropies in nats when asked, straight from hidden states.
 
     Logits beyond one chunk exist a tile at a time, in both passes. Both results are differentiable in hidden states
     and head. The gradient of a head's parameter is fp32 whatever the parameter's type (it is a sum over tiles, and
@@ -46,10 +47,11 @@ def hidden_log_probs(
         if parameter is not None:
             gather_in_fp32(parameter)
     function: Any = _HiddenLogProbs
-    found_N, entropy_N = function.apply(
-        hidden_ND, head.weight_VD, head.bias_V, tokens_N, head, temperature, entropy, gather
+    tokens_NM = tokens_N if tokens_N.dim() > 1 else tokens_N[:, None]
+    found_NM, entropy_N = function.apply(
+        hidden_ND, head.weight_VD, head.bias_V, tokens_NM, head, temperature, entropy, gather
     )
-    return found_N, (entropy_N if entropy else None)
+    return found_NM.view_as(tokens_N), (entropy_N if entropy else None)
 
 
 def vocabulary_totals(scaled_NV: Tensor) -> Tensor:
@@ -74,45 +76,47 @@ class _HiddenLogProbs(torch.autograd.Function):
         hidden_ND: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
-        tokens_N: Tensor,
+        tokens_NM: Tensor,
         head: Head,
         temperature: Temperature,
         entropy: bool,
         gather: Gather | None,
     ) -> tuple[Tensor, Tensor]:
         tiling = _Tiling.of(hidden_ND, weight_VD, fixed=head.invariant)
-        chosen_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float32)
+        chosen_NM = torch.zeros_like(tokens_NM, dtype=torch.float32)
         totals: list[Tensor] = []
         means: list[Tensor] = []
         kept_NV: Tensor | None = None
         for part, columns in tiling.parts(head):
-            totals.append(torch.empty_like(chosen_N))
-            means.append(torch.zeros_like(chosen_N))
+            totals.append(chosen_NM.new_empty(len(chosen_NM)))
+            means.append(chosen_NM.new_zeros(len(chosen_NM)))
             for rows in tiling.rows():
                 products_NC = part.products(hidden_ND[rows])
                 scaled_NC = scale(part.shaped(products_NC), _of(temperature, rows))
-                own = _Chosen.of(tokens_N[rows], columns)
-                chosen_N[rows] += scaled_NC.gather(-1, own.index_N[:, None])[:, 0].where(own.inside_N, 0.0)
+                own = _Chosen.of(tokens_NM[rows], columns)
+                chosen_NM[rows] += scaled_NC.gather(-1, own.index_NM).where(own.inside_NM, 0.0)
                 totals[-1][rows], means[-1][rows] = _summary(scaled_NC, entropy)
                 kept_NV = products_NC if tiling.alone and any(ctx.needs_input_grad) else None
         total_N, mean_N = _merged(torch.stack(totals), torch.stack(means))
         if gather is not None:
-            chosen_N = gather(chosen_N).sum(0)
+            chosen_NM = gather(chosen_NM.flatten()).sum(0).view_as(chosen_NM)
             total_N, mean_N = _merged(gather(total_N), gather(mean_N))
         entropy_N = total_N - mean_N if entropy else torch.zeros_like(total_N)
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, tokens_N, total_N, entropy_N, kept_NV)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, tokens_NM, total_N, entropy_N, kept_NV)
         ctx.head, ctx.temperature = replace(head, weight_VD=weight_VD.new_empty(0), bias_V=None), temperature
         ctx.set_materialize_grads(False)
-        return chosen_N - total_N, entropy_N
+        return chosen_NM - total_N[:, None], entropy_N
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, upstream_N: Tensor | None, of_entropy_N: Tensor | None
+        ctx: Any, upstream_NM: Tensor | None, of_entropy_N: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, tokens_N, total_N, entropy_N, kept_NV = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, tokens_NM, total_N, entropy_N, kept_NV = ctx.saved_tensors
         head = replace(ctx.head, weight_VD=weight_VD, bias_V=bias_V)
-        upstream_N = torch.zeros_like(total_N) if upstream_N is None else upstream_N
+        if upstream_NM is None:
+            upstream_NM = torch.zeros_like(tokens_NM, dtype=torch.float32)
+        upstream_N = upstream_NM[:, 0] if upstream_NM.shape[1] == 1 else upstream_NM.sum(-1)
         of_hidden_ND = torch.zeros_like(hidden_ND, dtype=torch.float32)
         of_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         of_bias_V = total_N.new_zeros(len(weight_VD)) if ctx.needs_input_grad[2] else None
@@ -126,9 +130,8 @@ class _HiddenLogProbs(torch.autograd.Function):
                     None if of_entropy_N is None else of_entropy_N[rows],
                     entropy_N[rows],
                 )
-                own = _Chosen.of(tokens_N[rows], columns)
-                share_N = upstream_N[rows].where(own.inside_N, 0.0)
-                found_NC.scatter_add_(-1, own.index_N[:, None], share_N[:, None])
+                own = _Chosen.of(tokens_NM[rows], columns)
+                found_NC.scatter_add_(-1, own.index_NM, upstream_NM[rows].where(own.inside_NM, 0.0))
                 part.through_shape(found_NC, shaped_NC, _of(ctx.temperature, rows))
                 if of_bias_V is not None:
                     of_bias_V[columns] += found_NC.sum(0)
@@ -207,13 +210,13 @@ def _through(gradient_NC: Tensor, weight_CD: Tensor, dtype: torch.dtype) -> Tens
 class _Chosen:
     """Which rows' tokens lie in a tile, and where (anywhere for the others)."""
 
-    inside_N: Tensor
-    index_N: Tensor
+    inside_NM: Tensor
+    index_NM: Tensor
 
     @classmethod
-    def of(cls, tokens_N: Tensor, columns: slice) -> _Chosen:
-        inside_N = (tokens_N >= columns.start) & (tokens_N < columns.stop)
-        return cls(inside_N, (tokens_N - columns.start).where(inside_N, 0))
+    def of(cls, tokens_NM: Tensor, columns: slice) -> _Chosen:
+        inside_NM = (tokens_NM >= columns.start) & (tokens_NM < columns.stop)
+        return cls(inside_NM, (tokens_NM - columns.start).where(inside_NM, 0))
 
 
 @dataclass(frozen=True)

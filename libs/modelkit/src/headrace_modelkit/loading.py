@@ -67,9 +67,10 @@ def load_model(
     architecture = load_architecture(config)
     if layers is not None:
         _shorten(architecture, layers)
+    quantised = weights and config.gguf_file is None and bool(quantisation(architecture))
     with reading(config):
         model: Any
-        if weights:
+        if weights and not quantised:
             model = _with_weights(config, architecture, wanted)
         else:
             with no_init_weights():
@@ -85,6 +86,10 @@ def load_model(
             module.p = 0.0
     with reading(config):
         bound_steps(model)
+    if quantised:
+        from headrace_modelkit.model_files import read_quantised  # which is made of this module
+
+        read_quantised(config, model)
     ready: PreTrainedModel = (model if device == "cpu" else model.to(device)).eval()
     return ready
 
@@ -109,10 +114,13 @@ def _shorten(architecture: PreTrainedConfig, layers: int) -> None:
         text.num_kv_shared_layers = 0
 
 
-def is_quantised(architecture: PreTrainedConfig) -> bool:
-    """Whether a model's files hold quantised weights. Here it is computed, published and written in `model.dtype`."""
+def quantisation(architecture: PreTrainedConfig) -> dict[str, Any]:
+    """How the weights of a model's files are quantised; empty where they are not. Here it is computed, published and
+    written in `model.dtype`.
+    """
     configs: list[Any] = [architecture, architecture.get_text_config()]
-    return any(getattr(config, QUANTISATION, None) for config in configs)
+    found: Any = next((own for config in configs if (own := getattr(config, QUANTISATION, None))), {})
+    return dict(found) if isinstance(found, dict) else dict(found.to_dict())
 
 
 def drop_quantisation(architecture: PreTrainedConfig) -> None:
@@ -271,6 +279,11 @@ def _with_weights(
     )
     if missing := sorted(report["missing_keys"]):
         raise not_readable(config, f"{len(missing)} weights are missing, first {missing[0]}")
+    if scales := sorted(name for name in report["unexpected_keys"] if name.endswith("_scale_inv")):
+        raise not_readable(
+            config,
+            f"{scales[0]} is of a quantised weight, and config.json has no quantization_config that says how",
+        )
     loaded: PreTrainedModel = model
     return loaded
 

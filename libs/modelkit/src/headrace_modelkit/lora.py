@@ -27,6 +27,7 @@ from headrace_modelkit.experts import ADAPTER, PROJECTIONS, grouped_product
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import is_invariant
 from headrace_modelkit.products import fixed_products, row_products
+from headrace_modelkit.quantized import QuantizedWeight, product
 from headrace_modelkit.vision import vision_tower
 
 EXPERTS = "experts"
@@ -79,6 +80,8 @@ class LoraLinear(nn.Linear, Adapted):
     ) -> None:
         super().__init__(base.in_features, base.out_features, bias=False, device="meta")
         self.weight, self.bias = base.weight, base.bias
+        self.quantized: QuantizedWeight | None = None
+        """What stands for the weight; that is a buffer without elements then."""
         place: Any = {"dtype": torch.float32, "device": device or base.weight.device}
         a_RI = torch.empty(rank, base.in_features, **place)
         self._give(a_RI, torch.zeros(base.out_features, rank, **place), scale, generator)
@@ -88,7 +91,7 @@ class LoraLinear(nn.Linear, Adapted):
         adapter = self.adapter
         fixed = is_invariant(self)
         if adapter is None:
-            return (row_products if fixed else F.linear)(x, self.weight, self.bias)
+            return self._frozen(x) if not fixed else row_products(x, self.weight, self.bias)
         if self.merged or fixed:
             function: Any = _MergedLinear
             found: Tensor = function.apply(x, self.weight, self.bias, *adapter, self.scale, fixed)
@@ -97,8 +100,13 @@ class LoraLinear(nn.Linear, Adapted):
         x_NI = x.reshape(-1, x.shape[-1])
         low_NR = F.linear(x_NI, a_RI)
         # Into the product that is there: nothing of its size is made besides.
-        found_NO = F.linear(x_NI, self.weight, self.bias).addmm_(low_NR, b_OR.T, alpha=self.scale)
+        found_NO = self._frozen(x_NI).addmm_(low_NR, b_OR.T, alpha=self.scale)
         return found_NO.view(*x.shape[:-1], -1)
+
+    def _frozen(self, x: Tensor) -> Tensor:
+        if self.quantized is not None:
+            return product(x, self.quantized, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -259,6 +267,21 @@ def add_adapters(
         experts = model.get_submodule(owner)
         beside = LoraExperts(getattr(experts, attribute), lora.rank, scale, generator, device)
         setattr(experts, f"{attribute}{ADAPTER}", beside)
+
+
+def quantize_frozen(model: nn.Module, form: str) -> None:
+    """Linear layers with an adapter keep their frozen weights as codes from now on, which are to be filled."""
+    for _, layer in adapted_layers(model):
+        if isinstance(layer, LoraLinear):
+            layer.quantized = QuantizedWeight(layer.weight, form)
+            del layer.weight
+            layer.register_buffer("weight", torch.empty(0, dtype=layer.quantized.dtype))
+
+
+def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
+    """Those of `quantize_frozen`, by the names of the weights."""
+    found = ((name, getattr(layer, "quantized", None)) for name, layer in adapted_layers(model))
+    return {f"{name}.weight": own for name, own in found if own is not None}
 
 
 def targets_problem(model: nn.Module, lora: LoraSection, *, vision: bool = False) -> str:

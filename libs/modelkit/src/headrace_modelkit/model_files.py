@@ -35,8 +35,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from typing_extensions import override
 
+from headrace_modelkit.dequantising import METHODS, Dequantised
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.loading import load_model, location, not_readable, reading
+from headrace_modelkit.loading import load_model, location, not_readable, quantisation, reading
 from headrace_modelkit.tensor_files import (
     Box,
     TensorFiles,
@@ -46,7 +47,7 @@ from headrace_modelkit.tensor_files import (
     slices,
     volume,
 )
-from headrace_modelkit.weights import state_tensors
+from headrace_modelkit.weights import read_weights, state_tensors
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """How much of a file's content is in its fingerprint."""
@@ -69,6 +70,8 @@ def empty_model(config: ModelSection, *, dtype: torch.dtype | None = None) -> Pr
 
 
 _NUMBER = re.compile(r"\d+")
+_KINDS = {"F64", "F32", "F16", "BF16"}
+"""Numbers that weights are read of."""
 
 
 @contextmanager
@@ -94,11 +97,21 @@ def open_model(config: ModelSection, model: PreTrainedModel, *, cached: bool = F
     """The weights of `model`, which `empty_model` made of `config`. Raises ModelNotReadable, naming a file that is
     missing or damaged. `cached`: nothing is downloaded.
 
-    Files of other kinds (GGUF, quantised weights, adapters) are loaded whole, in the model's types.
+    Quantised weights (`dequantising`) are computed as they are read. Files of other kinds (GGUF, adapters) are loaded
+    whole, in the model's types.
     """
     found = None if _only_whole(config, model) else _opened(config, model, cached=cached)
     # What the architecture lets a checkpoint leave out is drawn or computed by transformers.
     return _whole_model(config) if found is None or found.drawn else found
+
+
+def read_quantised(config: ModelSection, model: PreTrainedModel) -> None:
+    """Fills a model, which `load_model` made of `config` without weights, from quantised files.
+
+    transformers would keep them quantised where the host has a GPU. Raises ModelNotReadable.
+    """
+    with reading(config):
+        read_weights(model, _opened(config, model, cached=False))
 
 
 def check_model(config: ModelSection) -> None:
@@ -109,8 +122,18 @@ def check_model(config: ModelSection) -> None:
 
 
 def _opened(config: ModelSection, model: PreTrainedModel, *, cached: bool) -> ModelFiles:
+    scheme = quantisation(model.config)
+    if scheme and (method := str(scheme.get("quant_method"))) not in METHODS:
+        known = " and ".join(METHODS)
+        raise not_readable(
+            config,
+            f"its weights are quantised by {method}, and those of {known} alone are read; use the ones before",
+        )
     with reading(config):
-        found = ModelFiles(files_of(config, cached=cached), model)
+        files = TensorFiles(files_of(config, cached=cached))
+        found = ModelFiles(Dequantised(files, scheme, model.dtype) if scheme else files, model)
+    if scheme and found.drawn:  # transformers would draw them for a model that it keeps quantised
+        found.missing |= found.drawn
     if found.missing:
         first, count = min(found.missing), len(found.missing)
         raise not_readable(config, f"{count} weights are missing, first {first}")
@@ -131,7 +154,6 @@ def _only_whole(config: ModelSection, model: PreTrainedModel) -> bool:
     untyped: Any = model.config
     return (
         config.gguf_file is not None
-        or getattr(untyped, "quantization_config", None) is not None
         or getattr(untyped, "transformers_weights", None) is not None
         or bool(type(untyped).extra_files)
         or (Path(config.path) / "adapter_config.json").exists()
@@ -183,9 +205,9 @@ class ModelFiles(Tensors):
     Raises ModelNotReadable by `reading`: OSError or ValueError for a file that is missing or damaged.
     """
 
-    def __init__(self, files: Iterable[Path], model: PreTrainedModel) -> None:
+    def __init__(self, files: TensorFiles | Dequantised, model: PreTrainedModel) -> None:
         self._model = model
-        self._files = TensorFiles(files)
+        self._files = files
         # As it is now: the model may be taken to other types and devices before its weights are read.
         self._layout = {name: (tuple(own.shape), own.dtype) for name, own in state_tensors(model)}
         self._sources: dict[str, _Sources] = {}
@@ -193,6 +215,8 @@ class ModelFiles(Tensors):
         """What the last conversion made: others of its weights, or other parts of them, may be asked for next."""
         state = model.state_dict()
         for sources in _plan(self._files.names(), model, state):
+            for source, _ in sources.tensors:
+                _check_numbers(source, files.kind(source), state.get(sources.first))
             for name, tensor in self._made(sources, meta=True).items():
                 self._sources[name] = sources
                 if name in state and tensor.shape != state[name].shape:
@@ -277,6 +301,14 @@ def _plan(names: Iterable[str], model: PreTrainedModel, state: dict[str, Tensor]
             else:
                 sources.tensors.append((name, pattern))
     return list(found.values())
+
+
+def _check_numbers(name: str, kind: str, weight: Tensor | None) -> None:
+    """Raises ValueError for a tensor whose numbers say nothing without a scale."""
+    if weight is not None and weight.is_floating_point() and kind not in _KINDS:
+        raise ValueError(
+            f"{name} is quantised ({kind}), and config.json has no quantization_config that says how"
+        )
 
 
 def _may_be_missing(model: PreTrainedModel, missing: set[str]) -> set[str]:

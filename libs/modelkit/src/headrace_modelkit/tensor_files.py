@@ -92,10 +92,12 @@ class TensorFiles(Tensors):
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._kinds: dict[str, str] = {}
         self._pieces: dict[str, list[_Piece]] = {}
         for file in files:
-            for key, shape, box in read_header(file):
+            for key, shape, box, kind in read_header(file):
                 name = key.partition(NEXT)[0]
+                self._kinds[name] = kind
                 if self._shapes.setdefault(name, shape) != shape:
                     other = list(self._shapes[name])
                     raise TornTensor(
@@ -114,6 +116,10 @@ class TensorFiles(Tensors):
     @override
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
+
+    def kind(self, name: str) -> str:
+        """Which numbers a tensor has, as safetensors says it: "BF16"."""
+        return self._kinds[name]
 
     @override
     def read(self, name: str, box: Box | None = None) -> Tensor:
@@ -144,14 +150,16 @@ def open_file(file: Path) -> Any:
         raise TornTensor(f"{file.name}: {error}") from error
 
 
-def read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], Box]]:
-    """(key, shape of the whole, box that is in the file) of each entry. Raises as `open_file`."""
+def read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], Box, str]]:
+    """(key, shape of the whole, box that is in the file, kind of numbers) of each entry. Raises as `open_file`."""
     with open_file(file) as opened:
         boxes = json.loads((opened.metadata() or {}).get(BOXES, "{}"))
         for name in opened.keys():  # noqa: SIM118
-            own = tuple(opened.get_slice(name).get_shape())
+            entry = opened.get_slice(name)
+            own = tuple(entry.get_shape())
             shape, first = boxes.get(name, (own, [0] * len(own)))
-            yield name, tuple(shape), tuple((at, at + size) for at, size in zip(first, own, strict=True))
+            box = tuple((at, at + size) for at, size in zip(first, own, strict=True))
+            yield name, tuple(shape), box, entry.get_dtype()
 
 
 def whole(shape: Iterable[int]) -> Box:

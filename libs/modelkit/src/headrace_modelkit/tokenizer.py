@@ -129,11 +129,17 @@ class TextCodec:
             if self.images is None or chat is None:
                 raise ValueError("images need a vision-language model and a chat")
             rendered = self.render([in_parts(message) for message in chat], arguments)
-            read = [self.images.read(data) for data in images]
-            return self.images.expand(self._ids(rendered + prefill, special=False), read)
+            return self._ids(self.with_images(rendered, images) + prefill, special=False)
         if chat is not None:
             return self._ids(self.render(chat, arguments) + prefill, special=False)
         return self._text_ids(f"{text}{prefill}")
+
+    def with_images(self, rendered: str, images: Sequence[bytes]) -> str:
+        """What `render` made, with the tokens of each image in its place. Raises ValueError."""
+        if not images:
+            return rendered
+        assert self.images is not None, "asked before"
+        return self.images.expand(rendered, [self.images.read(data) for data in images])
 
     def encode_answer(self, text: str) -> list[int]:
         """Ids of a reference answer, ended by the tokenizer's own end-of-sequence id."""

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-"""model_type of vision-language models whose placeholders and positions are known."""
+VISION_FAMILIES = (
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gemma3",
+    "gemma4",
+    "internvl",
+    "glm4v",
+    "glm4v_moe",
+    "glm46v",
+)
+"""model_type of vision-language models whose prompts may have images."""
 IMAGE_MARK = "<image>"
 """Stands in a prompt with images where one of them belongs; in a prompt without images it is plain text."""
 MOST_IMAGES = 32

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace_schema.model_size import ModelSize
+from headrace_schema.rules.learning import model_ranks
 from headrace_schema.spec import RunSpec
 
 GIB = 2**30
@@ -18,7 +19,8 @@ VERSIONS = 2
 """Of the published weights, in the memory of the host that publishes them: the current one, and one that a commit casts
 or the one before; so on a host that takes them: the installed one, and one that comes beforehand.
 """
-FP32, MOMENTS = 4, 8
+FP32, MOMENTS, CODED = 4, 8, 2 + 8 / 256
+"""Bytes of a weight: in fp32, of AdamW's moments, and of these in a byte each with scales of 256."""
 MARGIN = 1.1
 """Of a layout's bytes, that a GPU must have: the trainer's."""
 ASLEEP = 0.05
@@ -64,6 +66,13 @@ class Learner:
     """Bytes that a layer keeps of a token for its backward."""
     element: int
     """Bytes of a weight in model.dtype."""
+    coded: int
+    """Of the frozen weights, those that have codes in their place on each rank."""
+    coded_bytes: float
+    away: bool
+    """Inputs of layers that are computed again lie in host memory."""
+    moments: float
+    """Bytes of the optimizer's state, of all ranks together."""
 
     @classmethod
     def of(cls, spec: RunSpec, size: ModelSize) -> Learner:
@@ -72,6 +81,11 @@ class Learner:
         copies = 2 if options.get("critic") == "model" else 1
         learned = size.parameters if lora is None else lora.rank * size.adapter_sides
         asks = spec.trainer.reference is not None or bool(options.get("kl_loss_coef"))
+        form = None if lora is None else lora.quantization
+        coded = 0 if form is None else size.linear_parameters - size.expert_parameters
+        # Embeddings and heads step as with AdamW, and so does a critic.
+        each = {"adamw": MOMENTS, "adamw_8bit": CODED, "muon": MOMENTS}[spec.optimizer.name]
+        spared = (MOMENTS - FP32) * size.linear_parameters if spec.optimizer.name == "muon" else 0
         return cls(
             learned * copies,
             0 if lora is None else size.parameters * copies,
@@ -83,6 +97,10 @@ class Learner:
             size.linear_parameters // size.layers,
             size.kept_bytes * element / 2,
             element,
+            coded,
+            coded * {"nf4": 0.5625, "int8": 1.0625, "fp8": 1.0625, None: 0}[form],
+            bool(spec.trainer.backend_options.get("offload_activations")),
+            each * learned * copies - spared,
         )
 
     def bytes_of(self, rung: Rung, ranks: int, tokens: int) -> float:
@@ -94,12 +112,15 @@ class Learner:
     def fixed(self, rung: Rung, ranks: int) -> tuple[float, float]:
         """Without a token's bytes, of the two moments that are largest: a layer's backward, and the end of it."""
         copy, adapts = rung.shard_ranks, self.frozen > 0
-        gathers = self.element * (self.head + 2 * self.layer if rung.divided else self.learned + self.frozen)
-        state = {"none": FP32 + MOMENTS, "optimizer": FP32, "parameters": -FP32}[rung.offload]
+        frozen, weights = self.frozen - self.coded, 0 if self.coded else self.layer
+        gathers = self.element * (self.head + 2 * weights if rung.divided else self.learned + frozen)
+        state = -FP32 if rung.offload == "parameters" else FP32
         stays = (
             (state + (0 if rung.whole_gradients else FP32)) * self.learned / copy
+            + (self.moments / copy if rung.offload == "none" else 0)
             + (FP32 * self.learned if rung.whole_gradients else 0)
-            + self.element * self.frozen / (1 if ranks == 1 else copy) * (rung.offload != "parameters")
+            + self.coded_bytes
+            + self.element * frozen / (1 if ranks == 1 else copy) * (rung.offload != "parameters")
             + self.element * self.reference / copy
         )
         if ranks > copy and not rung.whole_gradients:
@@ -116,7 +137,7 @@ class Learner:
         """Activations of a token; `again`: layers keep their inputs, and one at a time the rest."""
         layers = self.layers * self.kept
         if again:
-            layers = self.layers * self.element * self.width + AGAIN * self.kept
+            layers = (1 if self.away else self.layers) * self.element * self.width + AGAIN * self.kept
         return layers + (ROOT_OF_ADAPTERS if self.frozen else ROOT) * self.width
 
 
@@ -156,7 +177,7 @@ def ladder(spec: RunSpec, ranks: int, on_host: int) -> Iterator[Rung]:
     found += [Rung("weights", ranks, again=True, offload=part) for part in ("optimizer", "parameters")]
     for rung in found:
         wanted = {"shard": rung.shard, "shard_ranks": rung.shard_ranks, "offload": rung.offload, **options}
-        own = rung.again if again is None else again
+        own = bool(options.get("offload_activations")) or (rung.again if again is None else again)
         yield Rung(str(wanted["shard"]), int(wanted["shard_ranks"]), own, str(wanted["offload"]))
 
 
@@ -168,7 +189,7 @@ def fit(spec: RunSpec, size: ModelSize, memory_bytes: int, on_host: int, longest
     most = MOST_OF_EXPERTS if sparse > SPARSE else MOST_TOKENS
     best = Fit("none", 0, "no layout has room for an answer of full length")
     for rung, share in itertools.product(ladder(spec, ranks, on_host), shares):
-        each = learner.token_bytes(again=rung.again)
+        each = learner.token_bytes(again=rung.again) / model_ranks(spec.trainer)  # ranks that divide rows
         layer, end = learner.fixed(rung, ranks)
         room = memory_bytes / share - layer
         found = max(0, int(room / each)) if end <= memory_bytes / share else 0

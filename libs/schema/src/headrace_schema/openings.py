@@ -10,7 +10,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from headrace_schema.sections.agent import AgentSection
-from headrace_schema.sections.base import Count, Section, Seed, Tokens
+from headrace_schema.sections.base import Count, CountOrZero, Section, Seed, Tokens
 from headrace_schema.sections.embodied import EnvironmentSection, RoleSection
 from headrace_schema.sections.generating import ModelSection, PromptSection, RolloutSection, SamplingSection
 from headrace_schema.sections.learning import (
@@ -67,12 +67,17 @@ class RolloutConfig(Opening):
     """Rank of each policy's adapters, by its name ("" is the run's own), with rollout.enable_lora; else none."""
     draft: DraftSection | None = None
     """The head whose weights are among the model's."""
+    teacher: ModelSection | None = None
+    """A frozen model that reads finished answers: they carry its `teacher_top` likeliest words for each token."""
+    teacher_top: CountOrZero = 0
     seed: Seed = 0
     deterministic: bool = False
     """Log-probs have the trainer's bits."""
 
     @classmethod
     def of(cls, spec: RunSpec, **more: Any) -> Self:
+        if spec.teacher_top:
+            more |= {"teacher": spec.trainer.reference, "teacher_top": spec.teacher_top}
         found = adapters_of(spec.model, spec.trainer, spec.policies) if spec.rollout.enable_lora else {}
         ranks = {name: lora.rank for name, lora in found.items()}
         return super().of(spec, adapters=ranks, draft=spec.trainer.draft, **more)

@@ -198,6 +198,12 @@ def keep_closed(own: Iterable[str | os.PathLike[str]]) -> None:
     _closed[:] = [os.path.realpath(each) for each in own]
 
 
+def is_closed(name: str | os.PathLike[str]) -> bool:
+    """Whether a path leads, by whatever link, to one of those."""
+    real = os.path.realpath(name)
+    return any(real == each or real.startswith(each.rstrip("/") + "/") for each in _closed)
+
+
 _known: dict[str, str] = {}
 """Secrets that this process has read, with their references."""
 _closed: list[str] = []
@@ -332,7 +338,7 @@ def _variable(name: str) -> str:
 
 def _content(name: str) -> str:
     real = os.path.realpath(name)
-    if any(real == each or real.startswith(each.rstrip("/") + "/") for each in _closed):
+    if is_closed(real):
         raise Unread(f"{name} is a file of the fleet's own", "name one outside of the data directory")
     try:
         with open(real, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:

@@ -101,8 +101,7 @@ class Load(Message):
     kind: Literal["load"] = "load"
     checkpoint: str
     optimizer: bool = Field(
-        default=True,
-        description="Adam's moments come with the weights; false is not honoured yet: they come all the same",
+        default=True, description="Adam's moments come with the weights; false: they begin at zero"
     )
 
 

@@ -105,6 +105,10 @@ REASONING = "reasoning"
 SUPERVISED, PREFERENCE, REWARD_MODEL = "supervised", "preference", "reward_model"
 """Workflows whose answers the data gives: to be imitated, to be compared with each other, and to be judged."""
 GIVEN = (SUPERVISED, PREFERENCE, REWARD_MODEL)
+DISTILL = "distill"
+"""The algorithm that learns from a teacher."""
+MOST_WORDS = 256
+"""Whose log-probs a teacher tells in the place of one token: 2 KiB of a trajectory."""
 SESSION = "session"
 """The workflow whose steps a loop of the user's own asks for."""
 LEARN_ALONE = GraphSection(stages={"learn": GraphStage(service="trainer")}, edges=[])

@@ -6,9 +6,10 @@ A turn's text comes without special tokens, so that marks which are such tokens 
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,26 @@ _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_DEEPSEEK = re.compile(
+    r"<｜tool▁calls▁begin｜>(.*?)(?:<｜tool▁calls▁end｜>|$)"
+    r"|<｜DSML｜(?:tool|function)_calls>(.*?)(?:</｜DSML｜(?:tool|function)_calls>|$)",
+    re.DOTALL,
+)
+_DEEPSEEK_CALL = re.compile(
+    r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)(<｜tool▁call▁end｜>|$)", re.DOTALL
+)
+_DEEPSEEK_FENCE = re.compile(r"^(.*?)\n```json\n(.*?)\n```$", re.DOTALL)
+_MINIMAX = re.compile(r"<minimax:tool_call>(.*?)(?:</minimax:tool_call>|$)", re.DOTALL)
+_INVOKE = re.compile(r'<(?:｜DSML｜)?invoke name="([^"]+)">(.*?)(</(?:｜DSML｜)?invoke>|$)', re.DOTALL)
+_GIVEN = re.compile(
+    r'<(?:｜DSML｜)?parameter name="([^"]+)"(?: string="(true|false)")?>(.*?)</(?:｜DSML｜)?parameter>',
+    re.DOTALL,
+)
+_PYTHON = re.compile(
+    r"<function_calls>(.*?)(?:</function_calls>|$)|<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|$)"
+    r"|<\|python_start\|>(.*?)(?:<\|python_end\|>|$)",
+    re.DOTALL,
+)
 _FENCE = re.compile(r"^```(?:json)?\s*(.*?)\s*```$", re.DOTALL)
 _LLAMA_MARKS = re.compile(r"<\|(?:python_tag|eom_id|eot_id)\|>")
 _MISTRAL_MARKS = re.compile(r"\[TOOL_CALLS\]|</s>")
@@ -32,7 +53,7 @@ class Call:
     arguments: Any = None
     problem: str = ""
     texts: bool = field(default=False, repr=False)
-    """The arguments are texts, and the tool's schema says what each is: see `typed`."""
+    """The arguments are texts, and the tool's schema says what each is: see `tool_arguments`."""
     given: bool = field(default=True, repr=False, compare=False)
     """It has arguments, whether or not there are any."""
     id: str = field(default="", repr=False, compare=False)
@@ -153,68 +174,87 @@ def glm_calls(text: str) -> list[Call]:
     return found
 
 
-def typed(call: Call, parameters: Mapping[str, Any]) -> Call:
-    """A call whose arguments are of the kinds that the JSON schema of its tool's parameters names.
+def deepseek_calls(text: str) -> list[Call]:
+    """Calls of DeepSeek: V3 and R1 with a fence of JSON, V3.1 without, V3.2 and V4 in tags of its markup DSML."""
+    found = []
+    for older, newer in _DEEPSEEK.findall(text):
+        for name, given, end in _DEEPSEEK_CALL.findall(older):
+            if fenced := _DEEPSEEK_FENCE.match(given.strip()):
+                name, given = fenced[1], fenced[2]
+            whole = _arguments(name.strip(), given)
+            found.append(whole if end else Call(name.strip(), problem="a call has no <｜tool▁call▁end｜>"))
+        found += _invoked(newer)
+    return found
 
-    A text that the schema allows stays a text. One that is none of its kind does too: whoever checks the arguments
-    says what is wrong.
+
+def minimax_calls(text: str) -> list[Call]:
+    """Calls of MiniMax M2: tags with names for the function and for each argument, as text."""
+    return [call for inner in _MINIMAX.findall(text) for call in _invoked(inner)]
+
+
+def pythonic_calls(text: str) -> list[Call]:
+    """Calls of Llama 4, OLMo 3 and LFM2: Python's calls with literals by keyword, in a list or one a line.
+
+    >>> pythonic_calls('[add(a=1, b="x"), now()]')
+    [Call(name='add', arguments={'a': 1, 'b': 'x'}, problem=''), Call(name='now', arguments={}, problem='')]
     """
-    if not call.texts:
-        return call
-    given = {}
-    for name, text in call.arguments.items():
-        schemas = list(_schemas(parameters, name, parameters))
-        given[name] = text if all(_allows(each, text, parameters) for each in schemas) else _read(text)
-    return Call(call.name, given, call.problem, id=call.id)
+    marked = _PYTHON.search(text)
+    inner = next((each for each in marked.groups() if each is not None), "") if marked else text
+    if marked is None and not inner.strip().startswith("["):
+        return []
+    try:
+        body = ast.parse(inner.strip() if len(inner) <= _LONGEST else "").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return [Call(problem=f"the calls are no Python ({error})")] if marked else []
+    values = [each.value if isinstance(each, ast.Expr) else each for each in body]
+    listed = [one for each in values for one in (each.elts if isinstance(each, ast.List) else [each])]
+    found = [_of_python(each) for each in listed]
+    return found if marked or all(call.name for call in found) else []
 
 
-def _schemas(schema: Any, name: str, root: Mapping[str, Any], depth: int = 0) -> Iterator[Any]:
-    """The schemas of one argument in the schema of all; none where anything is allowed.
-
-    Patterns of names are not tried: they are anybody's, the names are a model's, and some take for ever.
-    """
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
-        return
-    if "$ref" in schema:
-        yield from _schemas(_referred(schema["$ref"], root), name, root, depth + 1)
-    for each in schema.get("allOf", ()):
-        yield from _schemas(each, name, root, depth + 1)
-    own = [schema["properties"][name]] if name in schema.get("properties", {}) else []
-    own = own or [*schema.get("patternProperties", {}).values()]
-    yield from own or ([schema["additionalProperties"]] if "additionalProperties" in schema else [])
+def _of_python(node: ast.AST) -> Call:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+        return Call(problem="the call is not NAME(KEY=VALUE, …)")
+    name = ast.unparse(node.func)
+    try:
+        given = {str(each.arg): _literal(each.value) for each in node.keywords if each.arg is not None}
+    except (ValueError, TypeError, RecursionError) as error:
+        return Call(name, problem=f"the arguments of {name} are no literals ({error})")
+    if node.args or len(given) < len(node.keywords):
+        return Call(name, problem=f"the arguments of {name} have no names: write {name}(KEY=VALUE)")
+    return Call(name, given)
 
 
-def _allows(schema: Any, text: str, root: Mapping[str, Any], depth: int = 0) -> bool:
-    """Whether a JSON schema allows a text, as far as its kind and its choices say."""
-    if not isinstance(schema, Mapping):
-        return schema is not False
-    if depth > _DEEPEST:
-        return False  # a schema that refers to itself
+def _literal(node: ast.expr) -> Any:
+    """Also of JSON's constants, which OLMo 3 writes."""
+    constants = {"true": True, "false": False, "null": None}
 
-    def allowed(each: Any) -> bool:
-        return _allows(each, text, root, depth + 1)
+    class Constants(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.AST:
+            return ast.Constant(constants[node.id]) if node.id in constants else node
 
-    meant = "object" if "properties" in schema else "array" if "items" in schema else "string"
-    kinds = schema.get("type", meant)
-    return (
-        "string" in ([kinds] if isinstance(kinds, str) else kinds)
-        and text in schema.get("enum", [text])
-        and schema.get("const", text) == text
-        and ("$ref" not in schema or allowed(_referred(schema["$ref"], root)))
-        and all(map(allowed, schema.get("allOf", ())))
-        and all(any(map(allowed, schema[key])) for key in ("anyOf", "oneOf") if key in schema)
-    )
+    return ast.literal_eval(Constants().visit(node))
 
 
-def _referred(address: str, root: Any) -> Any:
-    """What a schema's `$ref` means within its document; anything is allowed where that is not there."""
-    for step in address.removeprefix("#").strip("/").split("/"):
-        if step:
-            root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
-    return {} if root is None else root
+def _invoked(text: str) -> list[Call]:
+    """Tags of functions with their arguments: texts, but where a tag says that it is none."""
+    found = []
+    for name, inner, end in _INVOKE.findall(text):
+        given = {key: read(value) if kind == "false" else value for key, kind, value in _GIVEN.findall(inner)}
+        said = any(kind for _, kind, _ in _GIVEN.findall(inner))
+        found.append(Call(name, given, "" if end else "an <invoke> has no </invoke>", texts=not said))
+    return found
 
 
-def _read(text: str) -> Any:
+def _arguments(name: str, text: str) -> Call:
+    try:
+        return Call(name, json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return Call(name, problem=f"the arguments of {name} are no JSON ({error})")
+
+
+def read(text: str) -> Any:
+    """What a text is as JSON; the text where it is none."""
     try:
         return json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError):
@@ -230,8 +270,6 @@ def _unwrapped(text: str) -> str:
     return text.removeprefix("\n").removesuffix("\n")
 
 
-_DEEPEST = 32
-"""Schemas within each other that are looked at."""
 PARSERS: Mapping[str, Callable[[str], list[Call]]] = {
     "hermes": hermes_calls,
     "json": json_calls,
@@ -239,10 +277,22 @@ PARSERS: Mapping[str, Callable[[str], list[Call]]] = {
     "mistral": mistral_calls,
     "qwen3_coder": qwen3_coder_calls,
     "glm": glm_calls,
+    "deepseek": deepseek_calls,
+    "minimax": minimax_calls,
+    "pythonic": pythonic_calls,
 }
-TAGGED = frozenset({"hermes", "qwen3_coder", "glm"})
-"""Forms whose calls stand in <tool_call> tags."""
+_TAGS = {
+    "hermes": _HERMES,
+    "qwen3_coder": _HERMES,
+    "glm": _HERMES,
+    "deepseek": _DEEPSEEK,
+    "minimax": _MINIMAX,
+}
+TAGGED = frozenset(_TAGS)
+"""Forms whose calls stand in tags."""
 _MARKS = ("<|python_tag|>", "[TOOL_CALLS]")
+_LONGEST = 65_536
+"""Characters of calls that Python's parser is given."""
 
 
 def beside_calls(form: str, text: str, names: Container[str]) -> tuple[str, list[Call]]:
@@ -256,11 +306,12 @@ def beside_calls(form: str, text: str, names: Container[str]) -> tuple[str, list
     ('{"name": "Ann", "age": 3}', [])
     """
     calls = PARSERS[form](text)
-    marked = form in TAGGED or any(mark in text for mark in _MARKS)
+    tags = _TAGS.get(form) or (_PYTHON if form == "pythonic" and _PYTHON.search(text) else None)
+    marked = tags is not None or any(mark in text for mark in _MARKS)
     if not calls or not (marked or all(_meant(call, names) for call in calls)):
         return text, []
-    if form in TAGGED:
-        return _HERMES.sub("", text).strip(), calls
+    if tags is not None:
+        return tags.sub("", text).strip(), calls
     before, mark, _ = text.partition("[TOOL_CALLS]")
     return before.strip() if form == "mistral" and mark else "", calls
 

@@ -176,7 +176,11 @@ def playing(monkeypatch):
 
     def play(start, options, given):
         agent = TaskAgent(options, start)
-        for name, text in {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1", "OPENAI_API_KEY": "sk-1"}.items():
+        for name, text in {
+            "OPENAI_BASE_URL": "http://127.0.0.1:9/v1",
+            "OPENAI_API_KEY": "sk-1",
+            "HEADRACE_ENDPOINT": "127.0.0.1:9",
+        }.items():
             monkeypatch.setenv(name, text)
         return agent.called(1, given)
 

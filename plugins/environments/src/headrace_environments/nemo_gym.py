@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 from headrace_schema.text_files import numbered_lines
 from headrace_servicekit.registry import Options
-from headrace_servicekit.tool_calls import Call, beside_calls, typed
+from headrace_servicekit.tool_arguments import typed
+from headrace_servicekit.tool_calls import Call, beside_calls
 from headrace_simulator.backends.base import BackendError, Message, Tool
 from headrace_simulator.backends.options import parse
 from pydantic import Field, PositiveInt

@@ -90,7 +90,7 @@ class MegatronBackend(MegatronModels):
             log_probs_K, entropy_K = self._model.log_probs(hidden, batch, self._temperature)
             if batch is idle:
                 return 0.0 * log_probs_K.sum(), None
-            loss = loss_of(Forward(log_probs_K, entropy_K, None), batch)
+            loss = loss_of(Forward(log_probs_K, entropy_K), batch)
             finite = finite & torch.isfinite(loss) & torch.isfinite(log_probs_K).all()
             # Each context-parallel rank computes the loss of all tokens, and their gradients are added up.
             return loss / self._layout.context, None

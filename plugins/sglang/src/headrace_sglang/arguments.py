@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from headrace_modelkit.loading import QUANTISATION, context_limit, is_quantised, load_architecture
+from headrace_modelkit.loading import QUANTISATION, context_limit, load_architecture, quantisation
 from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted.backend import Start
 from headrace_rollout.engines.hosted.options import Speculation, check_names, parallel_size
@@ -71,7 +71,7 @@ def engine_args(config: EngineConfig, options: SglangOptions, start: Start) -> d
         "incremental_streaming_output": True,
         "log_level": "warning",
     }
-    if is_quantised(architecture):  # weights come in model.dtype, which its quantised layers would not take
+    if quantisation(architecture):  # weights come in model.dtype, which its quantised layers would not take
         arguments["json_model_override_args"] = json.dumps({QUANTISATION: None})
     if options.batch_invariant:
         arguments |= INVARIANT

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from headrace_servicekit.contained.settings import CONTAINED
+
 from headrace_coordinator.access.audit import Audit
 from headrace_coordinator.access.quotas import Quotas
 from headrace_coordinator.access.tokens import Tokens
@@ -55,6 +57,8 @@ class Coordinator:
     ) -> None:
         """`bounds`: of the kinds whose number follows what runs want, with fewer after `cooldown_s`."""
         self.event_log = event_log
+        self.contained = trust.level == CONTAINED
+        """Whether services with users' code must contain it."""
         self.fleet, self.audit = fleet, Audit(data_dir)
         self.vitals = Vitals(event_log)
         self.scheduler = Scheduler(event_log, fleet, make_projection, open_dataset)

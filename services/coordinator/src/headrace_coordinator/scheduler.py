@@ -134,7 +134,8 @@ class Scheduler:
 
     async def _work(self, run: RunState) -> None:
         spec = RunSpec.model_validate(run.spec)
-        dataset = await self._open_dataset(spec)
+        with self._fleet.waits.stage(run.id, "the coordinator reads the data"):
+            dataset = await self._open_dataset(spec)
         if not await self._same_data(run, dataset):
             return
         directory = Path(run.directory)

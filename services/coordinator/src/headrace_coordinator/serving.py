@@ -115,13 +115,14 @@ def _trust(arguments: argparse.Namespace) -> Trust:
         raise Refusal(f"--trust, --trust-allow (HEADRACE_TRUST, HEADRACE_TRUST_ALLOW): {error}") from error
 
 
-def _keep_own_closed(arguments: argparse.Namespace) -> None:
+def _keep_own_closed(arguments: argparse.Namespace, issuer: Issuer | None) -> None:
     """No reference of a spec reads the coordinator's own files."""
     files = (
         arguments.token_file,
         arguments.join_token_file,
         arguments.http_token_file,
         arguments.redis_password_file,
+        issuer.config.client_secret_file if issuer else None,
     )
     keep_closed(path for path in (arguments.data_dir, *files, tls_dir(), keys_folder()) if path)
 
@@ -132,7 +133,6 @@ async def serve(arguments: argparse.Namespace) -> None:
     raise_limit()
     reuse_freed_memory()
     http_token = _http_token(arguments)
-    _keep_own_closed(arguments)
     try:
         bounds = parse_bounds(arguments.autoscale)
     except ValueError as error:
@@ -142,6 +142,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise Refusal(f"--tinker-models (HEADRACE_TINKER_MODELS): {error}") from error
     issuer, trust = _issuer(arguments), _trust(arguments)
+    _keep_own_closed(arguments, issuer)
     _trace(arguments.otlp_endpoint)
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
     history = History(arguments.data_dir.resolve() / "runs")
@@ -198,7 +199,9 @@ async def _serve(
     _collect_less()
     server.add_service(
         fleet_pb2_grpc.add_FleetServiceServicer_to_server,
-        FleetServicer(coordinator.fleet, coordinator.instance_changes.answered),
+        FleetServicer(
+            coordinator.fleet, coordinator.instance_changes.answered, contained=coordinator.contained
+        ),
         "headrace.coordinator.v1.FleetService",
     )
     try:

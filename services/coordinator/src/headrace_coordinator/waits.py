@@ -1,4 +1,4 @@
-"""Named waits: a stuck system can say what it waits for."""
+"""Named waits and long stages: a stuck system can say what it waits for, a slow one what it works on."""
 
 from __future__ import annotations
 
@@ -12,12 +12,46 @@ class WaitTimeout(Exception):
     """A wait passed its deadline; the message names what was waited for and who holds it."""
 
 
-class Waits:
-    """What each run waits for now."""
+LONG_S = 2.0
+"""A stage that takes longer is told."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
+
+class Waits:
+    """What each run waits for now, and which stages it is in.
+
+    `ended` is told of each stage that took longer than LONG_S and has come to its end: the run, the stage, its seconds.
+    """
+
+    def __init__(
+        self, now: Callable[[], float], ended: Callable[[str, str, float], None] = lambda *_: None
+    ) -> None:
+        self._now, self._ended = now, ended
         self._by_run: dict[str, list[tuple[str, float, float]]] = defaultdict(list)
+        self._stages: dict[str, list[tuple[str, float]]] = defaultdict(list)
+
+    @contextmanager
+    def stage(self, run: str, what: str, *, told: bool = True) -> Iterator[None]:
+        """Shows `what` is done while the body runs, from LONG_S on; with `told` its end is an event."""
+        entry = (what, self._now())
+        self._stages[run].append(entry)
+        try:
+            yield
+            seconds = self._now() - entry[1]
+            if told and seconds >= LONG_S:
+                self._ended(run, what, seconds)
+        finally:
+            self._stages[run].remove(entry)
+            if not self._stages[run]:
+                del self._stages[run]
+
+    def stages(self, run: str) -> list[str]:
+        """The long stages that a run is in."""
+        now = self._now()
+        return [
+            f"{what}, for {_rounded(now - since)} s"
+            for what, since in self._stages.get(run, ())
+            if now - since >= LONG_S
+        ]
 
     @contextmanager
     def named(self, run: str, what: str, *, after: float = 0.0) -> Iterator[None]:
@@ -43,7 +77,7 @@ class Waits:
 
 def _rounded(seconds: float) -> int:
     """Rounded down, so that a log does not print a new line every second."""
-    unit = 10 if seconds < 60 else 60
+    unit = 2 if seconds < 10 else 10 if seconds < 60 else 60
     return int(seconds // unit) * unit
 
 

@@ -27,7 +27,7 @@ async def mount(instance: Instance) -> Close:
     from headrace_servicekit.config import settings_from_environment
     from headrace_servicekit.registry import capability
     from headrace_servicekit.rpc.client import deadlines_enabled
-    from headrace_servicekit.sandbox.isolation import NOT_HELD, not_held
+    from headrace_servicekit.sandbox.isolation import NOT_HELD, contain, not_held
 
     from headrace_reward.config import PoolSettings
     from headrace_reward.pool import list_scorers
@@ -35,6 +35,7 @@ async def mount(instance: Instance) -> Close:
     from headrace_reward.service import RewardServicer
 
     settings = settings_from_environment(PoolSettings, "HEADRACE_REWARD_")
+    contain(instance.capabilities)
     catalogue, missing = await asyncio.gather(list_scorers(settings), not_held())
     runs = Runs(Path.cwd(), settings, inline=not deadlines_enabled())
     instance.capabilities[NOT_HELD] = missing

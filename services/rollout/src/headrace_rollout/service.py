@@ -215,9 +215,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, run: TextRun, sequences: list[tuple[list[int], int]], request: rollout_pb2.ScoreRequest
     ) -> list[list[rollout_pb2.TopTokens]]:
         """The likeliest ids of each position that is scored."""
-        if not isinstance(run.engine, TellsLikeliest):
+        if not (run.engine.capabilities.likeliest and isinstance(run.engine, TellsLikeliest)):
             name = run.config.rollout.engine
-            reason = f"rollout.engine: {name} does not tell the likeliest tokens; ask for none, or use transformers"
+            reason = f"rollout.engine: {name} does not tell the likeliest tokens; use transformers or vllm"
             raise ServiceError(grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED", reason)
         with refusals():
             found = await run.engine.likeliest(sequences, request.top, self._authority(request.header))

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -223,6 +223,7 @@ def fill_trajectory(
         _fill_branch(trajectory.branches.add(), _answered(output), distribution, own)
         trajectory.branches[0].cut = output.finish is Finish.LENGTH
     trajectory.branches[0].routed_experts = pack_routes(output.whole.routes)
+    trajectory.branches[0].teacher_top = output.teacher_top
     trajectory.finish_reason = FINISH_REASONS[output.finish]
     trajectory.producer = producer
     # Before the texts and the images' files, which no digest covers.
@@ -234,6 +235,31 @@ def fill_trajectory(
     if raw_texts:
         trajectory.raw_prompt_text = codec.decode(output.prompt_ids, skip_special_tokens=False)
         trajectory.raw_completion_text = codec.decode(output.whole.token_ids, skip_special_tokens=False)
+
+
+SHOWN_CHARACTERS = 1 << 16
+"""Of all parts of a trajectory's `branch_texts`."""
+
+
+def fill_branch_texts(trajectory: common_pb2.Trajectory, codec: TextCodec) -> None:
+    """Adds what the model read; of an answer its prompt alone, as its text is there."""
+    talk = trajectory.HasField("conversation")
+    most = SHOWN_CHARACTERS // max(1, sum(len(branch.segments) for branch in trajectory.branches))
+    for branch in trajectory.branches:
+        parts = trajectory.branch_texts.add().parts
+        runs = groupby(branch.segments if talk else branch.segments[:1], lambda each: each.policy_number > 0)
+        for own, segments in runs:
+            if own and not parts:
+                parts.append("")
+            ids = [token for each in segments for token in each.tokens.token_ids]
+            parts.append(_middle_cut(codec.decode(ids, skip_special_tokens=False), most))
+
+
+def _middle_cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    left_out = len(text) - most
+    return f"{text[: most // 2]}\n[… {left_out} characters …]\n{text[len(text) - most // 2 :]}"
 
 
 def _answered(output: TrajectoryUpdate) -> Branch:

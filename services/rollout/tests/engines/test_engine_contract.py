@@ -178,6 +178,27 @@ async def test_given_tokens_are_scored(rig):
             await rig.engine.score(sequences, narrow)
 
 
+async def test_the_likeliest_words_are_told_where_an_engine_can(rig):
+    sequences = [([*PROMPTS[1], 4, 5, 6], 8), ([7, 8], 1), ([9] * 512, 500)]
+    words = rig.engine.vocabulary_size
+    if not rig.engine.capabilities.likeliest:
+        with pytest.raises(Refused, match="does not tell the likeliest words"):
+            await rig.engine.likeliest(sequences, 1)
+        return
+    for top in (1, 5, words):
+        found = await rig.engine.likeliest(sequences, top)
+        for (ids, start), told in zip(sequences, found, strict=True):
+            with torch.inference_mode():
+                log_probs_TV = rig.model_a(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
+            assert len(told) == len(ids) - start
+            for (best, values), own_V in zip(told, log_probs_TV, strict=True):
+                assert len(set(best)) == top and values == sorted(values, reverse=True)
+                assert values == pytest.approx(own_V[best].tolist(), abs=1e-4)
+                assert values == pytest.approx(own_V.topk(top).values.tolist(), abs=1e-4)
+    with pytest.raises(Refused, match="start at 1 or later"):
+        await rig.engine.likeliest([([7, 8], 0)], 1)
+
+
 async def test_a_new_version_is_what_answers_and_no_cached_prefix_is_left(rig):
     greedy = Distribution(0.0)
     before = await rig.generate([group(0, LONG)], greedy)

@@ -90,3 +90,21 @@ def test_batch_invariance_changes_the_kernels_that_it_is_asked_for():
     assert "self.use_log_softmax_logprob = self.rl_on_policy_target is not None" in sampler
     for family in ("qwen2", "qwen3"):
         assert "rl_on_policy_target is not None" in source(f"srt.models.{family}"), "as transformers rounds"
+
+
+def test_the_table_of_families_says_which_classes_it_has():
+    from headrace_modelkit.families.known import KNOWN
+    from headrace_modelkit.presets.families import class_of
+    from transformers import CONFIG_MAPPING
+
+    found = find_spec("sglang")
+    assert found is not None and found.submodule_search_locations
+    listed: set[str] = set()
+    for file in (Path(found.submodule_search_locations[0]) / "srt" / "models").rglob("*.py"):
+        for each in ast.parse(file.read_text()).body:
+            if isinstance(each, ast.Assign) and getattr(each.targets[0], "id", "") == "EntryClass":
+                listed |= {name.id for name in ast.walk(each.value) if isinstance(name, ast.Name)}
+    here = [family for family in KNOWN if family.partition("+")[0] in CONFIG_MAPPING]  # of its transformers
+    assert len(here) > 40
+    has = {family: class_of(family) in listed for family in here}
+    assert has == {family: KNOWN[family].sglang for family in here}

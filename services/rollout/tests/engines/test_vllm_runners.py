@@ -233,3 +233,16 @@ def test_the_second_runner_reads_every_parameter_that_our_requests_set():
         "prompt_logprobs",
     }
     assert {*ours, "logprob_token_ids"} <= read, f"it does not read {ours - read}"
+
+
+def test_the_table_of_families_says_which_classes_it_has():
+    from headrace_modelkit.families.known import KNOWN
+    from headrace_modelkit.presets.families import class_of
+    from transformers import CONFIG_MAPPING
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    listed = set(ModelRegistry.get_supported_archs())
+    here = [family for family in KNOWN if family.partition("+")[0] in CONFIG_MAPPING]  # of its transformers
+    assert len(here) > 40
+    has = {family: class_of(family) in listed for family in here}
+    assert has == {family: KNOWN[family].vllm for family in here}

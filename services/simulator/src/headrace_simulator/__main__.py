@@ -25,7 +25,7 @@ async def mount(instance: Instance) -> Close:
     from headrace_servicekit.lease.devices import gpu_uuids
     from headrace_servicekit.memory.blobs import BlobServicer, BlobStore
     from headrace_servicekit.process.local import LocalStreams
-    from headrace_servicekit.sandbox.isolation import NOT_HELD, not_held
+    from headrace_servicekit.sandbox.isolation import NOT_HELD, contain, not_held
 
     from headrace_simulator.config import SimulatorSettings
     from headrace_simulator.pools.brokers import Brokers
@@ -34,6 +34,7 @@ async def mount(instance: Instance) -> Close:
     from headrace_simulator.service import SimulatorServicer
 
     settings = settings_from_environment(SimulatorSettings, "HEADRACE_SIMULATOR_")
+    contain(instance.capabilities)
     (catalogue, brokers), missing = await asyncio.gather(
         list_environments(settings.open_timeout_s), not_held()
     )

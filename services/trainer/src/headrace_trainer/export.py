@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.loading import load_architecture, quantisation
 from headrace_modelkit.weights import own_name
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.stores.files import localized
@@ -39,6 +40,8 @@ class Exported:
     digest: str
     """Of the policy's version."""
     checkpoint: str
+    weights: str = ""
+    """Which numbers the files have, and what those of the run's model were where they were quantised."""
 
 
 def export_checkpoint(run_directory: Path, name: Callable[[int], Path], step: int | None = None) -> Exported:
@@ -55,10 +58,12 @@ def export_checkpoint(run_directory: Path, name: Callable[[int], Path], step: in
         raise invalid(f"{target} exists and is not empty; name a new directory")
     checkpoints.verify(saved)
     try:
-        kind = run_kind(localized(TrainerConfig.model_validate(checkpoints.model())))
+        config = localized(TrainerConfig.model_validate(checkpoints.model()))
+        kind = run_kind(config)
         names = kind.weight_names()
         reader = StateReader.of_checkpoint(saved.path, saved.files, saved.optimizer_steps)
         kind.export(chain(_tensors(reader, names), _head(reader)), target)
+        weights = _weights(config, target)
     except (ModelNotReadable, StoreProblem) as error:
         raise invalid(str(error), "MODEL_NOT_READABLE") from error
     except ValueError as error:
@@ -66,7 +71,7 @@ def export_checkpoint(run_directory: Path, name: Callable[[int], Path], step: in
     except (OSError, SafetensorError) as error:
         raise Refusal("EXPORT_FAILED", f"{target} cannot be written: {error}", "exhausted") from error
     version = saved.version
-    return Exported(target, version.ordinal, version.number, version.digest, saved.name)
+    return Exported(target, version.ordinal, version.number, version.digest, saved.name, weights)
 
 
 def _chosen(checkpoints: CheckpointDirectory, run_directory: Path, step: int | None) -> Saved:
@@ -94,6 +99,14 @@ def _tensors(reader: StateReader, names: Sequence[str]) -> Iterator[tuple[str, T
             yield name, reader.weight(name)
         for name in (name for name in adapters if own_name(name)[0] == policy):
             yield name, reader.adapter(name)
+
+
+def _weights(config: TrainerConfig, target: Path) -> str:
+    """See `Exported.weights`; empty where no language model was written."""
+    file = target / "config.json"
+    written: str = json.loads(file.read_text()).get("dtype", "") if file.is_file() else ""
+    scheme = quantisation(load_architecture(config.model)) if written else {}
+    return f"{written}, dequantised from {scheme['quant_method']}" if scheme else written
 
 
 def _head(reader: StateReader) -> Iterator[tuple[str, Tensor]]:

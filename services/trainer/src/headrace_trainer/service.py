@@ -172,7 +172,13 @@ class TrainerServicer(AskedCalls, HelpingCalls, OutputCalls, trainer_pb2_grpc.Tr
                 source = self._checkpoints(request.source_run_directory)
             found = await self._obey(
                 request.header,
-                lambda session: session.restore(request.checkpoint, request.number, request.store_id, source),
+                lambda session: session.restore(
+                    request.checkpoint,
+                    request.number,
+                    request.store_id,
+                    source,
+                    weights_only=request.weights_only,
+                ),
             )
         return trainer_pb2.RestoreResponse(
             version=wire.version_message(found.version),

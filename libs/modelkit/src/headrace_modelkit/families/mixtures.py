@@ -90,7 +90,7 @@ def _shape(config: PreTrainedConfig) -> ExpertShape | None:
     own = next((each for each in models if type(config) in each._model_mapping), None)
     if own is None:
         return None
-    with torch.device("meta"), no_init_weights():
+    with unset_fake_temporarily(), torch.device("meta"), no_init_weights():
         blocks = list(expert_blocks(own.from_config(config)))
     if not blocks:
         return None

@@ -7,18 +7,29 @@ Shapes: N tokens, K experts of a token, E experts of a layer, M layers of expert
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace_modelkit.families.mixtures import ExpertShape
 
 OWN = 65535
 """In place of a recorded expert: the router chooses itself. No model has so many experts."""
 
+_BIAS = "e_score_correction_bias"
 _ASKED = ("forced_MNK", "recorded", "counts", "balance_ME")
+
+
+def router_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a model's tensors by which its routers choose experts and do not weigh them, in the order of layers."""
+    return {
+        name: each
+        for name, each in tensors.items()
+        if name.endswith(_BIAS) and not isinstance(each, nn.Parameter)
+    }
 
 
 @dataclass
@@ -144,6 +155,13 @@ class Counts:
         share_ME = self.chosen_ME / (self.tokens * chosen)
         mean_ME = self.probs_ME / self.tokens
         return float((share_ME * mean_ME).sum(-1).mean() * self.chosen_ME.shape[1])
+
+    def bias_steps(self, rate: float) -> Tensor:
+        """(M, E) what is added to the biases by which routers choose: `rate`, with the sign of the difference of an
+        equal share from the expert's choices (DeepSeek V3, arXiv 2412.19437, section 2.1.2; Megatron's
+        `moe_router_bias_update_rate`).
+        """
+        return (self.chosen_ME.mean(-1, keepdim=True) - self.chosen_ME).sign() * rate
 
     def busiest(self) -> float:
         """Choices of a layer's busiest expert against an equal share, the mean over the layers."""

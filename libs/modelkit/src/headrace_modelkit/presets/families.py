@@ -164,6 +164,12 @@ def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
     return made
 
 
+def class_of(family: str) -> str:
+    """What transformers calls its causal language model, and config.json names."""
+    name: str = _Models._model_mapping[type(tiny_config(family))].__name__
+    return name
+
+
 def tiny_of(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """The untrained model in fp32; `overrides` are fields of its configuration."""
     config = tiny_config(family, **overrides)

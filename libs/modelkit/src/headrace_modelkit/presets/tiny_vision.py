@@ -1,10 +1,11 @@
 """A tiny vision-language model: `python -m headrace_modelkit.presets.tiny_vision OUT_DIR`, a Qwen2.5-VL, or with
---family a Qwen3-VL, whose tokenizer has a token for a character.
+--family another one, whose tokenizer has a token for a character.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import string
 from collections.abc import Sequence
 from functools import partial
@@ -14,28 +15,56 @@ from typing import Any
 import torch
 from headrace_schema.images import VISION_FAMILIES
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    Gemma3ImageProcessorPil,
+    Gemma4ImageProcessorPil,
+    Glm4vImageProcessorPil,
+    Glm46VImageProcessorPil,
+    GotOcr2ImageProcessorPil,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
 
 from headrace_modelkit.loading import save_model
+from headrace_modelkit.presets.families import FAMILIES
 from headrace_modelkit.presets.tiny import character_tokenizer, is_complete
+from headrace_modelkit.vision import ImageReader, Pixels
+
+_Configs: Any = CONFIG_MAPPING
+_Models: Any = AutoModelForImageTextToText
 
 START, IMAGE, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
+BEGIN_SOUND, SOUND, END_SOUND = "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"
 CHARACTERS = f"0123456789 =+->:,.?\n{string.ascii_lowercase}"
 PATCH, MERGE = 4, 2
 """Pixels of a patch's side, and patches of an image token's: an image of 16 x 16 pixels has four tokens."""
+_SIDE = 16
+"""Pixels of an image's side where a family makes all images as large."""
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-    f"{START}{IMAGE}{END}"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{%% for message in messages %%}{%% if message['content'] is string %%}{{ message['content'] }}{%% else %%}"
+    "{%% for part in message['content'] %%}{%% if part['type'] == 'image' %%}"
+    "%s"
+    "{%% else %%}{{ part['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}{%% endfor %%}"
 )
+_WRITTEN = {"gemma3": START, "gemma4": IMAGE, "internvl": IMAGE}
+"""What a family's template writes for an image, if it is not the three tokens."""
+_GEMMA = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_NAMED = {
+    "image_token": IMAGE,
+    "context_image_token": IMAGE,
+    "video_token": VIDEO,
+    "boi_token": START,
+    "eoi_token": END,
+    "start_image_token": START,
+    "end_image_token": END,
+    "audio_token": SOUND,
+    "boa_token": BEGIN_SOUND,
+    "eoa_token": END_SOUND,
+}
+"""As processors of the families ask for them."""
 
 
 def write_tiny_vision(
@@ -48,18 +77,22 @@ def write_tiny_vision(
 ) -> None:
     """Writes the model with random weights; about 190,000 parameters, context 512."""
     model: Any = tiny_vision_model(family, seed, **overrides)
-    processor: Any = Qwen2VLImageProcessorPil(
-        patch_size=PATCH,
-        merge_size=MERGE,
-        temporal_patch_size=1,
-        size={"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": 64 * (PATCH * MERGE) ** 2},
-    )
-    save_model(model.to(dtype), vision_tokenizer(), directory, beside=partial(_save, processor))
+    save_model(model.to(dtype), vision_tokenizer(family), directory, beside=partial(_save_processor, family))
 
 
 def tiny_vision_model(family: str = "qwen2_5_vl", seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """The untrained model in fp32; `overrides` are fields of its language part's configuration."""
-    tokens = vision_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = _Models.from_config(_config(family, overrides)).eval()
+        for value in model.parameters():  # what a class begins with at 0 would hide what it does
+            if family not in ("qwen2_5_vl", "qwen3_vl") and not value.any():
+                torch.nn.init.normal_(value, std=0.2)
+    return model
+
+
+def _config(family: str, overrides: dict[str, Any]) -> PreTrainedConfig:
+    tokens = vision_tokenizer(family)
     text: dict[str, Any] = {
         "vocab_size": len(tokens),
         "hidden_size": 64,
@@ -74,60 +107,124 @@ def tiny_vision_model(family: str = "qwen2_5_vl", seed: int = 0, **overrides: An
         **overrides,
     }
     head = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"])
-    text["rope_parameters"] = {
-        "rope_type": "default",
-        "rope_theta": 10_000.0,
-        "mrope_section": [head // 2 - 2 * (3 * head // 16), 3 * head // 16, 3 * head // 16],
-    }
-    if family == "qwen3_vl":
-        side = head // 6  # of time, height and width in turns, as published ones have it
-        text["rope_parameters"] |= {
-            "mrope_section": [head // 2 - 2 * side, side, side],
-            "mrope_interleaved": True,
-        }
     tower: dict[str, Any] = {
-        "depth": 2,
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_heads": 4,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
         "patch_size": PATCH,
-        "temporal_patch_size": 1,
-        "spatial_merge_size": MERGE,
-        "out_hidden_size": text["hidden_size"],
     }
     ids: dict[str, Any] = {
         f"{name}_token_id": tokens.convert_tokens_to_ids(piece)
         for name, piece in (("image", IMAGE), ("video", VIDEO), ("vision_start", START), ("vision_end", END))
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: Any
-        if family == "qwen3_vl":
+    more: dict[str, Any] = {"tie_word_embeddings": False}
+    if family == "internvl":
+        text |= {"model_type": "qwen3", "head_dim": head}
+        tower |= {"image_size": [_SIDE, _SIDE], "patch_size": [PATCH, PATCH]}
+        more |= {"image_seq_length": (_SIDE // PATCH // MERGE) ** 2}
+    elif family in ("gemma3", "gemma4"):
+        text |= _GEMMA | {"head_dim": head, "global_head_dim": head, "query_pre_attn_scalar": head}
+        tower |= {"image_size": _SIDE, "num_key_value_heads": 4, "head_dim": 16, "pooling_kernel_size": MERGE}
+        more |= {"mm_tokens_per_image": (_SIDE // PATCH // MERGE) ** 2}
+        if family == "gemma4":
+            text = {
+                "use_bidirectional_attention": "vision",
+                **text,
+                "vocab_size_per_layer_input": len(tokens),
+            }
+            more |= {"audio_config": None}
+            tower["position_embedding_size"] = 64
+        more["tie_word_embeddings"] = True
+    else:
+        tower |= {
+            "temporal_patch_size": 1,
+            "spatial_merge_size": MERGE,
+            "out_hidden_size": text["hidden_size"],
+        }
+        tower |= {"depth": tower.pop("num_hidden_layers"), "num_heads": tower.pop("num_attention_heads")}
+        text["rope_parameters"] = _rope(family, head)
+        if family.startswith("qwen3"):
             text.setdefault("head_dim", head)
             tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-            model = Qwen3VLForConditionalGeneration(
-                Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
-            )
-        else:
+        if family.startswith("qwen3_5"):
+            text |= FAMILIES["qwen3_5_text"]
+            del tower["deepstack_visual_indexes"]
+        if family.startswith("glm"):
+            tower |= {"image_size": _SIDE}
+        if family.endswith("moe"):
+            text |= FAMILIES["glm4_moe" if family.startswith("glm") else "qwen3_moe"]
+        if family == "qwen2_5_vl":
             tower |= {"window_size": 2 * PATCH * MERGE, "fullatt_block_indexes": [1]}
-            model = Qwen2_5_VLForConditionalGeneration(
-                Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
-            )
-    ready: PreTrainedModel = model.eval()
-    return ready
+    made: PreTrainedConfig = _Configs[family](text_config=text, vision_config=tower, **ids, **more)
+    return made
 
 
-def vision_tokenizer() -> PreTrainedTokenizerFast:
+def _rope(family: str, head: int) -> dict[str, Any]:
+    """Of time, height and width."""
+    found = {"rope_type": "default", "rope_theta": 10_000.0}
+    if family == "qwen2_5_vl":
+        side = 3 * head // 16
+    else:
+        side = head // 6  # in turns, as published ones have it
+        found |= {"mrope_interleaved": True} if family.startswith("qwen3") else {}
+        found |= {"partial_rotary_factor": 1.0}
+    return found | {"mrope_section": [head // 2 - 2 * side, side, side]}
+
+
+def vision_tokenizer(family: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
     """A token for each of CHARACTERS, and behind them those around and for images."""
     tokenizer: Any = character_tokenizer(CHARACTERS)
     tokenizer.add_special_tokens({"additional_special_tokens": [START, END, IMAGE, VIDEO]})
-    tokenizer.chat_template = CHAT_TEMPLATE
+    if not family.startswith("qwen"):
+        more = [SOUND, BEGIN_SOUND, END_SOUND, "<|video|>"]  # the last one is Gemma 4's own
+        tokenizer.add_special_tokens({"additional_special_tokens": [START, END, IMAGE, VIDEO, *more]})
+        tokenizer._set_model_specific_special_tokens(_NAMED)
+    tokenizer.chat_template = CHAT_TEMPLATE % _WRITTEN.get(family, f"{START}{IMAGE}{END}")
     ready: PreTrainedTokenizerFast = tokenizer
     return ready
 
 
-def _save(processor: Any, directory: Path) -> None:
+def plain_inputs(
+    reader: ImageReader, ids_BL: torch.Tensor, images: Sequence[Pixels], kinds_BL: torch.Tensor | None = None
+) -> dict[str, Any]:
+    """What transformers' own forward takes beside `ids_BL` to read these images, as the family's processor gives it.
+
+    `kinds_BL`: 1 for the images' tokens, where the policy may have sampled such a token too.
+    """
+    if not images:
+        return {}
+    found: dict[str, Any] = {
+        name: torch.cat([image.inputs[name] for image in images]) for name in images[0].inputs
+    }
+    if reader.family != "internvl":
+        kinds = "token_type_ids" if reader.family == "gemma3" else "mm_token_type_ids"
+        found[kinds] = (ids_BL == reader.token).int() if kinds_BL is None else kinds_BL
+    return found
+
+
+def _save_processor(family: str, directory: Path) -> None:
+    smallest = (PATCH * MERGE) ** 2
+    patches: dict[str, Any] = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 1}
+    sizes: dict[str, Any] = {"size": {"shortest_edge": smallest, "longest_edge": 64 * smallest}}
+    fixed: dict[str, Any] = {"size": {"height": _SIDE, "width": _SIDE}}
+    processor: Any
+    if family == "internvl":
+        processor = GotOcr2ImageProcessorPil(**fixed, max_patches=2)
+    elif family == "gemma3":
+        processor = Gemma3ImageProcessorPil(**fixed)
+    elif family == "gemma4":
+        processor = Gemma4ImageProcessorPil(patch_size=PATCH, pooling_kernel_size=MERGE, max_soft_tokens=70)
+    elif family == "glm46v":
+        processor = Glm46VImageProcessorPil(**patches, **sizes)
+    elif family.startswith("glm"):
+        processor = Glm4vImageProcessorPil(**patches, **sizes)
+    else:
+        processor = Qwen2VLImageProcessorPil(**patches, **sizes)
     processor.save_pretrained(directory)
+    if family in ("gemma3", "internvl"):
+        told = {"image_seq_length": (_SIDE // PATCH // MERGE) ** 2}
+        (directory / "processor_config.json").write_text(json.dumps(told))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

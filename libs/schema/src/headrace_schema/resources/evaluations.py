@@ -24,6 +24,9 @@ class RunHead(Resource):
     started_at: float | None
     finished_at: float | None
     waiting_for: list[str] = Field(description="what it waits for now, and who holds it")
+    doing: list[str] = Field(
+        default=[], description="what it works on beside its steps for 2 s or longer, such as loading a model"
+    )
     owner: str = Field(default="admin", description="who submitted it")
     team: str = Field(default="", description="the owner's team; empty: none")
     visibility: str = Field(default="private", description="who sees it: private, team or fleet")

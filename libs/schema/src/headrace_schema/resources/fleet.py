@@ -51,6 +51,7 @@ class HealthView(Resource):
     version: str = Field(default="", description="of the coordinator's package")
     time: float = Field(default=0.0, description="the coordinator's clock, in seconds since the epoch")
     grpc_port: int = Field(default=0, description="where instances register, at the same address")
+    login: bool = Field(default=False, description="GET /login leads to an issuer that browsers log in at")
 
 
 class ServiceView(Resource):

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
+from math import isfinite
+from typing import Any
+
 from pydantic import Field
 
 from headrace_schema.resources.resource import Resource
-from headrace_schema.resources.views import EventView, RunBrief
+from headrace_schema.resources.views import EventView, RunBrief, RunView
+
+EVERY_COLUMN = "*"
+LONGEST_VALUE = 200
+"""Characters of a column's value."""
 
 
 class RunSummaryView(RunBrief):
@@ -17,6 +26,32 @@ class RunSummaryView(RunBrief):
     algorithm: str = Field(default="", description="of its update; empty: an evaluation of a suite")
     seed: int = 0
     family: str = Field(default="", description="the same for runs whose specs differ in the seed alone")
+    values: dict[str, bool | int | float | str | None] = Field(
+        default={},
+        description="what the run has of the columns that were asked for: keys of its spec (`optimizer.lr`), figures "
+        "of its newest step (`figures.entropy`, `stage_s.learn`), scores by kind (`scores.heldout`)",
+    )
+
+
+def columns_of(run: RunView, names: Sequence[str]) -> dict[str, bool | int | float | str | None]:
+    """What a run has of the columns, with EVERY_COLUMN all that it has; lists as JSON."""
+    last = run.last_step
+    step = {"figures": last.figures, "stage_s": last.stage_s} if last else {}
+    scores = {view.kind: view.score for view in run.evaluations}
+    found = dict(_flat("", {**run.spec, **step, "scores": scores}))
+    return found if EVERY_COLUMN in names else {name: found[name] for name in names if name in found}
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and (value or not prefix):
+        for key, item in value.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else key, item)
+    elif isinstance(value, float):
+        yield prefix, value if isfinite(value) else None
+    elif isinstance(value, list | dict):
+        yield prefix, json.dumps(value)[:LONGEST_VALUE]
+    else:
+        yield prefix, value[:LONGEST_VALUE] if isinstance(value, str) else value
 
 
 class RunSummaryListView(Resource):

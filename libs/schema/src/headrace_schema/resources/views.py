@@ -281,6 +281,9 @@ class MessageView(Resource):
     party: str = Field(
         default="", description="with several roles: whose turn it is, or who is told it; empty with one"
     )
+    branch: int | None = Field(
+        default=None, description="of the policy's turn: which branch it belongs to, from 0, as in `read`"
+    )
     images: list[str] = Field(
         default=[],
         description="small copies of its first four images, as data URLs, and of the first sixteen of a conversation",
@@ -331,6 +334,11 @@ class TrajectoryView(Resource):
     )
     figures: dict[str, float] = Field(
         default={}, description="what an agent says that it was, such as turns, tokens and errors, by name"
+    )
+    read: list[list[str]] = Field(
+        default=[],
+        description="what the model read, with its special tokens: of each branch what was given and what was "
+        "sampled, in turns; of an answer its prompt alone. Empty where nobody noted it",
     )
 
 

@@ -112,6 +112,18 @@ def _quantized(run: Resolved) -> Iterator[str]:
         yield f"{ENGINE}.{'quantization' if given.get('quantization') else 'engine_args.kv_cache_dtype'}"
 
 
+def _stepping(*names: str) -> Feature:
+    """That the run's weights, or a policy's, step by one of some optimizers."""
+
+    def asked(run: Resolved) -> Iterator[str]:
+        others = {f"policies.{name}.optimizer": each.optimizer for name, each in run.spec.policies.items()}
+        for where, section in {"optimizer": run.spec.optimizer, **others}.items():
+            if section is not None and section.name in names:
+                yield f"{where}.name"
+
+    return Feature(f"`optimizer.name: {' or '.join(names)}`", asked, "leave {it} out (adamw then)")
+
+
 def _bases_differ(spec: RunSections) -> bool:
     return spec.trainer.lora is not None and not adapters_of(spec.model, spec.trainer, spec.policies)
 
@@ -214,6 +226,8 @@ NO_TREES = lacking("trainer.backend", "shared_prefix", "a backend that follows n
 CONTEXT = also(unlike(f"{BACKEND}.context_parallel", None, 1), FSDP)
 EXPERTS_DIVIDED = also(unlike(f"{BACKEND}.expert_parallel", None, 1), FSDP)
 COMPILED = key(f"{BACKEND}.compile")
+MUON, NOT_PLAIN_ADAMW = _stepping("muon"), _stepping("adamw_8bit", "muon")
+NOT_MUON = unlike("optimizer.name", "muon", undo="set optimizer.name: muon")
 SHARD_RANKS = when(
     f"`{BACKEND}.shard_ranks` below `trainer.ranks`",
     f"{BACKEND}.shard_ranks",
@@ -221,6 +235,8 @@ SHARD_RANKS = when(
 )
 SHARD_KEPT = value(f"{BACKEND}.shard", "state", "gradients", undo="set shard: weights, or remove {it}")
 OFFLOADS_ALL = value(f"{BACKEND}.offload", "parameters", undo="")
+ACTIVATIONS_AWAY = value(f"{BACKEND}.offload_activations", True, undo="remove {it}")
+ACTIVATIONS_KEPT = value("trainer.gradient_checkpointing", False, undo="leave {it} out")
 SEQUENCE = value(f"{BACKEND}.sequence_parallel", True, undo="remove {it}")
 VIRTUAL = unlike(f"{BACKEND}.virtual_stages", None, 1, undo="remove {it}")
 ONE_STAGE = value(f"{BACKEND}.pipeline_parallel", None, 1, undo="set pipeline_parallel to 2 or more")
@@ -261,6 +277,9 @@ TWO_ANSWERS = unlike("algorithm.group_size", 2, undo="leave {it} out")
 GIVEN_SCORERS = when("`reward.scorers`", "reward.scorers", lambda spec: spec.reward.scorers)
 IN_TURNS = unlike(MODE, "collocated", undo="leave {it} out")
 DISTILL = value(NAME, "distill", undo="")
+TOP_WORDS = option("top_k")
+NO_WORDS = missing("algorithm.options.top_k", "set algorithm.options.top_k")
+DIRECTION = option("direction")
 REFERENCE = key("trainer.reference")
 NO_REFERENCE = missing("trainer.reference", "give the teacher's path")
 NO_KL = when("no KL term", NAME, _idle_reference, "set algorithm.options.kl_loss_coef above 0")
@@ -276,6 +295,11 @@ DRAFT = key("trainer.draft", "remove trainer.draft")
 # Adapters
 NOT_MERGED = unlike("weights.lora", "merged", undo="set weights.lora: merged")
 LORA = also(key("trainer.lora", "remove trainer.lora"), NOT_ROBOT, said="`trainer.lora`")
+QUANTIZED_BASE = when(
+    "`trainer.lora.quantization`",
+    "trainer.lora.quantization",
+    lambda spec: spec.trainer.lora is not None and spec.trainer.lora.quantization,
+)
 NO_LORA = missing("trainer.lora", "give trainer.lora")
 ROBOT_LORA = also(key("trainer.lora", ""), ROBOT)
 OTHER_BASES = when(
@@ -302,6 +326,8 @@ UNSAME = lacking("rollout.engine", "deterministic", "an engine with kernels that
 NO_ADAPTERS = lacking("rollout.engine", "lora", "an engine that computes with no adapters")
 NO_SWAP = lacking("rollout.engine", "inflight_update", "an engine that installs between answers only")
 NO_ROUTES = lacking("rollout.engine", "routed_experts", "an engine that does not tell which experts it used")
+NO_LIKELIEST = lacking("rollout.engine", "likeliest", "an engine that does not tell the likeliest words")
+WARMER = unlike("sampling.temperature", 1, undo="set sampling.temperature: 1")
 NO_IMAGES = lacking("rollout.engine", "images", "an engine that takes no images")
 TOP_P_FIRST = lacking("rollout.engine", "top_p_after_others", "an engine that counts top-p over all tokens")
 ANSWER_ONLY = lacking("rollout.engine", "penalty_counts_prompt", "an engine that penalises no prompt")

@@ -49,6 +49,23 @@ def doubtful_values(spec: RunSections) -> Iterator[KeyProblemView]:
         )
 
 
+def _length_stages(spec: RunSections) -> Iterator[KeyProblemView]:
+    begins, most = 0, spec.sampling.max_new_tokens
+    for place, stage in enumerate(spec.sampling.stages):
+        key = f"sampling.stages[{place}]"
+        if stage.until_step <= begins:
+            reason = f"{stage.until_step} is not above {begins}, the step that the stage begins with"
+            yield problem(f"{key}.until_step", reason, f"use at least {begins + 1}, or remove the stage")
+        if stage.until_step >= spec.steps:
+            reason = f"steps: {spec.steps} end the run before sampling.max_new_tokens: {most} holds"
+            fix = f"use less than {spec.steps}, or remove the stage and give its length as sampling.max_new_tokens"
+            yield problem(f"{key}.until_step", reason, fix)
+        if stage.max_new_tokens >= most:
+            reason = f"{stage.max_new_tokens} is not below sampling.max_new_tokens: {most}, of the last stage"
+            yield problem(f"{key}.max_new_tokens", reason, "lower it, or raise sampling.max_new_tokens")
+        begins = stage.until_step
+
+
 def _values(spec: RunSections) -> Iterator[KeyProblemView]:
     """Values that cannot be, whatever else the run asks for: sizes, texts that are empty, names that are taken."""
     group, prompts, context = (
@@ -73,6 +90,7 @@ def _values(spec: RunSections) -> Iterator[KeyProblemView]:
             room = f"no room for a prompt within model.max_context: {context}"
             reason = f"{section.max_new_tokens} new tokens leave {room}"
             yield problem(f"{key}.max_new_tokens", reason, f"use less than {context}")
+    yield from _length_stages(spec)
     if any(not text for text in spec.sampling.stop):
         yield problem("sampling.stop", "an empty text ends every answer at once", "remove it")
     for name in sorted(spec.evaluation.data.keys() & {"heldout", "baseline_prefill"}):

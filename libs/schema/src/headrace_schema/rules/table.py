@@ -53,6 +53,7 @@ _OF_TEXT = {
     "rollout.helpers": _ON_ONE_DEVICE,
     "trainer.shared_prefix": "episodes have no common beginning",
     "trainer.backend_options.compile": "it compiles the layers of a language model",
+    "trainer.backend_options.offload_activations": "it moves the inputs of a language model's layers",
     "trainer.backend_options.expert_parallel": "a robot policy has no experts",
     "rollout.engine": _OWN_ENGINE,
     "rollout.engine_options": _OWN_ENGINE,
@@ -188,6 +189,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
             "set data.source: episodes, or leave data.source out",
         ),
         f.CONTEXT: "a robot policy has a backend of its own, whose ranks have whole episodes",
+        f.NOT_PLAIN_ADAMW: "a robot policy's learner has AdamW with fp32 moments alone",
     },
     f.AGENTIC: {
         **{key(name): f"an agentic run has none: {why}" for name, why in _OF_CONVERSATIONS.items()},
@@ -233,6 +235,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.SHARE: "its loop says when devices idle: it pauses after session.idle_s",
         f.DETERMINISTIC: "calls are computed as they come",
         f.OTHER_BACKEND: "{spec.trainer.backend} computes no losses that calls name",
+        f.NOT_PLAIN_ADAMW: "each step of a session brings the parameters of AdamW",
     },
     f.NOT_ASKED: {
         f.ASKED_LOSSES: "its losses are named by the calls of a session, and workflow is {spec.kind}",
@@ -274,6 +277,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.OWN_SOURCE: "what is asked comes from the clients",
         f.HELDOUT: (_UNASKED, _LATER),
         f.EVALUATION_DATA: (_UNASKED, _LATER),
+        key("sampling.stages"): "one limit holds for all that clients ask",
         f.DETERMINISTIC: "clients come when they like, so no two runs are alike",
         f.REMAX: "remax needs a greedy answer to each prompt, and what clients ask is sampled",
     },
@@ -305,6 +309,12 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         "first",
         f.ENABLE_LORA: "log-probs with adapters beside their base are not the trainer's to the bit, as those of "
         "merged ones",
+    },
+    f.QUANTIZED_BASE: {
+        f.DETERMINISTIC: "layers compute with decoded weights beside their adapters, and engines with merged ones",
+        f.OFFLOADS_ALL: "the codes lie where they are computed with, whole on each rank",
+        f.COMPILED: "codes are decoded outside of what is compiled",
+        f.ROBOT: "a robot policy's adapters have frozen weights as they are",
     },
     f.CHOSEN: {f.NAMED: "with placement.mode: auto the run chooses its devices"},
     f.AUTO: {f.SHARE: "a run that measures placements needs its devices to itself"},
@@ -341,6 +351,14 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         "it",
     },
     f.DISTILL: {f.NO_REFERENCE: "distill learns from a teacher"},
+    f.NO_WORDS: {f.DIRECTION: "it is that of a KL over several words"},
+    f.TOP_WORDS: {
+        f.WARMER: "the teacher tells its words at temperature 1",
+        f.AGENTIC: "the teacher reads answers to prompts",
+        f.OTHER_BACKEND: "{spec.trainer.backend} computes log-probs of the sampled tokens alone",
+        f.CONTEXT: "ranks that divide rows compute log-probs of the sampled tokens alone",
+        f.OVER_HOSTS: "an engine over hosts has no teacher beside it",
+    },
     f.NO_KL: {f.REFERENCE: "no option of {spec.algorithm.name} uses it"},
     f.ONE_UPDATE: {
         f.RATIO: "with one optimizer step a commit the ratio to the old policy is 1, and it has no effect"
@@ -368,12 +386,19 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.REPLAY: "the experts of drafted tokens are not told apart from those of tokens that were taken",
         f.PREFERS: "pairs of given answers are not what the policy says",
         f.JUDGES: "its model judges answers, and gives none",
+        f.NOT_PLAIN_ADAMW: "a head learns by AdamW with fp32 moments",
+        f.ACTIVATIONS_AWAY: "a head reads hidden states that layers give, and was not tried with inputs on the host",
+        f.TOP_WORDS: "a head was not tried beside a teacher's words",
     },
     f.NO_LOW_RANK: {f.LORA: "{spec.trainer.backend} has no adapters"},
     f.UNDIVIDED: {
         f.SEQUENCE: "it divides what tensor-parallel ranks would all have, and tensor_parallel is 1"
     },
     f.ONE_STAGE: {f.VIRTUAL: "chunks of layers go round several stages, and pipeline_parallel is 1"},
+    f.OTHER_BACKEND: {
+        f.NOT_PLAIN_ADAMW: "{spec.trainer.backend} has AdamW with fp32 moments alone",
+    },
+    f.NOT_MUON: {key("optimizer.momentum"): "it is muon's; adamw has beta1 and beta2"},
     f.CONTEXT: {
         f.CHANGING: f"{_OTHER_RANKS}rows are divided over some of them",
         f.DETERMINISTIC: "attention over divided rows has another order of sums than an engine's",
@@ -383,11 +408,15 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.TRAINER_HELPERS: "a helper has no other ranks to divide experts with",
         f.SHARD_RANKS: "experts that are divided have one copy in the whole trainer group",
     },
+    f.ACTIVATIONS_KEPT: {
+        f.ACTIVATIONS_AWAY: "the inputs that lie on the host are those from which layers are computed again"
+    },
     f.OFFLOADS_ALL: {f.SHARD_KEPT: "it keeps what offload: parameters moves to the host"},
     f.LORA: {
         f.TRAINER_HELPERS: "a helper holds the published weights, in which adapters are merged and get no gradient of "
         "their own",
         f.CRITIC_MODEL: "a critic with a model of its own has no adapters, and all its weights would be trained",
+        f.MUON: "the two factors of an adapter are no matrix that could step in an orthogonal direction",
     },
     **{beside: {f.ADAPTERS_ALONE: why, f.ENABLE_LORA: why} for beside, why in _WHOLE.items()},
     f.ENABLE_LORA: {
@@ -409,6 +438,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     },
     f.NO_ADAPTERS: {f.ENABLE_LORA: "rollout.engine: {run.engine} computes with no adapters beside its model"},
     f.NO_SWAP: {f.IN_FLIGHT: "rollout.engine: {run.engine} installs a version between answers only"},
+    f.NO_LIKELIEST: {f.TOP_WORDS: "rollout.engine: {run.engine} does not tell the likeliest words"},
     f.NO_ROUTES: {f.REPLAY: "rollout.engine: {run.engine} does not tell which experts it sent tokens to"},
     f.TOP_P_FIRST: {
         f.TOP_P_AND_OTHERS: "rollout.engine: {run.engine} counts top-p over all tokens, not over those that top_k and "
@@ -439,6 +469,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.IMAGES: {
         f.ENABLE_LORA: f"{_SEES}a vision tower's rows are not those of prompts",
         f.NO_IMAGES: f"{_SEES}{{run.engine}} takes none here",
+        f.TOP_WORDS: f"{_SEES}the teacher reads text alone",
         f.DRAFTS: f"{_SEES}prompts with images are not drafted for",
         f.DRAFT: f"{_SEES}prompts with images are not drafted for",
         f.TEXT_ALONE: f"{_SEES}{{spec.trainer.backend}} trains on text alone",

@@ -70,11 +70,13 @@ class AgentSection(Section):
         "a forced tool_choice, parallel_tool_calls: false). hint: it is answered as if it did not ask, and the "
         "response's header x-headrace-not-forced names the keys",
     )
-    tool_calls: Literal["hermes", "json", "llama3", "mistral", "qwen3_coder", "glm"] = Field(
+    tool_calls: Literal[
+        "hermes", "json", "llama3", "mistral", "qwen3_coder", "glm", "deepseek", "minimax", "pythonic"
+    ] = Field(
         default="hermes",
         description="form in which the model calls the tools that the agent names: hermes (Hermes, Qwen 2.5, Qwen 3), "
-        "qwen3_coder (Qwen3-Coder, Qwen 3.5 and later, Nemotron 3), glm (GLM-4.5 and later), llama3, mistral, or json "
-        "(a JSON object alone)",
+        "qwen3_coder (Qwen3-Coder, Qwen 3.5 and later, Nemotron 3), glm (GLM-4.5 and later), deepseek, minimax, "
+        "pythonic (Llama 4, OLMo 3, LFM2), llama3, mistral, or json (a JSON object alone)",
     )
 
     @property

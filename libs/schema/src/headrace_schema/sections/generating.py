@@ -215,6 +215,13 @@ class DataSection(Section):
     )
 
 
+class LengthStage(Section):
+    """Steps whose answers are shorter than `sampling.max_new_tokens`."""
+
+    until_step: Count = Field(description="the step from which on the next stage holds; the first step is 0")
+    max_new_tokens: Tokens = Field(description="longest answer in tokens before that step")
+
+
 class SamplingSection(Section):
     """The distribution that answers are drawn from."""
 
@@ -227,10 +234,30 @@ class SamplingSection(Section):
     top_k: CountOrZero = Field(default=0, description="refused unless 0")
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="refused unless 0")
     repetition_penalty: PositiveFloat = Field(default=1.0, description="refused unless 1")
-    max_new_tokens: Tokens = Field(default=64, description="longest answer in tokens")
+    max_new_tokens: Tokens = Field(
+        default=64,
+        description="longest answer in tokens; with `stages` that of the last one, for which all is sized",
+    )
+    stages: list[LengthStage] = Field(
+        default_factory=list,
+        max_length=FEW,
+        description="shorter answers at first, one stage after the other: [{until_step: 200, max_new_tokens: 8192}]. "
+        "Held-out answers have the full length",
+    )
     stop: list[str] = Field(
         default_factory=list, max_length=FEW, description="texts that end an answer and are cut off"
     )
+
+    def longest_at(self, step: int) -> int:
+        """Most tokens of an answer of a step, from 0.
+
+        >>> found = SamplingSection(max_new_tokens=9, stages=[LengthStage(until_step=2, max_new_tokens=4)])
+        >>> [found.longest_at(step) for step in range(4)]
+        [4, 4, 9, 9]
+        """
+        return next(
+            (each.max_new_tokens for each in self.stages if step < each.until_step), self.max_new_tokens
+        )
 
 
 class RolloutSection(Section):

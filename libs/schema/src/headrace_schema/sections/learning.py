@@ -43,9 +43,18 @@ class ScheduleSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW."""
+    """How a step moves the weights."""
 
+    name: Literal["adamw", "adamw_8bit", "muon"] = Field(
+        default="adamw",
+        description="adamw; adamw_8bit: with the moments of matrices in a byte each, a quarter of the memory; "
+        "muon: hidden matrices step in orthogonal directions, with one fp32 moment, and embeddings, heads and "
+        "vectors as with adamw",
+    )
     lr: Rate = Field(default=1e-6, description="learning rate at the peak")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.95, description="decay of muon's moment of a matrix"
+    )
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="decay of the first moment")
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="decay of the second moment")
     eps: PositiveFloat = Field(default=1e-8, description="added to the root of the second moment")
@@ -98,6 +107,12 @@ class LoraSection(Section):
         default="all-linear",
         description="layers that get an adapter: all-linear (linear ones but the head), or a list of names: [q_proj, "
         "experts]",
+    )
+    quantization: Literal["nf4", "int8", "fp8"] | None = Field(
+        default=None,
+        description="frozen weights of linear layers with an adapter as codes with a scale for each 64, whole on each "
+        "rank: nf4 (QLoRA) in half a byte, int8 and fp8 in one. They are decoded for each product, and the run's "
+        "model is the decoded one; default: as they are",
     )
 
 

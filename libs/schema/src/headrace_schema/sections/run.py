@@ -40,6 +40,7 @@ from headrace_schema.workflow import (
     BUILT_IN,
     COMPARING,
     CONVERSATIONS,
+    DISTILL,
     SESSION,
     GraphSection,
     WorkflowChoice,
@@ -141,6 +142,12 @@ class RunSections(Section):
     def has_given_answers(self) -> bool:
         """Whether the data gives the answers: no rollout and no scorer takes part in its steps."""
         return has_given_answers(self.workflow)
+
+    @property
+    def teacher_top(self) -> int:
+        """How many words of a teacher beside the engine are learned from in each token's place; 0: there is none."""
+        found = self.algorithm.options.get("top_k") if self.algorithm.name == DISTILL else None
+        return found if type(found) is int else 0
 
     @property
     def generates(self) -> bool:

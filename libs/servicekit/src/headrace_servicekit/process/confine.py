@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import site
 import stat
 import struct
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from headrace_schema.references import keep_closed
 
+from headrace_servicekit.contained.network import enter_network, hand_over
 from headrace_servicekit.process.mounts import Mounts, checked
 
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
@@ -48,6 +50,11 @@ class Confinement:
     write: list[str] = field(default_factory=list)
     user: int = 0
     """User and group id; 0: the service's own."""
+    link: int = -1
+    """Descriptor by which the service gets the sockets of a network of the worker's own; -1: it has the host's."""
+    processes: int = 0
+    """Most processes of the user, and bytes of memory of each; 0: as many as the service may have."""
+    memory_bytes: int = 0
 
 
 class NotConfined(RuntimeError):
@@ -82,6 +89,12 @@ def confine(given: Confinement) -> None:
     try:
         if mounts := Mounts.enter(other_user=bool(given.user)):
             _arrange(mounts, given)
+        if given.link >= 0:
+            if mounts is None or not enter_network():
+                raise NotConfined("users' code can have no network of its own")
+            hand_over(given.link)
+        _limit(resource.RLIMIT_NPROC, given.processes)
+        _limit(resource.RLIMIT_DATA, given.memory_bytes)
         _drop(given.user)
         _return_to(given.base)
     except OSError as error:
@@ -206,6 +219,13 @@ def _entries(folder: str, folders: list[str], files: list[str]) -> Iterator[str]
 def _has(found: os.stat_result, user: int, wanted: int) -> bool:
     mode = found.st_mode >> 6 if found.st_uid == user else found.st_mode
     return mode & wanted == wanted
+
+
+def _limit(which: int, most: int) -> None:
+    if most:
+        hard = resource.getrlimit(which)[1]
+        own = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(which, (own, own))
 
 
 def _drop(user: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import os
 import shutil
@@ -12,12 +13,16 @@ import tempfile
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Generic
 
 from headrace_schema import references
 
+from headrace_servicekit.contained.groups import Group
+from headrace_servicekit.contained.network import CONTAINED_VARIABLE, PROXY_PORT, Outlet
+from headrace_servicekit.contained.settings import Containment, NotContained
 from headrace_servicekit.process.confine import Confinement, other_user
 from headrace_servicekit.process.spawn import TREE_VARIABLE, descendants, kill_tree
 from headrace_servicekit.process.users_code import caches, environment_of, named_paths, own_caches
@@ -36,9 +41,19 @@ _REAP_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 1.0
 # After a limit has passed: a reply that lies in the pipe counts, however late this process got to read it.
 _GRACE_S = 0.05
+_PROXIES = {
+    CONTAINED_VARIABLE: "1",
+    **dict.fromkeys(
+        [each for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY") for each in (name, name.lower())],
+        f"http://127.0.0.1:{PROXY_PORT}",
+    ),
+    **dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1,::1"),
+}
+"""In a network of its own: a refusal of the proxy says what is not reached, and how it would be."""
 
 
 _hidden: list[Path] = []
+_containment: list[Containment] = []
 
 
 def hide_from_workers(*own: Path) -> None:
@@ -48,6 +63,11 @@ def hide_from_workers(*own: Path) -> None:
     """
     _hidden[:] = [path.absolute() for path in own]
     references.keep_closed(_hidden)
+
+
+def contain_workers(containment: Containment | None) -> None:
+    """Workers with users' code that are started from now on are behind these walls, or again behind none."""
+    _containment[:] = [containment] if containment else []
 
 
 @dataclass(frozen=True)
@@ -86,6 +106,9 @@ class Worker(Generic[Message]):
     """Name of the process tree of the worker and all that it starts, daemons too; see `spawn.TREE_VARIABLE`."""
     scratch: Path | None = None
     """A folder of the worker's own, which goes with it."""
+    outlet: Outlet | None = None
+    """What a contained one reaches."""
+    group: Group | None = None
     _killed: bool = False
 
     @classmethod
@@ -98,18 +121,29 @@ class Worker(Generic[Message]):
         code: UsersCode | None = None,
     ) -> Worker[Message]:
         """Starts `python -m module` in a session of its own; without users' `code`, in this service's environment."""
-        scratch = None
+        scratch: Path | None = None
+        outlet: Outlet | None = None
+        containment = _containment[0] if code and _containment else None
         if code is None:
             environment = dict(os.environ)
         else:
             scratch = _scratch()
             confinement = _confinement(code, scratch)
+            if containment:
+                outlet = Outlet(containment.hosts) if containment.network else None
+                confinement = replace(confinement, link=outlet.link if outlet else -1)
+                if not containment.groups:
+                    bounds = containment.settings.bounds
+                    confinement = replace(
+                        confinement, processes=bounds.processes, memory_bytes=bounds.memory_bytes
+                    )
             user = confinement.user
             models = await asyncio.to_thread(own_caches, os.environ, scratch, user) if user else None
             environment = environment_of(
                 os.environ, [*code.variables, *references.variables(code.names)], scratch, models
             )
             environment[CONFINED_VARIABLE] = json.dumps(asdict(confinement))
+            environment |= _PROXIES if outlet else {}
         tree = f"{os.environ.get('HEADRACE_INCARNATION') or os.getpid()}/{uuid.uuid4().hex}"
         environment |= {**(variables or {}), TREE_VARIABLE: tree}
         environment |= {PARENT_VARIABLE: str(os.getpid()), MEMORY_VARIABLE: str(memory_bytes)}
@@ -121,10 +155,20 @@ class Worker(Generic[Message]):
             env=environment,
             limit=BUFFER_BYTES,
             start_new_session=True,
+            pass_fds=[outlet.link] if outlet else [],
         )
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the worker has no pipes")
-        return cls(codec, process, FrameReader(process.stdout), process.stdin, tree, scratch)
+        worker = cls(codec, process, FrameReader(process.stdout), process.stdin, tree, scratch, outlet)
+        if outlet:
+            outlet.started()
+        if containment and containment.groups:
+            try:
+                worker.group = containment.groups.start(process.pid, containment.settings.bounds)
+            except OSError as error:
+                await worker.kill()
+                raise NotContained(f"a worker gets no cgroup: {error}") from error
+        return worker
 
     def send(self, message: Message) -> None:
         """Queues a message; a dead worker is noticed by the next `receive`."""
@@ -164,6 +208,10 @@ class Worker(Generic[Message]):
             self.writer.close()
             # Those whose parents had ended before: nothing but their environment tells whose they are.
             await asyncio.to_thread(kill_tree, self.tree)
+            if self.outlet:
+                self.outlet.close()
+            if self.group:
+                await asyncio.to_thread(self.group.end)
         async with asyncio.timeout(_REAP_TIMEOUT_S):
             status = await self.process.wait()
         if self.scratch is not None:
@@ -182,8 +230,17 @@ class Worker(Generic[Message]):
         raise WorkerTimeout(f"no reply within {timeout_s:g} s")
 
 
+@cache
+def _homes(_: int) -> Path:
+    """The folder with the homes of this process's workers; a worker sees its own there."""
+    folder = Path(tempfile.mkdtemp(prefix="headrace-homes-")).resolve()
+    folder.chmod(0o711)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def _scratch() -> Path:
-    return Path(tempfile.mkdtemp(prefix="headrace-code-")).resolve()
+    return Path(tempfile.mkdtemp(prefix="headrace-code-", dir=_homes(os.getpid())))
 
 
 def _confinement(code: UsersCode, scratch: Path) -> Confinement:
@@ -195,7 +252,7 @@ def _confinement(code: UsersCode, scratch: Path) -> Confinement:
     models = [str(path / "models") for path in _hidden]  # a fleet keeps those of `headrace demo` there
     return Confinement(
         base=str(code.base.absolute()),
-        hidden=[str(path) for path in _hidden],
+        hidden=[str(path) for path in (*_hidden, scratch.parent)],
         read=[*named, *models, *caches(os.environ), *(str(path.resolve()) for path in code.reads)],
         write=[str(path.resolve()) for path in (scratch, *code.writes)],
         user=user,

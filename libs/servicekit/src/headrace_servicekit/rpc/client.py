@@ -82,7 +82,8 @@ def channel_options() -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", 200),
+        # How long a connection may take, whatever gRPC calls it: some round trips, across an ocean too.
+        ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         # Services of one fleet speak directly: a proxy of the environment is meant for other traffic.
         ("grpc.enable_http_proxy", 0),

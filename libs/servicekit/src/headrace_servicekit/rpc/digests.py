@@ -103,7 +103,14 @@ def digest_and_size(trajectory: common_pb2.Trajectory) -> tuple[str, int]:
     return digest_bytes(memoryview(whole)[: len(whole) - len(tail)]), len(whole)
 
 
-_LEFT_OUT = ("completion_text", "raw_prompt_text", "raw_completion_text", "images", "body_digest")
+_LEFT_OUT = (
+    "completion_text",
+    "raw_prompt_text",
+    "raw_completion_text",
+    "images",
+    "body_digest",
+    "branch_texts",
+)
 """The fields with the highest numbers."""
 
 

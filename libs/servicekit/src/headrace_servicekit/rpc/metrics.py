@@ -7,6 +7,7 @@ import hmac
 import platform
 import shutil
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
@@ -23,7 +24,7 @@ from prometheus_client.registry import Collector
 from headrace_servicekit.rpc.addresses import is_loopback
 from headrace_servicekit.rpc.doors import DOORS
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.tls import AUTHORITY, CERTIFICATE, tls_dir
+from headrace_servicekit.rpc.tls import AUTHORITY, CERTIFICATE, server_context, tls_dir
 
 RPCS = Counter("headrace_rpcs", "RPCs that ended, by status code", ["instance", "method", "code"])
 RPC_SECONDS = Histogram(
@@ -107,6 +108,19 @@ def watch(folders: Mapping[str, Path | None]) -> None:
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    encryption: ssl.SSLContext | None = None
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """A connection; its thread shakes hands, as it reads, so that nobody keeps others waiting."""
+        connection, address = super().get_request()
+        if self.encryption:
+            connection = self.encryption.wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+        return connection, address
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away, or speaks no TLS, is no news either."""
 
 
 class _Server6(_Server):
@@ -121,7 +135,9 @@ class _Handler(WSGIRequestHandler):
 
 
 def expose_metrics(host: str, port: int, token: str | None = None) -> Callable[[], None]:
-    """Serves the process's figures at http://host:port/metrics, beyond the loopback to who bears `token` alone.
+    """Serves the process's figures at http://host:port/metrics.
+
+    Beyond the loopback to who bears `token` alone, and by https with the newest of this process's certificates.
 
     Returns what stops it. Raises ServiceError ADDRESS_IN_USE naming the port.
     """
@@ -136,7 +152,7 @@ def expose_metrics(host: str, port: int, token: str | None = None) -> Callable[[
         return page(environ, start)
 
     try:
-        server: WSGIServer = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Handler)
+        server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Handler)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
@@ -146,6 +162,8 @@ def expose_metrics(host: str, port: int, token: str | None = None) -> Callable[[
             f"metrics port {port} on {host} is in use; set another --metrics-port (HEADRACE_METRICS_PORT)",
             port=str(port),
         ) from error
+    if not is_loopback(host) and (folder := tls_dir()):
+        server.encryption = server_context(folder)
     DOORS.watch(server.server_port, frozenset)  # Nobody stays for longer than a scrape.
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()

@@ -80,6 +80,14 @@ def server_credentials() -> grpc.ServerCredentials | None:
     return grpc.dynamic_ssl_server_credentials(read(), fetch, require_client_authentication=True)  # type: ignore[arg-type,return-value]
 
 
+def server_context(folder: Path) -> ssl.SSLContext:
+    """Of a server of HTTP that shows a folder's certificate: at each handshake the newest. Raises OSError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
+    show_newest(context, folder)
+    return context
+
+
 def show_newest(context: ssl.SSLContext, folder: Path) -> None:
     """The same for a server of HTTP, whose context has the files of now."""
     changed, newest = _changes(folder / CERTIFICATE), context

@@ -1,5 +1,5 @@
-"""Parts of trajectories on the wire: who took which turn, routes of tokens through experts, and chat messages with
-whatever keys templates read beside role and content.
+"""Parts of trajectories on the wire: who took which turn, routes of tokens through experts, what a teacher finds
+likeliest, and chat messages with whatever keys templates read beside role and content.
 
 Routes are zlib's form of the engine's bytes. Knows no model.
 """
@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from headrace.common.v1 import common_pb2
 
 
@@ -46,6 +47,23 @@ def unpack_routes(packed: bytes, most: int) -> bytes:
     if len(found) > most or not reader.eof:
         raise ValueError(f"it has more than {most} bytes, or ends too early")
     return found
+
+
+IDS, LOG_PROBS = np.dtype("<i4"), np.dtype("<f4")
+
+
+def pack_top(ids_TM: np.ndarray, log_probs_TM: np.ndarray) -> bytes:
+    """The M likeliest words in the place of each of T tokens, and their log-probs, as they travel: 8 T M bytes."""
+    return ids_TM.astype(IDS).tobytes() + log_probs_TM.astype(LOG_PROBS).tobytes()
+
+
+def unpack_top(packed: bytes, tokens: int, top: int) -> tuple[np.ndarray, np.ndarray]:
+    """What `pack_top` was given for so many tokens. Raises ValueError where it has other sizes."""
+    half = tokens * top * IDS.itemsize
+    if len(packed) != 2 * half:
+        raise ValueError(f"it has {len(packed)} bytes, and {top} words of {tokens} tokens have {2 * half}")
+    ids, log_probs = np.frombuffer(packed[:half], IDS), np.frombuffer(packed[half:], LOG_PROBS)
+    return ids.reshape(tokens, top), log_probs.reshape(tokens, top)
 
 
 OWN = ("role", "content")

@@ -9,13 +9,42 @@ import asyncio
 import json
 import sys
 
+import grpc
+
+from headrace_servicekit.config import settings_from_environment
+from headrace_servicekit.contained.settings import (
+    FACET,
+    PREFIX,
+    ContainedSettings,
+    Containment,
+    NotContained,
+    is_contained,
+)
 from headrace_servicekit.process.confine import other_user
 from headrace_servicekit.process.mounts import Mounts
+from headrace_servicekit.process.worker import contain_workers
+from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.sandbox.run import NotHeld, require_walls
 
 NOT_HELD = "not_held"
 """Facet of an instance's capabilities: sentences; empty where all is held."""
 _PATIENCE_S = 60.0
+
+
+def contain(capabilities: dict[str, list[str]]) -> None:
+    """Contains the workers that are started from now on, where this host is told to, and registers by which walls.
+
+    Raises ServiceError NOT_CONTAINED.
+    """
+    try:
+        if is_contained():
+            settings = settings_from_environment(ContainedSettings, PREFIX)
+            containment = Containment(settings)
+            contain_workers(containment)
+            capabilities[FACET] = containment.walls
+    except NotContained as error:
+        status = grpc.StatusCode.FAILED_PRECONDITION
+        raise ServiceError(status, "NOT_CONTAINED", str(error)) from error
 
 
 async def not_held() -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from headrace_servicekit.contained.network import ENDPOINT_VARIABLE
 from headrace_servicekit.registry import Options
 from headrace_simulator.backends.agent import ForkedAgent
 from headrace_simulator.backends.base import Agent, BackendError
@@ -48,7 +49,7 @@ class TaskAgent(ForkedAgent):
         seconds = options.seconds or task.agent_s or SECONDS
         spec = task.spec
         if options.runs == "container":
-            endpoint = urlsplit(os.environ[_ADDRESSES[0]]).netloc
+            endpoint = os.environ[ENDPOINT_VARIABLE]
             spec = replace(spec, network=replace(spec.network, endpoint=endpoint))
         container = begin(start, task, spec)
         try:

@@ -340,18 +340,20 @@ class Segment(_message.Message):
     def __init__(self, policy_number: _Optional[int] = ..., tokens: _Optional[_Union[TokenSegment, _Mapping]] = ..., actions: _Optional[_Union[ActionSegment, _Mapping]] = ...) -> None: ...
 
 class Branch(_message.Message):
-    __slots__ = ("segments", "images", "routed_experts", "cut", "given_json")
+    __slots__ = ("segments", "images", "routed_experts", "cut", "given_json", "teacher_top")
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     GIVEN_JSON_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_TOP_FIELD_NUMBER: _ClassVar[int]
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
     images: _containers.RepeatedCompositeFieldContainer[ImageAt]
     routed_experts: bytes
     cut: bool
     given_json: str
-    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[ImageAt, _Mapping]]] = ..., routed_experts: _Optional[bytes] = ..., cut: _Optional[bool] = ..., given_json: _Optional[str] = ...) -> None: ...
+    teacher_top: bytes
+    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[ImageAt, _Mapping]]] = ..., routed_experts: _Optional[bytes] = ..., cut: _Optional[bool] = ..., given_json: _Optional[str] = ..., teacher_top: _Optional[bytes] = ...) -> None: ...
 
 class ImageAt(_message.Message):
     __slots__ = ("digest", "start")
@@ -362,7 +364,7 @@ class ImageAt(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., start: _Optional[int] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("sample", "attempt", "branches", "finish_reason", "producer", "conversation", "completion_text", "raw_prompt_text", "raw_completion_text", "images", "body_digest")
+    __slots__ = ("sample", "attempt", "branches", "finish_reason", "producer", "conversation", "completion_text", "raw_prompt_text", "raw_completion_text", "images", "body_digest", "branch_texts")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
@@ -374,6 +376,7 @@ class Trajectory(_message.Message):
     RAW_COMPLETION_TEXT_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     BODY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_TEXTS_FIELD_NUMBER: _ClassVar[int]
     sample: SlotKey
     attempt: int
     branches: _containers.RepeatedCompositeFieldContainer[Branch]
@@ -385,7 +388,14 @@ class Trajectory(_message.Message):
     raw_completion_text: str
     images: _containers.RepeatedCompositeFieldContainer[Image]
     body_digest: str
-    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., producer: _Optional[str] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., completion_text: _Optional[str] = ..., raw_prompt_text: _Optional[str] = ..., raw_completion_text: _Optional[str] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., body_digest: _Optional[str] = ...) -> None: ...
+    branch_texts: _containers.RepeatedCompositeFieldContainer[BranchText]
+    def __init__(self, sample: _Optional[_Union[SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., producer: _Optional[str] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., completion_text: _Optional[str] = ..., raw_prompt_text: _Optional[str] = ..., raw_completion_text: _Optional[str] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., body_digest: _Optional[str] = ..., branch_texts: _Optional[_Iterable[_Union[BranchText, _Mapping]]] = ...) -> None: ...
+
+class BranchText(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, parts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Conversation(_message.Message):
     __slots__ = ("messages", "turns", "success", "failure", "figures")

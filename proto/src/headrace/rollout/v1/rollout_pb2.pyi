@@ -189,16 +189,18 @@ class TokenIds(_message.Message):
     def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SampleAssignment(_message.Message):
-    __slots__ = ("sample_index", "attempt", "resume", "greedy")
+    __slots__ = ("sample_index", "attempt", "resume", "greedy", "shown")
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     GREEDY_FIELD_NUMBER: _ClassVar[int]
+    SHOWN_FIELD_NUMBER: _ClassVar[int]
     sample_index: int
     attempt: int
     resume: _common_pb2.ResumeState
     greedy: bool
-    def __init__(self, sample_index: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: _Optional[_Union[_common_pb2.ResumeState, _Mapping]] = ..., greedy: _Optional[bool] = ...) -> None: ...
+    shown: bool
+    def __init__(self, sample_index: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: _Optional[_Union[_common_pb2.ResumeState, _Mapping]] = ..., greedy: _Optional[bool] = ..., shown: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("chunks", "partials", "revoked", "prefills", "stages", "lost_pools", "sessions")

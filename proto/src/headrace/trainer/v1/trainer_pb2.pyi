@@ -141,20 +141,22 @@ class LeaveTrainerGroupResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("header", "checkpoint", "number", "store_id", "source_run_directory", "carried")
+    __slots__ = ("header", "checkpoint", "number", "store_id", "source_run_directory", "carried", "weights_only")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_RUN_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     CARRIED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     checkpoint: str
     number: int
     store_id: str
     source_run_directory: str
     carried: bool
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., checkpoint: _Optional[str] = ..., number: _Optional[int] = ..., store_id: _Optional[str] = ..., source_run_directory: _Optional[str] = ..., carried: _Optional[bool] = ...) -> None: ...
+    weights_only: bool
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., checkpoint: _Optional[str] = ..., number: _Optional[int] = ..., store_id: _Optional[str] = ..., source_run_directory: _Optional[str] = ..., carried: _Optional[bool] = ..., weights_only: _Optional[bool] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
     __slots__ = ("version", "warmup_steps", "figures", "layout", "notes")

@@ -62,6 +62,14 @@ class IssuerConfig(Section):
     teams: dict[str, Name] = Field(
         default={}, description="groups and the teams that they are; empty: each is one"
     )
+    client_id: str = Field(
+        default="", description="of the page, which then logs in there; empty: it does not"
+    )
+    client_secret_file: Path | None = Field(default=None, description="where the issuer wants a secret of it")
+    login_scopes: str = Field(default="openid profile email", description="what a login asks for")
+    page_url: Annotated[str, Field(pattern=r"^(https?://\S+)?$")] = Field(
+        default="", description="of the page, as the issuer knows it; empty: as the browser asked"
+    )
     scopes: dict[Scope, list[str]] = Field(
         default={"read": [EVERYBODY], "submit": [EVERYBODY]},
         description="each scope and the groups that have it; `*` is everybody",
@@ -83,6 +91,9 @@ def read_issuer(path: Path) -> Issuer:
         raise BadIssuer(f"{path}: {first.key}: {first.problem}; {first.fix}") from error
     try:
         import joserfc  # noqa: F401
+
+        if config.client_id:
+            import authlib  # noqa: F401
     except ImportError as error:
         raise BadIssuer(
             f"{path}: tokens of an issuer need pip install 'headrace-coordinator[oidc]'"
@@ -104,6 +115,7 @@ class Issuer:
         self._keys: KeySet | None = None
         self._fetched = self._tried = float("-inf")
         self._fetching = asyncio.Lock()
+        self._metadata: tuple[float, dict[str, Any]] = float("-inf"), {}
         self._known: OrderedDict[str, tuple[Principal, str]] = OrderedDict()
         """By the token's SHA-256: whose it is, and by which key."""
         self._name: TypeAdapter[str] = TypeAdapter(Annotated[str, Field(pattern=NAME)])
@@ -193,16 +205,24 @@ class Issuer:
                 if key and key not in left:
                     del self._known[digest]
 
+    async def metadata(self) -> dict[str, Any]:
+        """Its discovery document, at most KEPT_S old. Raises OSError or ValueError."""
+        fetched, found = self._metadata
+        if time.monotonic() - fetched < KEPT_S:
+            return found
+        found = await _get(self.config.issuer.rstrip("/") + DISCOVERY)
+        if found.get("issuer") != self.config.issuer:
+            raise ValueError(f"its discovery document is of {str(found.get('issuer'))[:100]!r}")
+        self._metadata = time.monotonic(), found
+        return found
+
     async def _fetch(self) -> KeySet:
         from joserfc.errors import JoseError
         from joserfc.jwk import KeySet
 
         url = self.config.jwks_url
         if not url:
-            found = await _get(self.config.issuer.rstrip("/") + DISCOVERY)
-            if found.get("issuer") != self.config.issuer:
-                raise ValueError(f"its discovery document is of {str(found.get('issuer'))[:100]!r}")
-            url = str(found["jwks_uri"])
+            url = str((await self.metadata())["jwks_uri"])
         try:
             return KeySet.import_key_set(await _get(url))  # type: ignore[arg-type]
         except (JoseError, TypeError) as error:

@@ -7,6 +7,7 @@ where the allow-list of its admin has it; what plug-ins of the fleet do by name 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from headrace_schema.problems import explain, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.base import Section
 from headrace_schema.yaml_text import YamlProblem, read_yaml
+from headrace_servicekit.contained.settings import CONTAINED, OPEN
 from pydantic import Field, ValidationError
 
-OPEN, CONTAINED = "open", "contained"
 TEXTS = (
     *("name", "data.prompt.*", "data.options.answer", "environment.instructions.*", "sampling.stop*"),
     *("evaluation.baseline_prefill", "placement.*", "suite.options.prompt*"),
@@ -32,8 +33,14 @@ SWITCHES = {"sandbox": ("best_effort",), "network": (True, "host", "bridge")}
 """Last words of keys, and the values that open a wall."""
 VARIABLES = re.compile(r"(?:.*\.)?env(?:\[\d+\])?")
 """Lists of variables that users' code is given."""
+HOSTS = re.compile(r"(?:.*\.)?network\.allow(?:\[\d+\])?")
+"""Lists of hosts that a container reaches."""
 NAMES = re.compile(r"(?:.*\.)?(?:name|source|backend|engine|tasks?(?:\[\d+\])?)")
 """Keys whose value may be MODULE:NAME, which is imported."""
+CLASSES = re.compile(r"(?:.*\.)?(?:\w+_cls|\w*plugins?|logits_processors?)(?:\[\d+\])?")
+"""Options of engines whose value is imported, with a colon or a dot."""
+_PATHS = re.compile(r"(?:.*\.)?(?:\w*_)?(?:path|file|folder|dir|directory)s?(?:\[\d+\])?")
+_UP = re.compile(r"(?:^|/)\.\.(?:/|$)")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _REFERENCE = re.compile(r"(?:(?:Bearer|Basic|Token) )?(?:env|file):")
 _PYTHON = re.compile(r"\.py(?::|$)")
@@ -73,6 +80,8 @@ class Trust:
     def _allowed(self, key: str, value: Any, free: tuple[Path, ...]) -> bool:
         text, plain = str(value), _plain(key)
         texts = [text]
+        if _is_here(key, text):
+            texts = [text := os.path.abspath(text)]
         if text.startswith("/"):
             path, colon, rest = text.partition(".py:")
             where = Path(path + colon.removesuffix(":")).resolve()  # a link is what it leads to
@@ -129,6 +138,8 @@ def _what(key: str, value: Any) -> str:
         return "a command"
     if not isinstance(value, str) or not value:
         return ""
+    if HOSTS.fullmatch(key):
+        return "an address"
     if VARIABLES.fullmatch(key):
         return "a variable of the fleet's"
     if _PYTHON.search(value) or (NAMES.fullmatch(key) and _MODULE.fullmatch(value)):
@@ -137,6 +148,14 @@ def _what(key: str, value: Any) -> str:
         return "a secret of the fleet's"
     if _ADDRESS.search(value):
         return "an address"
-    if value.startswith(("/", "~", "../", "./")):
+    if CLASSES.fullmatch(key):
+        return "code of one's own"
+    if value.startswith(("/", "~", "./")) or _UP.search(value) or _is_here(key, value):
         return "a path"
     return ""
+
+
+def _is_here(key: str, value: str) -> bool:
+    """Whether a value names something in the folder that the fleet was started in: a file, and no model of a hub."""
+    named = "/" in value or "." in value or _PATHS.fullmatch(key)
+    return bool(named) and len(value) < 1024 and not value.startswith(("/", "~")) and os.path.exists(value)

@@ -77,7 +77,7 @@ async function read(response) {
 export async function get(path, signal, query = {}) {
   const asked = new URLSearchParams();
   for (const [name, value] of Object.entries(query)) {
-    if (value !== "" && value !== null && value !== undefined) asked.append(name, value);
+    for (const each of [value].flat()) if (each !== "" && each !== null && each !== undefined) asked.append(name, each);
   }
   const text = asked.toString();
   return read(await send(text ? `${path}?${text}` : path, { signal }));

@@ -82,9 +82,8 @@ export class Chart {
 
   // What is drawn, before smoothing: a line for each place on x.
   saveTable() {
-    const cell = (value) => (value === null || value === undefined ? "" : /[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value);
     const rows = [[this.look.label, ...this.lines.map((line) => line.label)], ...this.plot.data[0].map((x, at) => [x, ...this.columns.map((column) => column[at])])];
-    save(new Blob([rows.map((row) => row.map(cell).join(",")).join("\r\n"), "\r\n"], { type: "text/csv" }), `${this.title}.csv`);
+    save(new Blob([tableText(rows)], { type: "text/csv" }), `${this.title}.csv`);
   }
 
   // The plot on the page's ground, with its title and the names of its curves.
@@ -190,7 +189,13 @@ export class Chart {
   }
 }
 
-function save(blob, name) {
+// Rows as RFC 4180 has them.
+export function tableText(rows) {
+  const cell = (value) => (value === null || value === undefined ? "" : /[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value);
+  return rows.map((row) => `${row.map(cell).join(",")}\r\n`).join("");
+}
+
+export function save(blob, name) {
   const link = h("a", { href: URL.createObjectURL(blob), download: name.replace(/[^\w.-]+/g, "-") });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);

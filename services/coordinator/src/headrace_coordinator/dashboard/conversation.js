@@ -6,6 +6,7 @@ import { answer } from "./tokens.js";
 
 const LONG = 4000; // Characters of what was given to the policy that are shown at once.
 const FOLDED = { lines: 12, characters: 1500 }; // A tool's answer beyond either is folded.
+const OPEN = 3; // Branches of a session that are all open at once.
 const SEARCHED = 6; // Messages from which on there is a bar to search them.
 const WRONG = /^error: |Traceback \(most recent call last\)|\b(exit|exited|returned)[^\n]{0,20} (code|status)[ :]+[1-9]/m;
 
@@ -24,8 +25,56 @@ export function conversation(each) {
       answer(ofTurn(each, message, tokens, turn)), message.calls.map(call));
     return { message, turn, tokens, element, reveal: () => {} };
   });
-  const list = h("ol", { class: "talk", "aria-label": "Conversation" }, said.map(({ element }) => element));
-  return turn > 1 ? [figures(each, said), said.length >= SEARCHED ? bar(said) : null, list] : list;
+  const list = tree(said) ?? h("ol", { class: "talk", "aria-label": "Conversation" }, said.map(({ element }) => element));
+  const found = said.filter(({ repeated }) => !repeated);
+  return turn > 1 ? [figures(each, found), found.length >= SEARCHED ? bar(found) : null, list] : list;
+}
+
+// An agent's branches, each below the one that it begins as; null where there is one, or roles that speak in turns.
+function tree(said) {
+  let now = said.findLast(({ turn }) => turn)?.message.branch ?? null;
+  const of = said.toReversed().map(({ message }) => (now = message.branch ?? now)).reverse();
+  const branches = [...new Set(of)].map((number) => ({ number, all: said.filter((_, at) => of[at] === number), below: [], same: 0, from: null }));
+  if (branches.length < 2 || of.filter((number, at) => at && number !== of[at - 1]).length !== branches.length - 1) return null;
+  branches.forEach((branch, at) => {
+    for (const before of branches.slice(0, at)) {
+      const differs = branch.all.findIndex(({ message }, place) => !alike(message, before.all[place]?.message));
+      if (differs > branch.same) Object.assign(branch, { same: differs, from: before });
+    }
+    for (const one of branch.all.slice(0, branch.same)) one.repeated = true;
+    branch.from?.below.push(branch);
+  });
+  const list = (several) => h("ul", { class: "branches" }, several.map((branch) => item(branch)));
+  const item = ({ number, all, same, from, below }) => {
+    const own = all.slice(same);
+    const turns = own.filter(({ turn }) => turn);
+    const errors = own.filter(wrong).length;
+    const gains = turns.map(({ message }) => message.reward).filter((reward) => reward !== null);
+    const says = [plural(turns.length, "turn"), gains.length && `reward ${total(gains)}`, errors && plural(errors, "error"), from && `begins as branch ${from.number + 1} for ${plural(same, "message")}`];
+    const talk = (several) => h("ol", { class: "talk", "aria-label": `Branch ${number + 1}` }, several.map(({ element }) => element));
+    const before = same ? h("details", {}, h("summary", { class: "muted" }, `${plural(same, "message")} as in branch ${from.number + 1}`), talk(all.slice(0, same))) : null;
+    return h("li", {}, h("details", { open: branches.length <= OPEN || number === branches[0].number }, h("summary", {}, h("b", {}, `Branch ${number + 1}`), h("span", { class: "muted" }, ` ${says.filter(Boolean).join("; ")}`)), before, talk(own)), below.length ? list(below) : null);
+  };
+  return list(branches.filter(({ from }) => !from));
+}
+
+function total(rewards) {
+  return number(rewards.reduce((sum, reward) => sum + reward, 0));
+}
+
+function alike(one, other) {
+  return other !== undefined && one.role === other.role && one.party === other.party && one.content === other.content;
+}
+
+// What the model read, with its special tokens, where the rollout noted it; made when it is opened.
+export function read(each) {
+  const branches = each.read ?? [];
+  if (!branches.length) return null;
+  const shown = (parts, at) => [branches.length > 1 ? h("h5", {}, `Branch ${at + 1}`) : null,
+    h("pre", { class: "text", tabindex: "0", "aria-label": branches.length > 1 ? `Branch ${at + 1} as read` : "As read" }, parts.map((part, place) => (place % 2 ? h("mark", {}, part) : part)))];
+  const details = h("details", { class: "read", ontoggle: () => { if (details.open && details.children.length === 1) details.append(...branches.flatMap(shown).filter(Boolean)); } },
+    h("summary", {}, "As the model read it, with special tokens", branches.some((parts) => parts.length > 1) ? h("span", { class: "muted" }, "; what it sampled is marked") : null));
+  return details;
 }
 
 function wrong({ message }) {
@@ -61,6 +110,7 @@ function bar(said) {
     told.textContent = found.length ? `${what} ${at + 1} of ${found.length}` : `no ${what}`;
     if (!found.length) return;
     found[at].reveal();
+    for (let up = found[at].element.closest("details"); up; up = up.parentElement.closest("details")) up.open = true;
     found[at].element.classList.add("found");
     found[at].element.scrollIntoView({ block: "center" });
   }

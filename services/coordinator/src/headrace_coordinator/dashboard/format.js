@@ -7,11 +7,19 @@ export function number(value, digits = 3) {
   return value.toLocaleString("en", { maximumFractionDigits: size >= 100 ? 0 : digits });
 }
 
-// "0.4 (0.3 to 0.5)": the mean of what is known, and its range.
+// A text on one line, without its middle where it is longer than `most` characters.
+export function middle(text, most) {
+  const line = text.replace(/\s+/g, " ").trim();
+  return line.length <= most ? line : `${line.slice(0, most / 2).trimEnd()} … ${line.slice(-most / 2).trimStart()}`;
+}
+
+// "0.4 ± 0.05 (0.3 to 0.5)": the mean of what is known with its standard deviation (n − 1), and its range.
 export function ranged(values) {
-  const known = values.filter((value) => value !== null);
+  const known = values.filter((value) => value !== null && value !== undefined);
   if (known.length < 2) return number(known[0]);
-  return `${number(mean(known))} (${number(Math.min(...known))} to ${number(Math.max(...known))})`;
+  const middle = mean(known);
+  const spread = Math.sqrt(known.reduce((sum, value) => sum + (value - middle) ** 2, 0) / (known.length - 1));
+  return `${number(middle)} ± ${number(spread)} (${number(Math.min(...known))} to ${number(Math.max(...known))})`;
 }
 
 // The mean of what is known; null where nothing is.
@@ -102,6 +110,7 @@ const EVENTS = {
   dataset_opened: (data) => `data opened: ${data.digest.slice(0, 12)}`,
   model_exported: (data) => `model exported to ${data.path}`,
   run_recovering: (data) => `recovers: ${data.reason}`,
+  stage_ended: (data) => `${data.what}: ${duration(data.seconds)}`,
   noted: (data) => data.text,
   death_charged: (data) => data.text,
   scorer_failed: (data) => data.text,

@@ -58,7 +58,7 @@ function complain(error) {
   if (!(error instanceof Refusal || error instanceof TypeError)) throw error;
 }
 
-function askToken() {
+async function askToken() {
   if (document.getElementById("token")) return;
   leaving.abort();
   const input = h("input", { id: "token", type: "password", autocomplete: "off", required: true });
@@ -70,6 +70,8 @@ function askToken() {
   h("label", { for: "token" }, "Token"), input, h("button", { type: "submit", class: "main" }, "Go on"));
   main.replaceChildren(form);
   input.focus();
+  const health = await get("/healthz").catch(() => null);
+  if (health?.login) form.append(h("p", {}, "or ", h("a", { href: "/login", class: "main" }, "log in with your organisation")));
 }
 
 // Whose token the page has; with a way to give another one.
@@ -99,6 +101,10 @@ theme.addEventListener("click", () => {
   nameTheme();
 });
 dark.addEventListener("change", nameTheme);
+
+// What sticks below the bar begins at its lower edge.
+const bar = document.querySelector(".top");
+new ResizeObserver(() => document.documentElement.style.setProperty("--head", `${bar.offsetHeight}px`)).observe(bar);
 
 const link = document.getElementById("link");
 watchLink((away) => {

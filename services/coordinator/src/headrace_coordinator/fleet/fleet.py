@@ -47,7 +47,7 @@ class Fleet:
     def __init__(self, event_log: EventLog, connect: Connect, settings: FleetSettings) -> None:
         self.event_log = event_log
         self.settings = settings
-        self.waits = Waits(event_log.monotonic)
+        self.waits = Waits(event_log.monotonic, self._stage_ended)
         self.deaths = Deaths(event_log, self.waits)
         self.sessions: dict[str, Session] = {}
         self.supervisors: dict[str, Supervisor] = {}
@@ -260,6 +260,9 @@ class Fleet:
     def alive(self, incarnation: str) -> bool:
         """The process is registered and its session is open."""
         return incarnation in self.event_log.state.instances and incarnation in self.sessions
+
+    def _stage_ended(self, run: str, what: str, seconds: float) -> None:
+        self.event_log.post(ev.StageEnded(at=self.event_log.now(), run=run, what=what, seconds=seconds))
 
     def readable(self, text: str) -> str:
         """`text` with instance names for incarnation ids, and "{host}/cpu:0" for full device names."""

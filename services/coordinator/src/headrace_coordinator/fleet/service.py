@@ -12,6 +12,7 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2 as pb
 from headrace.coordinator.v1 import fleet_pb2_grpc
+from headrace_servicekit.contained.settings import FACET, TRUST_VARIABLE
 from headrace_servicekit.instance_config import KINDS, kind_name
 from headrace_servicekit.rpc.addresses import split_address
 from headrace_servicekit.rpc.errors import ServiceError
@@ -35,6 +36,8 @@ from headrace_coordinator.fleet.sessions import ForeignInstance, InstanceUsage, 
 
 log = logging.getLogger(__name__)
 MAX_NAMES = 4096
+USERS_CODE = ("reward", "simulator")
+"""Services whose children run users' code."""
 MAX_CAPABILITY = 65_536
 MAX_REASON = 500
 Outbox = asyncio.Queue[pb.SessionResponse | ServiceError | None]
@@ -44,14 +47,22 @@ Result = Callable[[str, str], None]
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """The coordinator's side of the sessions of instances and supervisors."""
 
-    def __init__(self, fleet: Fleet, on_scaled: Result) -> None:
+    def __init__(self, fleet: Fleet, on_scaled: Result, *, contained: bool = False) -> None:
         self._fleet = fleet
         self._on_scaled = on_scaled
+        self._contained = contained
+        """Whether services with users' code must have said that they contain it."""
 
     @override
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         _check_registration(request)
         _check_speaks_for(caller(context), kind_name(request.kind), request.host)
+        if self._contained and kind_name(request.kind) in USERS_CODE and FACET not in request.capabilities:
+            refusal = (
+                f"this fleet is contained, and {request.instance} at {request.host} does not contain users' code: "
+                f"start it with --trust contained ({TRUST_VARIABLE}=contained)"
+            )
+            raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "NOT_CONTAINED", refusal)
         # The store's epoch rises to it for good, so later coordinators need numbers above.
         most = max(HIGHEST_EPOCH // 2, self._fleet.event_log.state.epoch)
         check_number("coordinator_epoch", request.coordinator_epoch, most=most)

@@ -50,6 +50,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     reward: float | None = None
     calls: list[Call] = []
     party: str = ""
+    branch: int | None = None
     images: list[str] = []
     files: list[bytes] = []
     """Its images, until a line is written: `with_thumbnails`."""
@@ -75,6 +76,7 @@ class SettledTrajectory(Slot, frozen=True, omit_defaults=True):
     masked: bool = False
     images: list[str] = []
     figures: dict[str, float] = {}
+    read: list[list[str]] = []
 
 
 encode_line = msgspec.json.Encoder().encode

@@ -152,15 +152,19 @@ class RunContext:
         """Whether all steps are made."""
         return self.closed or self.state.ledger.step >= self.spec.steps
 
+    @property
+    def begins_stage(self) -> bool:
+        """Whether answers are longer from this step on (`sampling.stages`)."""
+        return any(each.until_step == self.state.ledger.step for each in self.spec.sampling.stages)
+
     def steps_to_boundary(self) -> int:
         """Steps, from the one that is learned on, of which answers may be made: those behind an evaluation wait."""
         if next_action(self.state).kind != WORK or self.evaluation_due():
             return 0
-        left, every, head = (
-            self.spec.steps - self.state.ledger.step,
-            self.spec.evaluation.every,
-            self.state.lineage.base,
-        )
+        step, every, head = self.state.ledger.step, self.spec.evaluation.every, self.state.lineage.base
+        # A stream has one limit, so no answer of the next stage of lengths is made beside those of this one.
+        ends = (each.until_step for each in self.spec.sampling.stages if each.until_step > step)
+        left = min(ends, default=self.spec.steps) - step
         if not every or head is None or not self.dataset.evaluated:
             return left
         return min(left, every - head.ordinal % every)
@@ -242,7 +246,7 @@ class RunContext:
     def expected_tokens(self, prompt: int) -> float:
         """Mean length of the item's answers so far, in tokens; the most that it may have for a new item."""
         answers, total = self._lengths.get(self.item(prompt).question, (0, 0))
-        return total / answers if answers else float(self.spec.sampling.max_new_tokens)
+        return total / answers if answers else float(self.spec.sampling.longest_at(self.state.ledger.step))
 
     # --- what is shown
 

@@ -197,6 +197,9 @@ class RunLoop:
             if self._calls.idle:
                 self._intend_pause(self._calls.idle)
             return
+        if self.context.begins_stage:
+            most = self.context.spec.sampling.longest_at(self.context.state.ledger.step)
+            self.context.note(f"answers have up to {most:,} tokens from this step on (sampling.stages)")
         generation = answers_for(self.context, self._published, self._timer)
         try:
             await self._step(generation)
@@ -212,7 +215,12 @@ class RunLoop:
         """Whether something is to be done that needs the rollouts, or the devices, without answers in hand."""
         context = self.context
         self._plan = self._plan or self._autoplan.due_move()
-        over = context.finished or context.evaluation_due() or self._regrouping.due() is not None
+        over = (
+            context.finished
+            or context.begins_stage
+            or context.evaluation_due()
+            or self._regrouping.due() is not None
+        )
         over = over or self._disk_due or self._plan is not None or context.recording.due()
         return over or self._at_boundary() is not None
 

@@ -71,7 +71,8 @@ class Standstill:
 
     def cause(self) -> str:
         """What a standing step waits for: what is said of that, such as a scorer's error, else the instances."""
-        said = "; ".join(self._context.fleet.waits.of(self._context.run_id))
+        waits, run = self._context.fleet.waits, self._context.run_id
+        said = "; ".join([*waits.of(run), *waits.stages(run)])
         return said or f"it waits for {self._awaited()[1]}"
 
     def end(self) -> None:

@@ -181,14 +181,16 @@ class Uploads:
             self._post(ev.UploadSkipped, name=wanted.name, step=wanted.step, reason="it is no longer on disk")
             return
         try:
-            done = await self._process.ask(
-                "upload",
-                root=str(self._root),
-                name=wanted.name,
-                facts=facts,
-                keep=context.spec.checkpoint.keep,
-                retained=retained,
-            )
+            uploading = f"checkpoint {wanted.name} is uploaded to {self._process.url}"
+            with context.fleet.waits.stage(context.run_id, uploading, told=False):
+                done = await self._process.ask(
+                    "upload",
+                    root=str(self._root),
+                    name=wanted.name,
+                    facts=facts,
+                    keep=context.spec.checkpoint.keep,
+                    retained=retained,
+                )
         except StoreProblem as problem:
             self._current = None
             if not self._queue:

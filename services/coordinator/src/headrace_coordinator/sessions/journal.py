@@ -16,6 +16,8 @@ from pydantic import TypeAdapter
 _OPERATION: TypeAdapter[Operation] = TypeAdapter(Operation)
 _RESULT: TypeAdapter[Result] = TypeAdapter(Result)
 FOLDER, CLOSED, NAMED = "calls", "closed", "named.json"
+MOST_READ = 8
+"""Calls that are not read from their files again."""
 STEPS = ("optim_step", "load")
 """Calls behind which no gradient waits for a step any more."""
 
@@ -25,6 +27,8 @@ class Journal:
 
     def __init__(self, run_directory: Path) -> None:
         self._directory = run_directory / FOLDER
+        self._newest: dict[int, Operation] = {}
+        """Calls that were kept last, as long as nobody has read them."""
         self.kinds: dict[int, str] = {}
         """Of all calls that were accepted."""
         self.outcomes: dict[int, bool] = {}
@@ -62,16 +66,22 @@ class Journal:
         """Writes a call."""
         self._write(f"{seq:08d}.{operation.kind}.call.json", operation.model_dump_json())
         self.kinds[seq] = operation.kind
+        self._newest[seq] = operation
+        while len(self._newest) > MOST_READ:
+            self._newest.pop(next(iter(self._newest)))
 
     def call(self, seq: int) -> Operation:
         """A call that is kept."""
+        if (operation := self._newest.pop(seq, None)) is not None:
+            return operation
         path = self._directory / f"{seq:08d}.{self.kinds[seq]}.call.json"
         return _OPERATION.validate_json(path.read_bytes())
 
     def settle(self, seq: int, result: Result) -> None:
         """Writes what became of a call."""
         state = "failed" if isinstance(result, Failure) else "ok"
-        self._write(f"{seq:08d}.{self.kinds[seq]}.{state}.json", result.model_dump_json())
+        name = f"{seq:08d}.{self.kinds[seq]}.{state}.json"
+        self._write(name, result.model_dump_json(), listed=False)  # one that a power cut loses is made again
         self.outcomes[seq] = state == "ok"
 
     def result(self, seq: int) -> Result | None:
@@ -114,7 +124,7 @@ class Journal:
         self.named = named if checkpoint is None else {**named, name: checkpoint}
         self._write(NAMED, json.dumps(self.named))
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, name: str, text: str, *, listed: bool = True) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         path, part = self._directory / name, self._directory / f".{name}.part"
         with part.open("w", encoding="utf-8") as file:
@@ -122,6 +132,8 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         part.rename(path)
+        if not listed:
+            return
         descriptor = os.open(self._directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -219,9 +219,13 @@ class RunFiles:
             numbers = [numbers[count - 1 - each * count // points] for each in reversed(range(points))]
         return [event for number in numbers for _, event in self._events("number = ?", number)], count
 
-    def certificates(self, after: int) -> Iterator[tuple[int, ev.Event, bool]]:
-        """(number, event, live) of the committed steps behind event `after`, abandoned ones included."""
-        query = "kind = ? AND version IS NOT NULL AND number > ? ORDER BY number"
+    def certificates(self, after: int, *, newest: bool = False) -> Iterator[tuple[int, ev.Event, bool]]:
+        """(number, event, live) of the committed steps behind event `after`, abandoned ones included.
+
+        With `newest` of those before it, the newest one first.
+        """
+        behind = "number < ? ORDER BY number DESC" if newest else "number > ? ORDER BY number"
+        query = f"kind = ? AND version IS NOT NULL AND {behind}"
         for event, number, live in self._rows(f"number, {LIVE}", query, STEP, after):
             yield number, event, bool(live)
 

@@ -62,6 +62,7 @@ TRACKERS: Registry[Tracker] = Registry(
     "options",
     {
         "mlflow": "headrace_coordinator.trackers.mlflow:MlflowTracker",
+        "notify": "headrace_coordinator.trackers.notify:NotifyTracker",
         "trackio": "headrace_coordinator.trackers.trackio:TrackioTracker",
         "wandb": "headrace_coordinator.trackers.wandb:WandbTracker",
     },

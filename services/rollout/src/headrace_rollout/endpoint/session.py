@@ -18,7 +18,8 @@ from dataclasses import replace
 from functools import partial
 
 from headrace_servicekit.session_marks import own_key
-from headrace_servicekit.tool_calls import Call, beside_calls, typed
+from headrace_servicekit.tool_arguments import typed
+from headrace_servicekit.tool_calls import Call, beside_calls
 from typing_extensions import override
 
 from headrace_rollout.endpoint.answers import Answer, Exchange, Exchanges, Terms, Told, all_of, session_over

@@ -79,6 +79,8 @@ class Capabilities:
     """Top-p counts the mass that top-k and min-p left; without it, top-p is refused together with them."""
     penalty_counts_prompt: bool = True
     """The repetition penalty counts the tokens of the prompt too; without it, one other than 1 is refused."""
+    likeliest: bool = False
+    """Tells the likeliest words in the place of given tokens, as `TellsLikeliest`."""
 
 
 @dataclass(frozen=True)
@@ -336,14 +338,18 @@ class Engine(PolicyHolder, Protocol):
         """Log-probs of the ids from each start on, and the version that scored."""
 
 
+Likeliest = tuple[list[int], list[float]]
+"""Words and their log-probs, likeliest first."""
+
+
 @runtime_checkable
 class TellsLikeliest(Protocol):
     """What an engine can do besides when it tells which tokens are the likeliest at a position."""
 
     async def likeliest(
         self, sequences: Sequence[tuple[Sequence[int], int]], top: int, authority: Authority = allowed
-    ) -> list[list[tuple[list[int], list[float]]]]:
-        """The `top` likeliest ids and their log-probs at each position from each start on, likeliest first."""
+    ) -> list[list[Likeliest]]:
+        """The `top` likeliest words in each place from each start on, by the model's own distribution."""
 
 
 def device_of(holder: PolicyHolder, *, maps: bool = False) -> torch.device | None:

@@ -24,6 +24,7 @@ TRANSFORMERS = Plugin(
         "lora",
         "images",
         "learned_drafts",
+        "likeliest",
         *_DISTRIBUTIONS,
     ),
 )
@@ -40,6 +41,7 @@ VLLM = Plugin(
         "routed_experts",
         "lora",
         "images",
+        "likeliest",
         "drafts_truncated",
         *_DISTRIBUTIONS,
     ),

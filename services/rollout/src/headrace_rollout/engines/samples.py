@@ -301,6 +301,8 @@ class TrajectoryUpdate:
     """Of a conversation that has ended."""
     images: tuple[ImageAt, ...] = ()
     """Of the prompt; of a conversation, all that it was computed with, in the order of their tokens."""
+    teacher_top: bytes = b""
+    """As `Branch.teacher_top`, of one that ended."""
 
     @classmethod
     def untouched(cls, key: SlotKey, attempt: int, number: int) -> TrajectoryUpdate:

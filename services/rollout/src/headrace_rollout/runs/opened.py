@@ -23,7 +23,7 @@ from headrace_servicekit.weights.receiving import ways_of
 from headrace_servicekit.weights.ways import Links, Way
 from typing_extensions import override
 
-from headrace_rollout.engines.base import Engine, PolicyHolder, device_of
+from headrace_rollout.engines.base import Engine, PolicyHolder, TellsLikeliest, device_of
 from headrace_rollout.wire import duration_of, invalid
 
 if TYPE_CHECKING:
@@ -227,6 +227,8 @@ class TextRun(OpenedRun):
 
     engine: Engine
     codec: TextCodec
+    teacher: TellsLikeliest | None = field(default=None, kw_only=True)
+    """Reads what has ended: trajectories carry what it finds likeliest."""
 
     @property
     @override

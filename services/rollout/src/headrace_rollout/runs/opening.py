@@ -28,7 +28,7 @@ from headrace_servicekit.stores.files import localized
 from headrace_servicekit.stores.problems import StoreProblem
 
 from headrace_rollout.engines import ENGINES
-from headrace_rollout.engines.base import Engine, EngineConfig, Weights
+from headrace_rollout.engines.base import Engine, EngineConfig, TellsLikeliest, Weights
 from headrace_rollout.engines.beside import EngineBeside, Frozen
 from headrace_rollout.engines.contract import require_engine
 from headrace_rollout.engines.hosts import Hosts
@@ -167,7 +167,30 @@ def _text_run(
         return ConversationRun(name, config, engine, codec, policy, pools, others)
     if config.agent is not None and config.agent.online is not None:
         return _online_run(name, config, config.agent, build(settings), codec)
+    if config.teacher is not None:
+        return _taught_run(name, config, config.teacher, settings, build)
     return TextRun(name, config, build(settings), codec)
+
+
+def _taught_run(
+    name: str,
+    config: RolloutConfig,
+    section: ModelSection,
+    settings: EngineConfig,
+    build: Callable[[EngineConfig], Engine],
+) -> TextRun:
+    """A run whose teacher is beside its policy. Raises ModelNotReadable, and PluginError for one that reads less."""
+    with _naming("trainer.reference.path"):
+        teacher = build(replace(settings, model=section, adapters={}, routed_experts=False))
+    engine = build(settings)
+    if not (isinstance(teacher, TellsLikeliest) and teacher.capabilities.likeliest):
+        reason = f"{config.rollout.engine} does not tell the likeliest words, which algorithm.options.top_k asks for"
+        raise PluginError([KeyProblem("rollout.engine", reason, "use transformers or vllm")])
+    if (most := teacher.max_context_tokens) < engine.max_context_tokens:
+        reason = f"the teacher reads {most} tokens, and the policy {engine.max_context_tokens}"
+        raise PluginError([KeyProblem("trainer.reference.path", reason, f"set model.max_context: {most}")])
+    beside = EngineBeside(engine, [Frozen(teacher, _reader(config, section))])
+    return TextRun(name, config, beside, settings.codec, teacher=teacher)
 
 
 def _online_run(

@@ -115,8 +115,8 @@ class TurnTemplate:
         """Ids of the first messages, up to where the policy speaks. Raises ValueError with the template's reason."""
         if not self._chat:
             return self._placed(self._codec.encode_prompt(text=_contents(messages)), messages)
-        ids = self._codec.encode_prompt(chat=_rendered(messages), arguments=self._given(tools))
-        return self._placed(ids, messages)
+        text = self._codec.render(_rendered(messages), self._given(tools))
+        return self._placed(self._codec.encode_rendered(self._with_images(text, messages)), messages)
 
     def between(self, spoken: Sequence[int], messages: Sequence[Turn], tools: Sequence[Any] | None) -> Given:
         """Ids that follow the policy's turn, which is `spoken`: its end, the messages, the next turn's beginning.
@@ -129,7 +129,7 @@ class TurnTemplate:
                 self._check_shown(message)
         else:
             text = _contents(messages)
-        ids = self._codec.encode_behind(text)
+        ids = self._codec.encode_behind(self._with_images(text, messages))
         # The end of the turn is there already where the policy has sampled it.
         ended = bool(spoken) and spoken[-1] in self._codec.eos_ids and ids[:1] == [spoken[-1]]
         return self._placed(ids[1:] if ended else ids, messages)
@@ -145,13 +145,15 @@ class TurnTemplate:
         if not self._shown[role]:
             raise ValueError(f"the model's chat template leaves out messages of {role}; give another role")
 
+    def _with_images(self, text: str, messages: Sequence[Turn]) -> str:
+        """A text in which each image has its tokens. Raises ValueError."""
+        if files := _files(messages):
+            assert self._reader
+        return self._codec.with_images(text, files)
+
     def _placed(self, ids: list[int], messages: Sequence[Turn]) -> Given:
-        """Ids in which each image has its tokens. Raises ValueError."""
-        files = [data for message in messages for data in message.get("images", ())]
-        if not files:
-            return Given(ids)
-        reader = self._reader
-        return Given.of(reader, reader.expand(ids, [reader.read(data) for data in files]), files)
+        files = _files(messages)
+        return Given.of(self._reader, ids, files) if files else Given(ids)
 
     def _behind(self, messages: Sequence[Turn], tools: Sequence[Any] | None, said: str) -> str:
         """The text that follows what the policy has said."""
@@ -227,6 +229,11 @@ def _rendered(messages: Iterable[Turn]) -> list[dict[str, Any]]:
         bare = {key: value for key, value in each.items() if key != "images"}
         found.append(in_parts(bare) if each.get("images") else bare)
     return found
+
+
+def _files(messages: Sequence[Turn]) -> list[bytes]:
+    """The images of messages, in order."""
+    return [data for message in messages for data in message.get("images", ())]
 
 
 def _contents(messages: Sequence[Turn]) -> str:

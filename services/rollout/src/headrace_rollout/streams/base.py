@@ -119,6 +119,10 @@ class SampleStream(ABC, Generic[OutputT, ResponseT]):
         """Ends what was begun for the stream; nothing comes back after it."""
         await self._abort()
 
+    async def _prepared(self, outputs: Sequence[OutputT]) -> Sequence[OutputT]:
+        """The outputs as they are sent."""
+        return outputs
+
     @abstractmethod
     def _size(self, output: OutputT) -> int:
         """About the bytes of an output on the wire."""
@@ -161,7 +165,7 @@ class SampleStream(ABC, Generic[OutputT, ResponseT]):
         self._run.streams.add(self)
         try:
             while not self._revoked and (self._reading or self._outstanding or self._revoking):
-                response = self._respond(await self._next_outputs())
+                response = self._respond(await self._prepared(await self._next_outputs()))
                 if response is not None:
                     yield response
                     self._serving.after_response()

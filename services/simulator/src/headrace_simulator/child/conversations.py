@@ -24,6 +24,7 @@ from headrace.simulator.v1 import simulator_pb2
 from headrace_schema.images import IMAGE_MARK, MOST_IMAGE_BYTES, MOST_IMAGES
 from headrace_schema.references import redacted
 from headrace_servicekit.causes import cause_first
+from headrace_servicekit.contained.network import CONTAINED_VARIABLE, ENDPOINT_PORT, ENDPOINT_VARIABLE
 from headrace_servicekit.image_files import BadImage, image_file
 from headrace_servicekit.process.spawn import descendants
 from headrace_servicekit.process.worker import exit_description
@@ -377,10 +378,14 @@ def _ended_within(process: int, wait_s: float) -> bool:
 
 def _variables(given: Mapping[str, Any]) -> dict[str, str]:
     """What an agent finds its endpoint by, under the names that clients read."""
-    around = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), urlsplit(given["base_url"]).hostname)))
+    url = urlsplit(given["base_url"])
+    outside, contained = url.netloc, CONTAINED_VARIABLE in os.environ
+    url = url._replace(netloc=f"127.0.0.1:{ENDPOINT_PORT}") if contained else url
+    around = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), url.hostname)))
     return {
-        "OPENAI_BASE_URL": given["base_url"],
-        "OPENAI_API_BASE": given["base_url"],
+        "OPENAI_BASE_URL": url.geturl(),
+        "OPENAI_API_BASE": url.geturl(),
+        ENDPOINT_VARIABLE: outside,
         "OPENAI_API_KEY": given["api_key"],
         "HEADRACE_SESSION": given["session"],
         "NO_PROXY": around,

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from headrace_servicekit.lease.devices import bind_cpu, gpu_uuids
 from headrace_servicekit.process.worker import UsersCode, Worker, WorkerGone, WorkerTimeout, exit_description
@@ -190,6 +191,16 @@ async def list_environments(timeout_s: float) -> tuple[list[tuple[str, str]], di
         return [(backend, name) for backend, name in found["environments"]], found["brokers"]
     finally:
         await child.kill()
+
+
+def endpoint_of(options_json: str) -> tuple[str, int] | None:
+    """Host and port of the endpoint that a rollout gives an agent as it starts one; None of other resets."""
+    try:
+        given = json.loads(options_json or "{}")
+        url = urlsplit(given["base_url"])
+        return (url.hostname, url.port or 80) if url.hostname else None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def task_capabilities(catalogue: Iterable[tuple[str, str]]) -> list[str]:

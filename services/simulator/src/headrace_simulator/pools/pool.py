@@ -20,7 +20,7 @@ from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.pipes import Kind
 from headrace_simulator.pools.brokers import Brokers
 from headrace_simulator.pools.gathering import Authority, Gathering, Part
-from headrace_simulator.pools.host import ChildHost, HostFault, HostLost
+from headrace_simulator.pools.host import ChildHost, HostFault, HostLost, endpoint_of
 from headrace_simulator.pools.ledger import Description, EnvironmentLedger, Operation, Outcome, length_of
 from headrace_simulator.spaces import from_message
 
@@ -265,6 +265,11 @@ class EnvironmentPool:
                 outcomes.append(self._lost(operation, why, host))
         if not sent:
             return outcomes
+        # Of agents alone is this the rollout's word: an item of users may look like it.
+        agents = self.description.conversation and self.description.agents
+        for operation in sent if agents else ():
+            if child.outlet and operation.HasField("reset"):
+                child.outlet.endpoint = endpoint_of(operation.reset.options_json)
         child.send((Kind.OPERATE, simulator_pb2.StepRequest(operations=sent).SerializeToString()))
         given = {operation.environment: operation for operation in operations}
         waiting = deque(given[each.environment] for each in sent)

@@ -170,7 +170,8 @@ class TokenBatch:
     micro-batch's sequences from 0: every trained token of a sequence is in one micro-batch. `columns_K` are the
     algorithm's `columns`, and RETURNS where its advantages came with them. `entropy_K` are the entropies of the
     distributions that the tokens were drawn from, `values_K` its critic's values (None without a critic); both are
-    differentiable.
+    differentiable. `teacher_log_probs_KM` are a teacher's of the words that it finds likeliest in each token's place,
+    and `top_log_probs_KM`, differentiable, the policy's of the same words; None without such a teacher.
     """
 
     log_probs_K: Tensor
@@ -182,6 +183,8 @@ class TokenBatch:
     columns_K: Mapping[str, Tensor] = field(default_factory=dict)
     entropy_K: Tensor | None = None
     values_K: Tensor | None = None
+    top_log_probs_KM: Tensor | None = None
+    teacher_log_probs_KM: Tensor | None = None
 
     def mask(self) -> Tensor:
         """(S, T) bool: where `padded` has a token."""
@@ -270,6 +273,10 @@ class Algorithm(Protocol):
         """
 
     @property
+    def expert_bias_rate(self) -> float:
+        """What biases of routers follow their experts' load by; above 0 the barrier is BATCH. See `bias_rate_of`."""
+
+    @property
     def routing_replay(self) -> bool:
         """Whether tokens go to the experts that the engine sent them to. Read it with `replays_routing`."""
 
@@ -340,6 +347,11 @@ def balance_loss_of(algorithm: Algorithm) -> float:
     return float(getattr(algorithm, "balance_loss", 0.0))
 
 
+def bias_rate_of(algorithm: Algorithm) -> float:
+    """`Algorithm.expert_bias_rate`; 0 of one that has no such property."""
+    return float(getattr(algorithm, "expert_bias_rate", 0.0))
+
+
 def turn_credit_of(algorithm: Algorithm) -> TurnCredit | None:
     """`Algorithm.turn_credit`; None of one that has no such property."""
     found: TurnCredit | None = getattr(algorithm, "turn_credit", None)
@@ -365,6 +377,11 @@ def batch_figures_of(algorithm: Algorithm) -> dict[str, float]:
 def branch_weights_of(algorithm: Algorithm) -> str:
     """`Algorithm.branch_weights`; "divide" of one that has no such property."""
     return str(getattr(algorithm, "branch_weights", "divide"))
+
+
+def teacher_top_of(algorithm: Algorithm) -> int:
+    """Of how many words a teacher tells the log-probs in each token's place: the option `top_k` of one that has one."""
+    return int(getattr(algorithm, "teacher_top", 0))
 
 
 def replays_routing(algorithm: Algorithm) -> bool:

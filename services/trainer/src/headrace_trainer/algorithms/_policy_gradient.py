@@ -44,7 +44,7 @@ from headrace_trainer.algorithms.plugins import (
 Chosen = TypeVar("Chosen", bound=PolicyOptions)
 Clipped = TypeVar("Clipped", bound=ClipOptions)
 Compared = TypeVar("Compared", bound=StdOptions)
-SHOWN = ("clip_fraction", "dual_clip_fraction")
+SHOWN = ("clip_fraction", "dual_clip_fraction", "teacher_kl")
 """Metrics of a loss that become figures of a step."""
 
 
@@ -94,12 +94,18 @@ class PolicyGradient(Generic[Chosen]):
     @property
     def barrier(self) -> Barrier:
         """What the advantages need, and the whole batch for several passes and for the balance of experts."""
-        return Barrier.BATCH if self.passes.several or self.balance_loss else self.compares
+        balances = self.balance_loss or self.expert_bias_rate
+        return Barrier.BATCH if self.passes.several or balances else self.compares
 
     @property
     def balance_loss(self) -> float:
         """By `balance_loss_coef`."""
         return self.options.balance_loss_coef
+
+    @property
+    def expert_bias_rate(self) -> float:
+        """By the option of that name."""
+        return self.options.expert_bias_rate
 
     @property
     def routing_replay(self) -> bool:

@@ -99,6 +99,11 @@ class PolicyOptions(Options):
         default=0.0,
         description="weight of the load-balance loss of a model with experts, in each of its layers; 0: no such term",
     )
+    expert_bias_rate: NotNegative = Field(
+        default=0.0,
+        description="what the bias by which a router chooses an expert rises after each optimizer step where fewer "
+        "tokens than an equal share went to it, and falls where more did (DeepSeek V3: 0.001); 0: it stays",
+    )
     routing_replay: bool = Field(
         default=False,
         description="a token goes to the experts that the engine sent it to (rollout routing replay, R3), in a model "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
+from headrace_schema.workflow import MOST_WORDS
 from headrace_servicekit.registry import Plugin
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -26,7 +27,21 @@ from headrace_trainer.algorithms.options import StdOptions as StdOptions
 
 
 class PpoOptions(ClipOptions, AggregationOptions):
-    """Those with PPO's clip whose aggregation is open; `algorithm.options` of distill."""
+    """Those with PPO's clip whose aggregation is open."""
+
+
+class DistillOptions(PpoOptions):
+    """`algorithm.options` of distill."""
+
+    top_k: Annotated[int, Field(ge=0, le=MOST_WORDS)] = Field(
+        default=0,
+        description="the KL to the teacher over so many words that it finds likeliest at each token, and over the rest "
+        "as one, computed beside the rollout's engine; 0: the log-prob of the sampled token alone, by the trainer",
+    )
+    direction: Literal["reverse", "forward"] = Field(
+        default="reverse",
+        description="of that KL: reverse, policy to teacher; forward, teacher to policy; needs top_k",
+    )
 
 
 class GroupPpoOptions(PpoOptions, GroupOptions):
@@ -321,7 +336,7 @@ REMAX = Plugin(
 )
 DISTILL = Plugin(
     f"{_HERE}.distill:Distill",
-    PpoOptions,
+    DistillOptions,
     "on-policy distillation from the teacher trainer.reference",
     features=OFF_POLICY,
 )

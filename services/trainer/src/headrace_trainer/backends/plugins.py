@@ -28,6 +28,11 @@ class FsdpOptions(Options):
         description="what lies in host memory: the optimizer's moments, moved to the GPU for the step (optimizer), or "
         "also master weights and gradients, with the step on the CPU (parameters); default: none where that fits",
     )
+    offload_activations: bool = Field(
+        default=False,
+        description="inputs of layers, from which the backward pass computes these again, wait for it in host memory "
+        "(pinned, of a GPU): for long sequences. Turns trainer.gradient_checkpointing on",
+    )
     expert_parallel: PositiveInt = Field(
         default=1,
         description="ranks over which the experts of a layer are divided (mixtures of experts): tokens go to them; 1: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +60,7 @@ class StateReader:
     ) -> None:
         self._weights, self._optimizer, self._steps = weights, optimizer, optimizer_steps
         self._reason, self._source, self._policy = reason, source, policy
+        self._weights_only = False
 
     @classmethod
     def of_checkpoint(cls, path: Path, files: Iterable[str], optimizer_steps: int) -> StateReader:
@@ -77,11 +79,21 @@ class StateReader:
 
     def of_policy(self, policy: str) -> StateReader:
         """What there is of one of several policies, by its own names; "" is the run's own."""
-        return StateReader(self._weights, self._optimizer, self._steps, self._reason, self._source, policy)
+        own = copy(self)
+        own._policy = policy
+        return own
+
+    def without_moments(self) -> StateReader:
+        """The same with no optimizer step behind it."""
+        own = copy(self)
+        own._weights_only = True
+        return own
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps behind the moments."""
+        """Optimizer steps behind the moments; 0: there are none to load."""
+        if self._weights_only:
+            return 0
         return int(self.moment(STEPS_KIND, STEPS_KIND)) if self._policy else self._steps
 
     def weight(self, name: str, box: Box | None = None) -> Tensor:

@@ -16,12 +16,13 @@ from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.exporting import export_model, save_adapter
 from headrace_modelkit.families.drafts import DRAFT, add_draft, save_draft
-from headrace_modelkit.families.mixtures import expert_shape, no_shape
+from headrace_modelkit.families.mixtures import ExpertShape, expert_shape, no_shape
+from headrace_modelkit.families.routing import router_biases
 from headrace_modelkit.loading import load_architecture, load_model, reads_images
 from headrace_modelkit.lora import is_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
 from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_modelkit.vision import ImageReader, load_images
+from headrace_modelkit.vision import ImageReader, copy_processor, load_images
 from headrace_modelkit.weights import CheckpointNames, state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
@@ -36,8 +37,10 @@ from headrace_trainer.algorithms._base import (
     Algorithm,
     Barrier,
     balance_loss_of,
+    bias_rate_of,
     judge_of,
     replays_routing,
+    teacher_top_of,
     turn_credit_of,
 )
 from headrace_trainer.backends import build_backend, choose_backend
@@ -122,6 +125,7 @@ class AnswersRun(PolicyKind):
             self.config.sampling,
             self.vocabulary,
             self._route_width,
+            teacher_top_of(self.algorithm()),
             by_turn=self._by_turn,
             reader=self._images,
         )
@@ -208,7 +212,7 @@ class AnswersRun(PolicyKind):
                 save_draft(directory / "draft", section, config.model, draft)
             _keep_generation_config(config.model, directory)
             if codec.images is not None:
-                codec.images.save(directory)
+                copy_processor(self.config.model, directory)
 
         codec = load_tokenizer(config.model)
         export_model(
@@ -243,6 +247,7 @@ class AnswersRun(PolicyKind):
         wanted = {
             "balance_loss_coef": bool(balance_loss_of(algorithm)),
             "routing_replay": replays_routing(algorithm),
+            "expert_bias_rate": bool(bias_rate_of(algorithm)),
         }
         chosen = [name for name, given in wanted.items() if given]
         if not chosen:
@@ -260,6 +265,20 @@ class AnswersRun(PolicyKind):
                 "in a way that Headrace does not know; leave it out",
                 key=key,
             )
+        if wanted["expert_bias_rate"]:
+            self._check_biases(shape)
+
+    def _check_biases(self, shape: ExpertShape) -> None:
+        """Raises Refusal INVALID where no biases can follow the experts' load."""
+        key, path = "algorithm.options.expert_bias_rate", self.config.model.path
+        found = router_biases(dict(state_tensors(empty_model(self.config.model))))
+        if len(found) != shape.layers:
+            count = f"{len(found)} of its {shape.layers} layers of experts" if found else "none of its layers"
+            raise invalid(
+                f"{key}: {path!r} has a bias to choose experts by in {count}; leave it out", key=key
+            )
+        if self.config.trainer.lora is not None:
+            raise invalid(f"{key}: trainer.lora publishes adapters alone; leave one of the two out", key=key)
 
     def _check_reference(self, algorithm: Algorithm, vocabulary: int) -> None:
         """Raises Refusal INVALID or MODEL_NOT_READABLE for a reference that is not used, or that does not fit."""
@@ -268,7 +287,13 @@ class AnswersRun(PolicyKind):
             if algorithm.needs_teacher:
                 raise invalid(f"{key}: {name} learns from a teacher; give its path", key=key)
             return
-        if REFERENCE_LOG_PROBS not in algorithm.columns:
+        top = teacher_top_of(algorithm)
+        if top > vocabulary:
+            key, fix = "algorithm.options.top_k", f"the nearest valid value is {vocabulary}"
+            raise invalid(
+                f"{key}: the model knows {vocabulary} tokens, and {top} are asked for; {fix}", key=key
+            )
+        if REFERENCE_LOG_PROBS not in algorithm.columns and not top:
             raise invalid(
                 f"{key}: no option of {name} uses it; set kl_loss_coef above 0, or leave it out", key=key
             )

@@ -166,7 +166,7 @@ class Intake:
             groups_B=torch.tensor([index for index, _ in members]),
             mask_BT=places_T < trained_B[:, None],
             lengths_B=torch.tensor([_longest_turn(member) for _, member in members]),
-            longest=self._config.sampling.max_new_tokens,
+            longest=self._config.sampling.longest_at(state.begun.step if state.begun else 0),
             draw=random.Random(
                 f"{self._config.seed}/draw/{state.begun.step if state.begun else 0}"
             ).getrandbits(48),

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Many
 from headrace_schema.openings import TrainerConfig
 from typing_extensions import override
 
-from headrace_trainer.algorithms._base import Algorithm, balance_loss_of
+from headrace_trainer.algorithms._base import Algorithm, balance_loss_of, bias_rate_of
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.intake import Intake, Prepared, admitted, columns_problem
 from headrace_trainer.learning.passes import (
@@ -126,7 +126,7 @@ class BatchLearner(PassesLearner[list[Prepared], Prepared]):
     def _accumulate(self, minibatch: list[Prepared]) -> bool:
         groups = [prepared.samples for prepared in minibatch]
         works = [work for work, _ in planned(groups, self._rounds)]
-        if balance_loss_of(self._algorithm):
+        if balance_loss_of(self._algorithm) or bias_rate_of(self._algorithm):
             self._rounds.balance(works, self._divisor([], minibatch))
         return all(self._rounds.micro(works))
 

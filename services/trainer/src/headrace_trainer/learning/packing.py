@@ -27,6 +27,7 @@ from headrace_modelkit.families.mixtures import ExpertShape
 from headrace_modelkit.families.routing import Routing
 from headrace_modelkit.logprobs import Temperature
 from headrace_modelkit.vision import ImageReader, Pictures
+from headrace_servicekit.rpc.trajectories import unpack_top
 from torch import Tensor
 
 from headrace_trainer.learning.pictures import lay_out
@@ -149,6 +150,15 @@ class MicroBatch:
     """For a head that drafts and learns beside the model."""
     temperatures_U: Tensor | None = None
     """Those at which tokens were drawn, NaN where at the run's; None where all were."""
+    teacher_ids_UM: Tensor | None = None
+    """The words that a teacher finds likeliest where tokens are, and its log-probs of them, -inf of what is none."""
+    teacher_log_probs_UM: Tensor | None = None
+
+    @property
+    def words_UM(self) -> Tensor:
+        """Whose log-probs are wanted of each pair: its target, and what a teacher finds likeliest."""
+        targets_U1 = self.targets_U[:, None]
+        return targets_U1 if self.teacher_ids_UM is None else torch.cat([targets_U1, self.teacher_ids_UM], 1)
 
     def at(self, temperature: float) -> Temperature:
         """The temperature of each pair, where the run's is this one."""
@@ -241,12 +251,9 @@ def pack(
     )
     laid_out = _laid_out(trees, paths, attends, shared=shared, multiple=multiple)
     shape = (laid_out.tokens_RL.shape[0], laid_out.tokens_RL.shape[1])
-    pictures = None if images is None else lay_out(own, paths, laid_out.starts, shape, images)
-    tokens_RL = laid_out.tokens_RL
-    if images is not None:  # the model knows no numbers below 0
-        tokens_RL = tokens_RL.where(tokens_RL >= 0, images.token)
+    pictures = None if images is None else lay_out(own, paths, laid_out.starts, laid_out.tokens_RL, images)
     return MicroBatch(
-        tokens_RL=tokens_RL,
+        tokens_RL=laid_out.tokens_RL,
         positions_RL=laid_out.positions_RL,
         mask_R1LL=laid_out.mask_R1LL,
         paths=laid_out.paths,
@@ -263,7 +270,19 @@ def pack(
         pictures=pictures,
         drafts=DraftPaths.of(paths, laid_out.starts, own, index_K) if drafts else None,
         temperatures_U=None if temperatures_K is None else torch.from_numpy(temperatures_K[first_U]),
+        **_teachers(own, first_U),
     )
+
+
+def _teachers(sequences: list[Sample], first_U: np.ndarray) -> dict[str, Any]:
+    if not any(sequence.teacher_top for sequence in sequences):
+        return {}
+    found = [unpack_top(each.teacher, len(each.trained), each.teacher_top) for each in sequences]
+    ids_UM, log_probs_UM = (np.concatenate(kind)[first_U] for kind in zip(*found, strict=True))
+    return {
+        "teacher_ids_UM": torch.from_numpy(ids_UM.astype(np.int64)),
+        "teacher_log_probs_UM": torch.from_numpy(log_probs_UM),
+    }
 
 
 def _temperatures(sequences: list[Sample]) -> tuple[np.ndarray | None, np.ndarray]:

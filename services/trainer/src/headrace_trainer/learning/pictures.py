@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import numpy as np
-from headrace_modelkit.vision import ImageReader, Pictures, Pixels, Span, place_number, rope_positions
+from headrace_modelkit.vision import ImageReader, Pictures, Placed, Span, place_number, rope_positions
+from torch import Tensor
 
 from headrace_trainer.learning.samples import Image, Sample
 
@@ -34,15 +35,16 @@ def lay_out(
     sequences: Many[Sample],
     paths: Many[tuple[int, np.ndarray]],
     starts: Many[int],
-    shape: tuple[int, int],
+    tokens_RL: Tensor,
     reader: ImageReader,
 ) -> Pictures:
-    """The images of a micro-batch of `shape` (R, L).
+    """The images of a micro-batch, whose tokens get their ids in `tokens_RL`: a model knows no numbers below 0.
 
     `paths` are (tree, nodes in it) of each sequence, `starts` each tree's first node among R * L.
     """
-    positions_3N = np.zeros((3, shape[0] * shape[1]), np.int64)
-    found: dict[int, tuple[np.ndarray, Pixels]] = {}
+    shape, tokens_N = tuple(tokens_RL.shape), tokens_RL.view(-1).numpy()
+    positions_3N = np.zeros((3, len(tokens_N)), np.int64)
+    found: dict[int, Placed] = {}
     for (tree, path), sequence in zip(paths, sequences, strict=True):
         if not len(path):
             continue
@@ -52,7 +54,8 @@ def lay_out(
         for span in spans:
             own = nodes[span.start : span.start + span.image.tokens]
             found.setdefault(int(own[0]), (own, span.image))
-    return Pictures.of(found.values(), positions_3N.reshape(3, *shape), reader.blank())
+            tokens_N[own] = span.image.ids
+    return Pictures.of(found.values(), positions_3N.reshape(3, *shape), reader)
 
 
 def _spans(sequence: Sample, length: int, reader: ImageReader) -> list[Span]:

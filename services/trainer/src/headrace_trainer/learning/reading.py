@@ -13,7 +13,7 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.digests import digest_bytes, set_digest, trajectory_digest
 from headrace_servicekit.rpc.requests import check_enum
-from headrace_servicekit.rpc.trajectories import turn_roles, unpack_routes
+from headrace_servicekit.rpc.trajectories import turn_roles, unpack_routes, unpack_top
 
 from headrace_trainer.errors import invalid
 from headrace_trainer.learning.pictures import place_images
@@ -42,20 +42,24 @@ def read_group(
     sampling: SamplingSection,
     vocabulary: int,
     route_width: int = 0,
+    teacher_top: int = 0,
     *,
     by_turn: bool = False,
     reader: ImageReader | None = None,
 ) -> Group:
     """A settled group. `route_width` are the bytes of a token's routes, 0 where they are not replayed.
 
-    `by_turn`: its members come with rewards by turn. `reader` reads images.
+    `teacher_top`: so many words that a teacher finds likeliest come with each sampled token. `by_turn`: its members
+    come with rewards by turn. `reader` reads images.
 
     Raises Refusal INVALID or DIGEST_MISMATCH.
     """
     if not message.members:
         raise invalid(f"prompt {message.prompt_ordinal}: a group without members")
     members = tuple(
-        _read_member(message.prompt_ordinal, member, sampling, vocabulary, route_width, by_turn=by_turn)
+        _read_member(
+            message.prompt_ordinal, member, sampling, vocabulary, route_width, teacher_top, by_turn=by_turn
+        )
         for member in sorted(message.members, key=lambda member: member.trajectory.sample.sample_index)
     )
     told = {
@@ -141,7 +145,7 @@ def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, voc
     (branch,) = message.branches
     if branch.images:
         raise invalid(f"{_name(message)} has images, which are not sent to be scored")
-    return _read_branch(branch, _name(message), sampling, vocabulary, 0)
+    return _read_branch(branch, _name(message), sampling, vocabulary)
 
 
 def check_settled(prompt: int, trajectory: common_pb2.Trajectory, reasons: frozenset[int], what: str) -> str:
@@ -164,6 +168,7 @@ def _read_member(
     sampling: SamplingSection,
     vocabulary: int,
     route_width: int,
+    teacher_top: int,
     *,
     by_turn: bool,
 ) -> Trajectory:
@@ -174,7 +179,8 @@ def _read_member(
     if not trajectory.branches:
         raise invalid(f"{where} has no branches; an answer has one")
     samples = [
-        _read_branch(branch, where, sampled_from, vocabulary, route_width) for branch in trajectory.branches
+        _read_branch(branch, where, sampled_from, vocabulary, route_width, teacher_top)
+        for branch in trajectory.branches
     ]
     return Trajectory(
         sample_index=trajectory.sample.sample_index,
@@ -221,7 +227,8 @@ def _read_branch(
     where: str,
     sampling: SamplingSection | None,
     vocabulary: int,
-    route_width: int,
+    route_width: int = 0,
+    teacher_top: int = 0,
 ) -> Sample:
     """A branch's sample; with `sampling`, the run's, what was drawn in another way is refused."""
     tokens: list[int] = []
@@ -262,11 +269,23 @@ def _read_branch(
         tokens,
         trained,
         log_probs or [math.nan] * len(trained),
+        teacher=_teacher(message, len(trained), where, vocabulary, teacher_top) if teacher_top else b"",
+        teacher_top=teacher_top,
         routes=routes,
         temperatures=temperatures,
         versions=versions,
         cut=message.cut,
     )
+
+
+def _teacher(message: common_pb2.Branch, sampled: int, where: str, vocabulary: int, top: int) -> bytes:
+    try:
+        ids, log_probs = unpack_top(message.teacher_top, sampled, top)
+    except ValueError as error:
+        raise invalid(f"{where}: teacher_top: {error}") from error
+    if not (ids >= 0).all() or not (ids < vocabulary).all() or not (log_probs <= 0).all():
+        raise invalid(f"{where}: teacher_top has ids that the model does not know, or log-probs above 0")
+    return message.teacher_top
 
 
 def _drawn_at(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingSection) -> float:

@@ -74,6 +74,9 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     """Prompt ordinal and sample index; ranks are told them."""
     targets: list[int] = []
     """Ids whose log-probs are taken where `trained` are; empty: those that stand there."""
+    teacher: bytes = b""
+    """The `teacher_top` words that a teacher finds likeliest in each trained token's place, as `Branch.teacher_top`."""
+    teacher_top: int = 0
 
     @property
     def role(self) -> str:

@@ -42,6 +42,8 @@ class RestoreRound(Round, frozen=True):
     digest: str = ""
     reduced: tuple[int, bool] | None = None
     """Tokens of a micro-batch, and whether layers are recomputed, after a device has run out of memory."""
+    weights_only: bool = False
+    """The optimizer begins anew."""
 
 
 class HelpRound(Round, frozen=True):

@@ -297,6 +297,8 @@ class Rank:
                     for backend in backends.values():
                         backend.load_reference()
                     reader = self._opened(round)
+                    if reader is not None and round.weights_only:
+                        reader = reader.without_moments()
                     for name, backend in backends.items():
                         backend.load_state(reader and backends.reader(name, reader))
                 else:
@@ -341,8 +343,8 @@ class Rank:
         if not isinstance(backend, BalancingBackend):
             raise Refusal(
                 "UNIMPLEMENTED",
-                f"algorithm.options.balance_loss_coef: the backend {self.config.trainer.backend} does not balance "
-                "experts; set it to 0",
+                "algorithm.options.balance_loss_coef, expert_bias_rate: the backend "
+                f"{self.config.trainer.backend} does not balance experts; leave both out",
             )
         return backend
 

@@ -181,14 +181,23 @@ class Rounds:
     # What the session asks for
 
     def restore(
-        self, checkpoint: str, number: int, reader: StateReader | None, directory: str = "", digest: str = ""
+        self,
+        checkpoint: str,
+        number: int,
+        reader: StateReader | None,
+        directory: str = "",
+        digest: str = "",
+        *,
+        weights_only: bool = False,
     ) -> None:
         """Loads weights and optimizer state on all ranks: the initial ones without a reader.
 
         The followers read them too where they see `directory`, below the one of all runs, with the state `digest`.
         """
         self.rank.reader = reader
-        self.lead(messages.RestoreRound(checkpoint, number, directory, digest, self.rank.reduced.told))
+        self.lead(
+            messages.RestoreRound(checkpoint, number, directory, digest, self.rank.reduced.told, weights_only)
+        )
 
     def help(self, reader: StateReader) -> None:
         """Loads a published version's weights."""

@@ -262,8 +262,8 @@ def check_same_models(saved: Saved, reference: ReferenceFacts | None, base: Refe
         raise Refusal(
             "CHECKPOINT_MISMATCH",
             f"model.path: the adapters of {saved.name} were trained beside the weights of {saved.base_model.name} "
-            f"(digest {saved.base_model.digest}), and {base.name} has others (digest {base.digest}); give model.path "
-            "and model.dtype as they were",
+            f"(digest {saved.base_model.digest}), and {base.name} has others (digest {base.digest}); give model.path, "
+            "model.dtype and trainer.lora.quantization as they were",
             key="model.path",
         )
 

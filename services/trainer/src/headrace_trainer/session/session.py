@@ -81,11 +81,18 @@ class Session:
     # Restoring
 
     def restore(
-        self, checkpoint: str, number: int, store_id: str, source: CheckpointDirectory | None = None
+        self,
+        checkpoint: str,
+        number: int,
+        store_id: str,
+        source: CheckpointDirectory | None = None,
+        *,
+        weights_only: bool = False,
     ) -> Restored:
         """Loads a checkpoint, or the initial model when the name is empty, as version `number`.
 
-        `source` has the checkpoint when it is another run's: numbers of that run mean nothing in this one.
+        `weights_only`: the optimizer begins anew. `source` has the checkpoint when it is another run's: numbers of that
+        run mean nothing in this one.
         """
         origin = Origin(checkpoint, source.run if source else "")
         if (reply := self.checkpoints.repeated(origin, number, self.state)) is not None:
@@ -108,7 +115,7 @@ class Session:
         self._drop_carried()
         where = (self._below_runs(saved.path), saved.digest) if saved else ("", "")
         try:
-            self.rounds.restore(checkpoint, number, reader, *where)
+            self.rounds.restore(checkpoint, number, reader, *where, weights_only=weights_only)
         except Quiesced:
             self._state, self.checkpoints.manifest = before
             raise

@@ -13,16 +13,17 @@ from headrace_planner.documents import PlanRequest
 from headrace_schema.access import QuotaRequest, TokenRequest
 from headrace_schema.changing import RunChange, RunLabels
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.sessions import Sample
 from headrace_schema.spec import RunSpec
 from pydantic.json_schema import models_json_schema
 
 from headrace_coordinator.access.enforcement import Enforcement
 from headrace_coordinator.access.issuer import Issuer
+from headrace_coordinator.access.login import Login
 from headrace_coordinator.access.table import OPEN, TABLE
 from headrace_coordinator.api.http.errors import ANSWERS, add_error_handlers
 from headrace_coordinator.api.http.guard import Guard
 from headrace_coordinator.api.http.links import Links, link_routes
+from headrace_coordinator.api.http.login import login_routes
 from headrace_coordinator.api.http.relay import Relay
 from headrace_coordinator.api.http.routes.access import access_routes
 from headrace_coordinator.api.http.routes.dashboard import page_routes
@@ -33,7 +34,7 @@ from headrace_coordinator.api.http.routes.overviews import overview_routes
 from headrace_coordinator.api.http.routes.recordings import recording_routes, video_routes
 from headrace_coordinator.api.http.routes.runs import run_routes
 from headrace_coordinator.api.http.routes.service import plan_routes, service_routes
-from headrace_coordinator.api.http.routes.sessions import CallRequest, session_routes
+from headrace_coordinator.api.http.routes.sessions import CallRequest, SamplesRequest, session_routes
 from headrace_coordinator.api.http.tinker.routes import tinker_routes
 from headrace_coordinator.api.http.tinker.service import Tinker
 
@@ -98,10 +99,12 @@ def make_app(
         app.include_router(video_routes(coordinator, kind))
     app.include_router(overview_routes(coordinator, runs_directory))
     app.include_router(fleet_routes(coordinator, runs_directory.parent / "logs"))
-    app.include_router(service_routes(coordinator))
+    login = Login(issuer) if issuer and issuer.config.client_id else None
+    app.include_router(service_routes(coordinator, login=login is not None))
     app.include_router(access_routes(coordinator))
     links = Links()
     app.include_router(link_routes(links, asks=bool(token)))
+    app.include_router(login_routes(login))
     app.include_router(page_routes())
     app.include_router(plan_routes())
     app.include_router(tinker_routes(Tinker(coordinator, tinker_models)))
@@ -129,7 +132,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
                     TokenRequest,
                     QuotaRequest,
                     CallRequest,
-                    Sample,
+                    SamplesRequest,
                 )
             ],
             ref_template=REFERENCE,

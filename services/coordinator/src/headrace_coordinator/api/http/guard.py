@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_coordinator.access.callers import CALLER
 from headrace_coordinator.access.enforcement import ROW, RUN
+from headrace_coordinator.access.login import BEGIN, END
 from headrace_coordinator.access.tokens import Doors
 from headrace_coordinator.api.http.errors import NO_HEAD, error_response
 from headrace_coordinator.api.http.links import DOWNLOAD, Links
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from headrace_coordinator.access.issuer import Issuer
     from headrace_coordinator.app import Coordinator
 
-OPEN_PATHS = frozenset({"/healthz", "/ca.pem", "/join", "/open"})
-"""/open takes a one-time code, /join a proof."""
+OPEN_PATHS = frozenset({"/healthz", "/ca.pem", "/join", "/open", BEGIN, END})
+"""/open takes a one-time code, /join a proof, the login's end a code of the issuer's."""
 REFUSALS = frozenset({401, 403, 429})
 """Statuses that are written down whatever was asked."""
 CHANGES = frozenset({"POST", "PATCH", "PUT", "DELETE"})

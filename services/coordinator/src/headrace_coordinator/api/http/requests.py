@@ -38,6 +38,7 @@ PageSize = Annotated[int, Query(ge=1, le=1000, description="most entries of a pa
 PageToken = Annotated[str, Query(max_length=200, description="next_page_token of the page before")]
 STATE_FILTER = Query(description="only those in this state; may be repeated")
 RunStateName = Annotated[str, Field(json_schema_extra={"enum": [*STATES]})]
+MAX_EVENT_ID = 2**63 - 1
 States = Annotated[list[RunStateName] | None, STATE_FILTER]
 # `?now` and `?now=true` mean the same.
 Flag = Annotated[bool, BeforeValidator(lambda value: True if value == "" else value)]

@@ -104,13 +104,15 @@ class Past:
 
         return await self._look(run_id, look)
 
-    async def certificates(self, run_id: str, size: int, after: int = -1) -> Page[CertificateView, int]:
-        """Certificates behind a position, oldest first, abandoned ones included; fewer where they are large."""
+    async def certificates(
+        self, run_id: str, size: int, after: int = -1, *, newest: bool = False
+    ) -> Page[CertificateView, int]:
+        """Certificates behind a position, oldest (or newest) first, abandoned ones too; fewer where they are large."""
 
         def look(files: RunFiles) -> Page[CertificateView, int]:
             shown: list[CertificateView] = []
             slots, last = 0, after
-            for number, event, live in files.certificates(after):
+            for number, event, live in files.certificates(after, newest=newest):
                 if len(shown) == size or slots >= SLOTS_A_PAGE:
                     return shown, last
                 assert isinstance(event, ev.StepCommitted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ from headrace_schema.resources.evaluations import (
     EvaluationView,
     SuiteEvaluationView,
 )
-from headrace_schema.resources.overviews import FlowView, RunSummaryView
+from headrace_schema.resources.overviews import FlowView, RunSummaryView, columns_of
 from headrace_schema.resources.views import (
     CertificateView,
     CountsView,
@@ -91,8 +91,10 @@ def _uploads_view(run: RunState) -> UploadsView:
     return UploadsView.of(known, behind_steps=behind, size_bytes=known.size)
 
 
-def run_summary_view(run: RunView, rewards: list[float | None]) -> RunSummaryView:
-    """A run in short, with a sparkline of mean rewards."""
+def run_summary_view(
+    run: RunView, rewards: list[float | None], columns: Sequence[str] = ()
+) -> RunSummaryView:
+    """A run in short, with a sparkline of mean rewards, and its values of `columns`."""
     scores = [view.score for view in run.evaluations if view.kind == "heldout"]
     others = {key: value for key, value in run.spec.items() if key != "seed"}
     return RunSummaryView.of(
@@ -102,6 +104,7 @@ def run_summary_view(run: RunView, rewards: list[float | None]) -> RunSummaryVie
         rewards=rewards,
         algorithm=run.spec.get("algorithm", {}).get("name", ""),
         seed=run.spec.get("seed", 0),
+        values=columns_of(run, columns) if columns else {},
         family=hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:12],
     )
 

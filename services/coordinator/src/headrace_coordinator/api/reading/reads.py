@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -75,8 +75,11 @@ class Reads:
             else None
         )
         view = run_view(run, self._waiting_for(run), place, plan.gifts.get(run_id))
-        view = view.model_copy(update={"pipeline": pipeline(state, run_id, run.follows)})
-        texts = view.model_dump(include={"reason", "ranks_reason", "waiting_for", "warnings", "pipeline"})
+        doing = self._fleet.waits.stages(run_id)
+        view = view.model_copy(update={"pipeline": pipeline(state, run_id, run.follows), "doing": doing})
+        texts = view.model_dump(
+            include={"reason", "ranks_reason", "waiting_for", "doing", "warnings", "pipeline"}
+        )
         return self._labels.shown(view.model_copy(update=self._discreetly(texts)))
 
     def _discreetly(self, value: Any) -> Any:
@@ -197,14 +200,21 @@ class Reads:
         return [self.run(name) for name in shown], shown[-1] if len(found) > size else None
 
     async def summaries(
-        self, size: int, after: str, states: frozenset[str], search: str
+        self,
+        size: int,
+        after: str,
+        states: frozenset[str],
+        search: str,
+        columns: Sequence[str] = (),
+        *,
+        evaluations: bool = True,
     ) -> tuple[list[RunSummaryView], str | None, int]:
-        """(runs in short behind run `after`, newest first; where the next page begins; how many match).
+        """(runs in short with `columns` behind run `after`, newest first; where the next page begins; how many match).
 
         Those in one of the `states`, or in any when there are none, whose id or a tag of theirs contains `search`.
         ValueError when `after` does not match.
         """
-        every = self.newest_first()
+        every = [name for name in self.newest_first() if evaluations or not self._evaluates(name)]
         place = every.index(after) + 1 if after else 0
         before = [name for name in every[:place] if self._matches(name, states, search)]
         behind = [name for name in every[place:] if self._matches(name, states, search)]
@@ -213,8 +223,12 @@ class Reads:
             if number % RUNS_A_TURN == RUNS_A_TURN - 1:
                 await asyncio.sleep(0)
             if self.knows(name):  # else deleted meanwhile, or no longer shared
-                shown.append(await self._summary(self.run(name)))
+                shown.append(await self._summary(self.run(name), columns))
         return shown, shown[-1].id if len(behind) > size else None, len(before) + len(behind)
+
+    def _evaluates(self, name: str) -> bool:
+        state = self._event_log.state
+        return bool(state.runs[name].evaluation if name in state.runs else state.ended[name].evaluation)
 
     def _matches(self, name: str, states: frozenset[str], search: str) -> bool:
         state = self._event_log.state
@@ -222,11 +236,11 @@ class Reads:
         words = [name, *self._labels.tags(name)]
         return any(search.lower() in word.lower() for word in words) and (not states or run.state in states)
 
-    async def _summary(self, run: RunView) -> RunSummaryView:
+    async def _summary(self, run: RunView, columns: Sequence[str]) -> RunSummaryView:
         spark = self._sparks.known(run)
         if spark is None:
             spark = self._sparks.keep(run, await self._event_log.history.read(run.id, read_spark))
-        return run_summary_view(run, spark)
+        return run_summary_view(run, spark, columns)
 
     def instances_wanted(self) -> dict[str, int]:
         """How many instances of each kind the runs of now could use."""

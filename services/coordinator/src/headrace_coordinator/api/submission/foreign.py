@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ OPEN_FOLDERS = ("models",)
 """Of the data directory, what specs may name beside runs: models that commands make."""
 SCHEMES = ("file:",)
 """What may stand before a path."""
+_FOLDERS = re.compile(r"(?:.*\.)?(?:\w*_)?(?:path|dataset|folder|dir|directory)s?(?:\[\d+\])?")
+"""Keys whose folder is read with all that lies below it."""
 FIX = "name a file or folder that is yours"
 
 
@@ -36,6 +39,20 @@ def foreign_paths(
                 yield problem(key, f"there is no {value[:200]}", FIX)
             return
         yield problem(key, f"{value[:200]} is the fleet's own", FIX)
+
+
+def holding_paths(value: Any, data_dir: Path, key: str = "") -> Iterator[KeyProblemView]:
+    """A problem for each folder of a spec in which the data directory lies: what reads it would find all runs there."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from holding_paths(inner, data_dir, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from holding_paths(inner, data_dir, f"{key}[{index}]")
+    elif isinstance(value, str) and 0 < len(value) < 4096 and "\0" not in value and _FOLDERS.fullmatch(key):
+        found = os.path.realpath(os.path.expanduser(value)).rstrip("/") + "/"
+        if os.path.realpath(data_dir).startswith(found):
+            yield problem(key, f"the fleet's own files are below {value[:200]}", FIX)
 
 
 def _place(text: str, data_dir: Path) -> tuple[str, ...] | None:

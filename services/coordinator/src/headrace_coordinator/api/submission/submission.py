@@ -17,6 +17,7 @@ from headrace_schema.problems import Impossible, nearest, problem
 from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunView
 from headrace_schema.rules.features import Resolved
 from headrace_schema.spec import RunSpec
+from headrace_servicekit.contained.settings import FACET
 
 from headrace_coordinator.api.submission.fleet_view import (
     FleetView,
@@ -29,8 +30,8 @@ from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.suites import Suite
 
 ENGINE_FEATURES = (
-    *("deterministic", "lora", "inflight_update", "routed_experts", "images", "drafts_truncated"),
-    *("top_p_after_others", "penalty_counts_prompt", "learned_drafts"),
+    *("deterministic", "lora", "inflight_update", "routed_experts", "images", "likeliest"),
+    *("drafts_truncated", "learned_drafts", "top_p_after_others", "penalty_counts_prompt"),
 )
 """What rows of the table ask of an engine."""
 BACKEND_FEATURES = (
@@ -197,7 +198,12 @@ class Submission:
         data = None if self.evaluated or not isinstance(self.data, Dataset) else self.data
         seen = foreseen(self.spec, data) if data is not None else ()
         chosen = choose_engine(self.spec, self.fleet)[1]
-        return "; ".join(filter(None, (chosen, told(self._defaults), self._unread(), *seen)))
+        walls = (
+            f"users' code of {kind} has {each}"
+            for kind in ("reward", "simulator")
+            for each in sorted(self.fleet.names(kind, FACET))
+        )
+        return "; ".join(filter(None, (chosen, told(self._defaults), self._unread(), *seen, *walls)))
 
     def _unread(self) -> str:
         """That defaults know nothing of a hub's model, where its configuration is not to be had."""

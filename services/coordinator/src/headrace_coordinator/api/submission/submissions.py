@@ -29,7 +29,7 @@ from headrace_coordinator.api.submission.evaluations import (
 )
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.following import following
-from headrace_coordinator.api.submission.foreign import foreign_paths
+from headrace_coordinator.api.submission.foreign import foreign_paths, holding_paths
 from headrace_coordinator.api.submission.local_rules import fork
 from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of
 from headrace_coordinator.api.submission.stores import check_stores, remote_origin
@@ -122,7 +122,7 @@ class Submissions:
                 self._data_dir / "models",
                 self._data_dir / "runs",
             )  # of runs: what `foreign_paths` lets pass
-            problems += self._trust.problems(given, free)
+            problems += [*holding_paths(given, self._data_dir), *self._trust.problems(given, free)]
         if problems := problems or await check_stores(asked):
             raise Impossible(problems)
         submission = await self._resolve(asked)

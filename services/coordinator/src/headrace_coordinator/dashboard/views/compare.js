@@ -6,8 +6,8 @@ import { chartBar, chosenAxis, chosenLook } from "../chartbar.js";
 import { Chart, seriesColour } from "../charts.js";
 import { along, placeOf } from "../curves.js";
 import { chip, empty, h, table } from "../dom.js";
-import { number, plural } from "../format.js";
-import { shortName } from "./overview.js";
+import { mean, middle, number, plural } from "../format.js";
+import { shortName, wordsOf } from "./overview.js";
 import { flatten } from "./spec.js";
 
 const MOST = 8;
@@ -37,7 +37,7 @@ export async function show(root, place, signal) {
   const grid = h("div", { class: "charts" });
   const overlaid = h("div", { class: "charts one" });
   body.replaceChildren(names, bar.element, grid, h("section", {}, h("h2", {}, "Any two figures"),
-    h("div", { class: "row" }, h("label", { for: "left" }, "Left"), left, h("label", { for: "right" }, "Right, dashed"), right), overlaid), differences(runs));
+    h("div", { class: "row" }, h("label", { for: "left" }, "Left"), left, h("label", { for: "right" }, "Right, dashed"), right), overlaid), differences(runs), answers(runs));
   let curves = [];
   let drawn = [];
   let shape = "";
@@ -62,7 +62,8 @@ export async function show(root, place, signal) {
     const has = (name) => (name === SCORE ? curves.some((each) => each.evaluations.some((point) => point.kind === SCORE)) : known.has(name));
     offer(left, [...known].sort());
     offer(right, [...known].sort());
-    const made = PLOTS.filter(([, name]) => has(name)).map(([title, name]) => plot(title, [name], lines, curves, signal));
+    const words = wordsOf(runs[0]);
+    const made = PLOTS.filter(([, name]) => has(name)).map(([title, name]) => plot(words(title), [name], lines, curves, signal));
     const two = [left.value, right.value].filter(Boolean);
     const both = two.length ? plot(two.map(shortName).join(" and "), two, lines, curves, signal) : null;
     grid.replaceChildren(...made.map((chart) => chart.element));
@@ -132,6 +133,25 @@ function differences(runs) {
   const rows = differ.map((key) => h("tr", {}, h("th", { scope: "row" }, key), specs.map((spec) => h("td", {}, key in spec ? JSON.stringify(spec[key]) : "–"))));
   return h("section", { class: "panel" }, h("h2", {}, "Where the specs differ"),
     rows.length ? table("Differences of the specs", ["Key", ...runs.map((run) => run.id)], rows)[0] : empty("The specs are the same."));
+}
+
+// What each run's newest held-out evaluation shows of the same items, side by side.
+function answers(runs) {
+  const newest = runs.map((run) => run.evaluations.findLast((view) => view.kind === SCORE && view.examples.length));
+  const items = new Map();
+  newest.forEach((view, at) => view?.examples.forEach((each) => {
+    const item = items.get(each.prompt) ?? { prompt: each.prompt, reference: each.reference, of: runs.map(() => []) };
+    item.of[at].push(each);
+    items.set(each.prompt, item);
+  }));
+  const both = [...items.values()].filter(({ of }) => of.filter((found) => found.length).length > 1);
+  const side = (found, at) => h("article", { class: "panel" }, h("h3", {}, runs[at].id, h("span", { class: "muted" }, newest[at] ? `, step ${newest[at].step}` : "")),
+    found.length ? found.map((each) => [h("p", { class: "muted" }, `reward ${number(each.reward)}`), h("pre", { class: "text", tabindex: "0" }, each.completion || "(nothing)")]) : h("p", { class: "muted" }, "not among its examples"));
+  const rewards = ({ of }) => of.map((found) => (found.length ? number(mean(found.map((each) => each.reward)), 2) : "–")).join(" · ");
+  return h("section", { class: "panel" }, h("h2", {}, "Answers to the same held-out items"), both.length
+    ? both.map((item) => h("details", { class: "trajectory same-item" }, h("summary", {}, h("span", { class: "chip reward" }, rewards(item)), h("span", { class: "excerpt" }, middle(item.prompt, 160))),
+      h("div", { class: "body" }, h("h4", {}, "Prompt"), h("pre", { class: "text" }, item.prompt), h("h4", {}, "Reference"), h("pre", { class: "text" }, item.reference || "(none)"), h("div", { class: "side" }, item.of.map(side)))))
+    : empty("The newest held-out evaluations show no item in common; two evaluations of one suite are compared under Evaluations."));
 }
 
 async function pick(root, chosen, signal) {

@@ -15,7 +15,53 @@ export async function recorded(path, signal, ...above) {
   const trained = videos[0].step !== null;
   const row = (each) => h("tr", {}, trained && h("td", {}, `${each.step}`), h("td", {}, `${each.item}`), h("td", {}, `${each.sample}`), h("td", {}, each.success ? "yes" : "no"), h("td", {}, bytes(each.size_bytes)),
     h("td", {}, h("button", { type: "button", "aria-label": `Watch ${trained ? `step ${each.step}, ` : ""}item ${each.item}, sample ${each.sample}`, onclick: (event) => watch(event.currentTarget, `${path}/videos/${encodeURIComponent(each.name)}`, signal) }, "Watch")));
-  return [h("section", { class: "panel" }, h("h2", {}, "Videos"), ...above, table("Videos", [...(trained ? ["Step"] : []), "Item", "Sample", "Success", "Size", ""], videos.map(row))[0])];
+  const [list, body] = table("Videos", [...(trained ? ["Step"] : []), "Item", "Sample", "Success", "Size", ""]);
+  const failures = h("input", { type: "checkbox", id: "failures-first", onchange: () => fill() });
+  // Those that failed first, else as they were made.
+  const fill = () => body.replaceChildren(...(failures.checked ? videos.toSorted((a, b) => a.success - b.success) : videos).map(row));
+  failures.checked = true;
+  fill();
+  const failed = videos.filter((each) => !each.success).length;
+  return [h("section", { class: "panel" }, h("h2", {}, "Videos"), ...above, h("div", { class: "row" }, h("span", { class: "muted" }, `${plural(videos.length, "episode")}, ${failed} without success`), h("label", { for: "failures-first" }, failures, " failures first")), list)];
+}
+
+// Episodes of two evaluations from the same start, where both are recorded: those in which one failed come first.
+export async function besides(paths, names, signal) {
+  const [first, second] = await Promise.all(paths.map(async (path) => (await get(`${path}/videos`, signal)).videos));
+  const of = (each) => `${each.item}/${each.sample}`;
+  const others = new Map(second.map((each) => [of(each), each]));
+  const pairs = first.filter((each) => others.has(of(each))).map((each) => [each, others.get(of(each))])
+    .sort((a, b) => order(a) - order(b));
+  if (!pairs.length) return [];
+  const place = h("div", {});
+  const word = (each) => h("td", {}, each.success ? "success" : "failure");
+  const rows = pairs.map((pair) => h("tr", {}, h("td", {}, `${pair[0].item}`), h("td", {}, `${pair[0].sample}`), pair.map(word),
+    h("td", {}, h("button", { type: "button", "aria-label": `Watch both, item ${pair[0].item}, sample ${pair[0].sample}`, onclick: () => both(pair) }, "Watch both"))));
+
+  async function both(pair) {
+    for (const shown of place.querySelectorAll(".episode")) shown.end();
+    try {
+      const made = await Promise.all(pair.map((each, at) => opened(`${paths[at]}/videos/${encodeURIComponent(each.name)}`, signal)));
+      const videos = made.map((each) => each.querySelector("video"));
+      const play = h("button", { type: "button", class: "main", onclick: () => videos.forEach((each) => { each.currentTime = 0; each.play().catch(() => {}); }) }, "Play both from the start"); // A browser without H.264 plays nothing.
+      place.replaceChildren(h("div", { class: "row" }, h("h3", {}, `Item ${pair[0].item}, sample ${pair[0].sample}`), play),
+        h("div", { class: "side" }, made.map((each, at) => h("article", { class: "panel" }, h("h3", {}, `${names[at]}: ${pair[at].success ? "success" : "failure"}`), each))));
+      place.scrollIntoView({ block: "nearest" });
+    } catch (error) {
+      if (!signal.aborted) place.replaceChildren(h("p", { class: "reason bad", role: "alert" }, error.message));
+    }
+  }
+
+  return [h("section", { class: "panel pairs" }, h("h2", {}, "Videos of both, from the same start"), table("Videos of both", ["Item", "Sample", ...names, ""], rows)[0], place)];
+}
+
+function order([one, other]) {
+  return one.success !== other.success ? 0 : one.success ? 2 : 1;
+}
+
+async function opened(path, signal) {
+  const [steps, url] = await Promise.all([get(`${path}/steps`, signal), file(path, signal)]);
+  return episode(path, steps, url, signal);
 }
 
 // Shows the episode below the table that the button is in; at another press, hides it.
@@ -26,8 +72,7 @@ async function watch(button, path, signal) {
   if (shown?.path === path) return;
   button.disabled = true;
   try {
-    const [steps, url] = await Promise.all([get(`${path}/steps`, signal), file(path, signal)]);
-    panel.append(episode(path, steps, url, signal));
+    panel.append(await opened(path, signal));
   } catch (error) {
     if (signal.aborted) return;
     panel.append(h("p", { class: "episode reason bad", role: "alert" }, error.message));

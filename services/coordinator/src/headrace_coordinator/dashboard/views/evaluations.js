@@ -2,9 +2,9 @@
 
 import { get, pages, post, Refusal, repeat } from "../api.js";
 import { chip, empty, facts, h, keyed, table } from "../dom.js";
-import { clock, duration, episodeFacts, mean, number, plural, scorerFact, spoken } from "../format.js";
+import { clock, duration, episodeFacts, mean, middle, number, plural, scorerFact, spoken } from "../format.js";
 import { answer } from "../tokens.js";
-import { recorded } from "./episode.js";
+import { besides, recorded } from "./episode.js";
 import { progress } from "./runs.js";
 import { trajectories } from "./trajectories.js";
 
@@ -102,7 +102,7 @@ async function one(root, place, signal) {
       ENDED.includes(now.state) && h("button", { type: "button", onclick: again }, "Evaluate again")),
     h("div", { class: "wide" }, progress(now.answers, now.answers_total, "answer")),
     now.reason && h("p", { class: now.state === "FAILED" ? "reason bad" : "reason" }, now.reason),
-    now.waiting_for.length ? h("ul", { class: "waits", "aria-label": "It waits for" }, now.waiting_for.map((what) => h("li", {}, "waits for ", what))) : "",
+    now.waiting_for.length + now.doing.length ? h("ul", { class: "waits", "aria-label": "It waits for, or works on" }, [...now.waiting_for.map((what) => `waits for ${what}`), ...now.doing].map((what) => h("li", {}, what))) : "",
     facts([
       ["Suite", now.suite], ["Of", subject(now)], ["Items", now.items.toLocaleString("en")], ["Samples of each", `${now.samples}`],
       ["Recoveries", `${now.recoveries}`], ["Started", clock(now.started_at)],
@@ -156,6 +156,7 @@ async function compared(root, [first, second], signal) {
         h("th", { scope: "row" }, each.mode), h("td", {}, number(each.first)), h("td", {}, number(each.second)), h("td", {}, signed(each.difference)),
         h("td", {}, each.low === null ? "–" : `${signed(each.low)} to ${signed(each.high)}`), h("td", {}, `${each.wins}`), h("td", {}, `${each.losses}`), h("td", {}, `${each.ties}`), h("td", {}, number(each.p_value)))))[0],
       h("p", { class: "muted" }, `Item by item over ${plural(found.items, "item")}.`)));
+  root.append(...await besides([first, second].map(path), [first, second], signal));
   const items = h("section", {}, h("h2", {}, "Items that differ"), empty("Reading the answers of both…"));
   root.append(items);
   const answers = await Promise.all([first, second].map((id) => pages(`${run(id)}/trajectories`, "trajectories", signal, MOST_ANSWERS)));
@@ -182,7 +183,7 @@ function differing(first, second) {
     ...shown.map((item) => {
       const details = h("details", { class: "trajectory changed", ontoggle: () => { if (details.open && details.children.length === 1) details.append(sides(item)); } },
         h("summary", {}, h("span", { class: `chip reward ${item.means[1] > item.means[0] ? "succeeded" : "failed"}` }, `${number(item.means[0], 2)} → ${number(item.means[1], 2)}`),
-          h("span", { class: "muted" }, `item ${item.ordinal}`), h("span", { class: "excerpt" }, item.prompt.slice(-160).trim()), h("span", { class: "muted" }, item.means[1] > item.means[0] ? "better" : "worse")));
+          h("span", { class: "muted" }, `item ${item.ordinal}`), h("span", { class: "excerpt" }, middle(item.prompt, 160)), h("span", { class: "muted" }, item.means[1] > item.means[0] ? "better" : "worse")));
       return details;
     })];
 }

@@ -121,11 +121,12 @@ export async function show(root, place, signal) {
 function logPanel(signal) {
   const which = h("select", { id: "log-instance" }, h("option", { value: "" }, "choose"));
   const level = h("select", { id: "log-level" }, ["debug", "info", "warning", "error"].map((each) => h("option", { value: each, selected: each === "info" }, each)));
+  const search = h("input", { type: "search", placeholder: "Search the log", "aria-label": "Search the log" });
   const list = h("ol", { class: "events log" });
   const said = h("p", { class: "muted", role: "status" }, "Choose an instance to see the end of its log.");
   const element = h("section", { class: "panel" }, h("h2", {}, "Logs"),
     h("form", { class: "row", onsubmit: (event) => { event.preventDefault(); load(); } },
-      h("span", { class: "pair" }, h("label", { for: "log-instance" }, "Instance"), which), h("span", { class: "pair" }, h("label", { for: "log-level" }, "Least level"), level), h("button", { type: "submit" }, "Show")),
+      h("span", { class: "pair" }, h("label", { for: "log-instance" }, "Instance"), which), h("span", { class: "pair" }, h("label", { for: "log-level" }, "Least level"), level), search, h("button", { type: "submit" }, "Show")),
     said, h("div", { tabindex: "0", role: "region", "aria-label": "Log" }, list));
   const follow = h("input", { type: "checkbox", id: "log-follow" });
   follow.checked = true;
@@ -137,8 +138,9 @@ function logPanel(signal) {
   async function load() {
     if (!which.value) return;
     try {
-      const { instance, lines } = await get(`/v1/instances/${encodeURIComponent(which.value)}/logs`, signal, { level: level.value, lines: 200 });
-      said.textContent = lines.length ? `The newest ${plural(lines.length, "line")} of ${instance}, newest first` : `${instance} has logged nothing of this level lately`;
+      const { instance, lines } = await get(`/v1/instances/${encodeURIComponent(which.value)}/logs`, signal, { level: level.value, lines: 200, search: search.value.trim() });
+      const about = search.value.trim() && ` with “${search.value.trim()}”`;
+      said.textContent = lines.length ? `The newest ${plural(lines.length, "line")} of ${instance}${about}, newest first` : `${instance} has logged nothing of this level${about} lately`;
       const now = JSON.stringify([instance, lines]);
       if (now === seen) return; // What somebody has selected stays selected.
       seen = now;

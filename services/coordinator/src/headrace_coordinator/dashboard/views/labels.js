@@ -2,6 +2,7 @@
 
 import { post, Refusal } from "../api.js";
 import { h } from "../dom.js";
+import { markdown } from "../markdown.js";
 import { tagList } from "./runs.js";
 
 export function labels(path) {
@@ -10,7 +11,7 @@ export function labels(path) {
   const note = h("textarea", { id: "note", rows: 2 });
   const problem = h("p", { class: "bad", role: "alert" });
   const form = h("form", { class: "labels-form", onsubmit: (event) => { event.preventDefault(); save(); } },
-    h("label", { for: "tags" }, "Tags"), tags, h("label", { for: "note" }, "Note"), note, h("button", { type: "submit" }, "Save"), problem);
+    h("label", { for: "tags" }, "Tags"), tags, h("label", { for: "note" }, "Note"), note, h("p", { class: "muted" }, "Markdown: # heading, - list, **bold**, `code`, [text](https://…)"), h("button", { type: "submit" }, "Save"), problem);
   const fold = h("details", {}, h("summary", { class: "muted" }, "Tags and note"), form);
   let now = "";
 
@@ -29,7 +30,7 @@ export function labels(path) {
     const text = JSON.stringify([run.tags, run.note]);
     if (text === now) return;
     now = text;
-    shown.replaceChildren(...[tagList(run.tags), run.note && h("p", { class: "note" }, run.note)].filter(Boolean));
+    shown.replaceChildren(...[tagList(run.tags), run.note && markdown(run.note)].filter(Boolean));
     if (fold.open) return; // Somebody writes.
     tags.value = run.tags.join(" ");
     note.value = run.note;

@@ -11,6 +11,7 @@ import { flow } from "./flow.js";
 const GROUPS = [
   ["What it learns", true, [
     ["Reward, mean ± spread", "reward"],
+    ["Success, share of trained episodes", ["trainer/success_rate"]],
     ["Held-out score", "scores"],
     ["Answer length, tokens", ["trainer/answer_length_mean"]],
     ["Entropy, nats a token", ["trainer/entropy"]],
@@ -20,6 +21,7 @@ const GROUPS = [
     ["Gradient norm", ["trainer/grad_norm", "trainer/critic_grad_norm"]],
     ["KL of the step's first policy to the one in training, nats a token", ["trainer/approx_kl"]],
     ["KL of the step's first policy to the reference, nats a token", ["trainer/reference_kl"]],
+    ["KL between policy and teacher, nats a token", ["trainer/teacher_kl"]],
     ["Share of tokens that are clipped", ["trainer/clip_fraction", "trainer/dual_clip_fraction"]],
     ["Learning rate", ["trainer/learning_rate"]],
   ]],
@@ -43,13 +45,17 @@ const GROUPS = [
 const OF_EPISODES = new Map([
   ["Reward, mean ± spread", "Return, mean ± spread"],
   ["Answer length, tokens", "Episode length, actions"],
-  ["Entropy, nats a token", "Entropy, nats an action"],
-  ["KL of the step's first policy to the one in training, nats a token", "KL of the step's first policy to the one in training, nats an action"],
-  ["Share of tokens that are clipped", "Share of actions that are clipped"],
+  ["Mean reward", "Mean return"],
   ["Tokens per second", "Actions per second"],
   ["Slots of a step", "Episodes of a step"],
   ["Groups whose rewards are all equal", "Groups whose returns are all equal"],
 ]);
+// What a figure is called in a run of a workflow.
+export function wordsOf(run) {
+  if (run.spec.workflow !== "embodied" && run.spec.workflow !== "episodes") return (name) => name;
+  return (name) => OF_EPISODES.get(name) ?? name.replace(/, nats( a token)?$/, "").replaceAll("tokens", "actions").replaceAll("Tokens", "Actions");
+}
+
 // Shown within another plot, or the same under another name.
 const KNOWN = new Set(["train/reward", "trainer/reward_mean", "trainer/reward_std", "trainer/learn_seconds", "speed/step_seconds", "speed/tokens", "trainer/log_prob_compared_tokens", "trainer/drafted_tokens", "trainer/accepted_tokens"]);
 const STAGES = ["generate", "prefill", "score", "learn", "sync", "switch", "protocol"];
@@ -174,7 +180,7 @@ function draw(root, curves, { signal, run }, own) {
   // One's own are shown where they are constant too.
   const chosen = own.map((found) => add(lines(found.map(shortName).join(", "), found.filter((name) => known.includes(name)), curves, null, options))).filter(Boolean);
   if (chosen.length) groups.push(group("Own charts", true, chosen));
-  const words = run.spec.workflow === "embodied" || run.spec.workflow === "episodes" ? (name) => OF_EPISODES.get(name) ?? name : (name) => name;
+  const words = wordsOf(run);
   for (const [title, open, plots] of GROUPS) {
     const made = plots.map(([name, what]) => add(plot(words(name), what, curves, left, still, options))).filter(Boolean);
     if (made.length) groups.push(group(title, open, made));

@@ -19,7 +19,7 @@ export async function proof(root, context) {
   const on = h("button", { type: "button", onclick: () => { tokens.push(token); certificates(); } }, "Next");
   const fresh = h("button", { type: "button", class: "quiet", onclick: () => load() }, "Refresh");
   root.append(h("section", { class: "panel" }, h("div", { class: "row" }, h("h2", {}, "Audit"), fresh), counts), staleness,
-    h("section", { class: "panel" }, h("h2", {}, "Version ledger"), h("p", { class: "muted" }, "A certificate for every update. A version that a rewind abandoned is struck out; the one that follows names its parent."), ledger, h("div", { class: "row pager" }, back, on)),
+    h("section", { class: "panel" }, h("h2", {}, "Version ledger"), h("p", { class: "muted" }, "A certificate for every update, the newest first. A version that a rewind abandoned is struck out; the one after it names its parent."), ledger, h("div", { class: "row pager" }, back, on)),
     h("section", { class: "panel" }, h("h2", {}, "Checkpoints"), checkpoints));
 
   async function load() {
@@ -42,19 +42,17 @@ export async function proof(root, context) {
   }
 
   async function certificates() {
-    const page = await get(`${path}/certificates`, signal, { page_size: SIZE, page_token: tokens.at(-1) });
+    const page = await get(`${path}/certificates`, signal, { page_size: SIZE, page_token: tokens.at(-1), order: "newest" });
     token = page.next_page_token;
     back.disabled = tokens.length === 1;
     on.disabled = !token;
     back.parentElement.hidden = back.disabled && on.disabled;
     showStaleness(staleness, page.certificates, ordinals);
     if (!page.certificates.length) return ledger.replaceChildren(empty("No update is committed yet."));
-    let before = null;
-    const rows = page.certificates.flatMap((certificate) => {
-      const { number: version, parent } = certificate.version;
-      const turned = before !== null && parent !== before;
-      before = version;
-      return [turned && h("tr", { class: "rewind" }, h("td", { colspan: 9 }, `rewind: goes on from version ${parent}`)), row(certificate)];
+    const rows = page.certificates.flatMap((certificate, at) => {
+      const { parent } = certificate.version;
+      const before = page.certificates[at + 1]?.version.number;
+      return [row(certificate), before !== undefined && parent !== before && h("tr", { class: "rewind" }, h("td", { colspan: 9 }, `rewind: goes on from version ${parent}`))];
     });
     ledger.replaceChildren(table("Certificates", ["Version", "Parent", "Step", "Trained", "Dropped", "Tokens by version", "Staleness", "Log-prob mismatch", "KL to the trainer"], rows)[0]);
   }

@@ -54,7 +54,7 @@ function runHeader(element, path, signal) {
   const state = h("span");
   const bar = h("div", { class: "wide" });
   const reason = h("p", { class: "reason" });
-  const waits = h("ul", { class: "waits", "aria-label": "It waits for" });
+  const waits = h("ul", { class: "waits", "aria-label": "It waits for, or works on" });
   const warnings = h("ul", { class: "bad", "aria-label": "Warnings" });
   const problem = h("p", { class: "bad", role: "alert" });
   const figures = h("div");
@@ -98,8 +98,8 @@ function runHeader(element, path, signal) {
     reason.textContent = run.reason;
     reason.hidden = !run.reason;
     reason.classList.toggle("bad", run.state === "FAILED");
-    waits.replaceChildren(...run.waiting_for.map((what) => h("li", {}, "waits for ", what)));
-    waits.hidden = !run.waiting_for.length;
+    waits.replaceChildren(...run.waiting_for.map((what) => h("li", {}, "waits for ", what)), ...run.doing.map((what) => h("li", {}, what)));
+    waits.hidden = !waits.children.length;
     warnings.replaceChildren(...run.warnings.map((text) => h("li", {}, text)));
     warnings.hidden = !run.warnings.length;
     const key = run.state + run.intent;

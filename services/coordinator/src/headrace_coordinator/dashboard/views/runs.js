@@ -1,7 +1,9 @@
-// The list of runs: state, place in the queue, progress, rewards, tags; filter, search, sort, seeds of one spec together.
+// The list of runs: state, place in the queue, progress, rewards, tags, and columns of the reader's choice; filter,
+// search, sort, seeds of one spec together. All of it is in the address, so a link shows the same.
 
 import { get, repeat } from "../api.js";
-import { sparkline } from "../charts.js";
+import { save, sparkline, tableText } from "../charts.js";
+import { columnPicker, columnsOf, conditions } from "../columns.js";
 import { chip, empty, h, keyed, table } from "../dom.js";
 import { clock, duration, mean, number, plural, ranged } from "../format.js";
 
@@ -20,34 +22,55 @@ export async function show(root, place, signal) {
   const count = h("p", { class: "muted", role: "status" });
   const states = h("div", { class: "row chips", role: "group", "aria-label": "Filter by state" });
   const search = h("input", { type: "search", placeholder: "Search ids and tags", "aria-label": "Search run ids", value: query.get("search") ?? "" });
-  const sort = h("select", { id: "sort", onchange: () => { remember(); first(); } }, HEADS.filter(([, key]) => key).map(([label, key]) => h("option", { value: key }, label.toLowerCase())));
-  sort.value = HEADS.some(([, key]) => key && key === query.get("sort")) ? query.get("sort") : "created_at";
+  const sort = h("select", { id: "sort", onchange: () => { remember(); first(); } });
   const grouped = h("input", { type: "checkbox", id: "grouped", onchange: () => { remember(); first(); } });
   grouped.checked = query.get("seeds") === "1";
-  const [list, body] = table("Runs", HEADS.map(([label, key]) => (key
-    ? h("button", { type: "button", class: "quiet", onclick: () => { sort.value = key; remember(); first(); } }, label) : label)));
-  list.classList.add("runs");
+  const where = h("input", { type: "search", id: "where", "aria-label": "Only runs where", placeholder: "Where: optimizer.lr>=1e-5, score>0.5", value: query.get("where") ?? "" });
+  const wrong = h("p", { class: "bad", role: "alert" });
+  let columns = columnsOf(query.get("columns"));
+  const picker = columnPicker(columns, signal, (now) => { columns = now; remember(); frame(); first(); });
+  const holder = h("div", {});
+  let list;
+  let body;
+  let all = [];
+  const heads = () => [...HEADS, ...columns.map((name) => [name, name])];
+  frame();
+
+  // The table with the columns of now.
+  function frame() {
+    const before = sort.value || (query.get("sort") ?? "");
+    sort.replaceChildren(...heads().filter(([, key]) => key).map(([label, key]) => h("option", { value: key }, columns.includes(key) ? key : label.toLowerCase())));
+    sort.value = heads().some(([, key]) => key && key === before) ? before : "created_at";
+    [list, body] = table("Runs", heads().map(([label, key]) => (key
+      ? h("button", { type: "button", class: "quiet", onclick: () => { sort.value = key; remember(); first(); } }, label) : label)));
+    list.classList.add("runs");
+    list.classList.toggle("own-columns", columns.length > 0);
+    holder.replaceChildren(list);
+  }
   const none = empty("");
   const compare = h("a", { class: "button", href: "#/compare", hidden: true }, "Compare");
   const back = h("button", { type: "button", onclick: () => turn(-1) }, "Newer");
   const on = h("button", { type: "button", onclick: () => turn(1) }, "Older");
   const pager = h("div", { class: "row pager" }, back, on);
   root.append(h("div", { class: "row head" }, h("h1", {}, "Runs"), h("span", { class: "pair" }, h("label", { for: "sort" }, "Sort by"), sort),
-    h("label", { for: "grouped" }, grouped, " seeds together"), search, compare), states, count, list, none, pager);
+    h("label", { for: "grouped" }, grouped, " seeds together"), search, compare), states,
+    h("div", { class: "row head" }, where, picker, h("button", { type: "button", onclick: () => saveTable() }, "CSV")), wrong, count, holder, none, pager);
 
   const wanted = () => ({ state: query.get("state") ?? "", search: search.value.trim() });
   let token = "";
   let timer = 0;
   let several = false; // Whether the page has runs of more than one owner.
 
-  search.addEventListener("input", () => {
-    clearTimeout(timer);
-    timer = setTimeout(() => { remember(); first(); }, 200);
-  });
+  for (const field of [search, where]) {
+    field.addEventListener("input", () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => { remember(); first(); }, 200);
+    });
+  }
 
   function remember() {
     const { state, search: text } = wanted();
-    const own = { state, search: text, sort: sort.value === "created_at" ? "" : sort.value, seeds: grouped.checked ? "1" : "" };
+    const own = { state, search: text, sort: sort.value === "created_at" ? "" : sort.value, seeds: grouped.checked ? "1" : "", where: where.value.trim(), columns: columns.join(",") };
     const kept = new URLSearchParams(Object.entries(own).filter(([, value]) => value));
     history.replaceState(null, "", `#/runs${kept.size ? `?${kept}` : ""}`);
   }
@@ -67,7 +90,7 @@ export async function show(root, place, signal) {
 
   // Whether the page is of runs in another order than the coordinator lists them in.
   function ordered() {
-    return grouped.checked || sort.value !== "created_at";
+    return grouped.checked || sort.value !== "created_at" || where.value.trim() !== "";
   }
 
   function choose(state) {
@@ -79,19 +102,24 @@ export async function show(root, place, signal) {
   async function load() {
     const { state, search: text } = wanted();
     const own = ordered();
-    const page = await get("/v1/run-summaries", signal, { page_size: own ? MOST : SIZE, page_token: own ? "" : tokens.at(-1), state, search: text });
+    const only = conditions(where.value, HEADS.map(([, key]) => key).filter(Boolean));
+    wrong.textContent = only.problem;
+    const asked = [...new Set([...columns, ...only.columns])];
+    const page = await get("/v1/run-summaries", signal, { page_size: own ? MOST : SIZE, page_token: own ? "" : tokens.at(-1), state, search: text, column: asked, evaluations: false });
     token = page.next_page_token;
     filters(page.states, state);
     several = new Set(page.summaries.map((run) => run.owner)).size > 1;
-    const all = own ? inOrder(grouped.checked ? families(page.summaries) : page.summaries, sort.value) : page.summaries;
+    const met = page.summaries.filter((run) => only.meets(run, valueOf));
+    all = own ? inOrder(grouped.checked ? families(met) : met, sort.value) : met;
     const shown = own ? all.slice(from, from + SIZE) : all;
+    const matching = where.value.trim() ? all.length : page.total;
     const which = own ? ` sorted by ${sort.selectedOptions[0].textContent}${page.total > MOST ? ` among the newest ${MOST.toLocaleString("en")}` : ""}` : "";
-    count.textContent = page.total === shown.length ? plural(page.total, "run") + which
-      : `${shown.length} of ${plural(page.total, "run")}${which}, page ${own ? 1 + from / SIZE : tokens.length}`;
+    count.textContent = matching === shown.length ? plural(matching, "run") + which
+      : `${shown.length} of ${plural(matching, "run")}${which}, page ${own ? 1 + from / SIZE : tokens.length}`;
     keyed(body, shown, (item) => (item.seeds ? item.family : item.id), (item) => (item.seeds ? family(item) : row(item)));
     list.querySelectorAll("thead th").forEach((head, index) => {
-      const sorted = HEADS[index][1] === sort.value;
-      if (sorted) head.setAttribute("aria-sort", FALLING.has(sort.value) ? "descending" : "ascending"); else head.removeAttribute("aria-sort");
+      const sorted = heads()[index][1] === sort.value;
+      if (sorted) head.setAttribute("aria-sort", falls(sort.value) ? "descending" : "ascending"); else head.removeAttribute("aria-sort");
     });
     list.hidden = !shown.length;
     none.hidden = !list.hidden;
@@ -130,7 +158,24 @@ export async function show(root, place, signal) {
       h("td", { class: "reward" }, number(run.reward_mean)),
       h("td", { class: "sparks" }, sparkline(run.rewards, `mean reward over ${run.step} steps, now ${number(run.reward_mean)}`)),
       h("td", { class: "score" }, number(run.score)),
-      h("td", { class: "when" }, clock(run.created_at), run.finished_at && run.started_at && h("div", { class: "muted" }, duration(run.finished_at - run.started_at))));
+      h("td", { class: "when" }, clock(run.created_at), run.finished_at && run.started_at && h("div", { class: "muted" }, duration(run.finished_at - run.started_at))),
+      ownCells([run]));
+  }
+
+  // Of several seeds numbers are their mean with spread, other values each once.
+  function ownCells(runs) {
+    return columns.map((name) => {
+      const values = runs.map((run) => run.values[name]);
+      const numbers = values.every((value) => typeof value === "number");
+      return h("td", { class: "own" }, numbers ? ranged(values) : [...new Set(values.map((value) => (value === undefined || value === null ? "–" : `${value}`)))].join(", "));
+    });
+  }
+
+  // What the table has of all runs that match, one a line.
+  function saveTable() {
+    const runs = all.flatMap((item) => (item.seeds ? item.runs : [item]));
+    const keys = [...HEADS.map(([, key]) => key).filter((key) => key && key !== "progress"), "step", "steps", "seed"];
+    save(new Blob([tableText([[...keys, ...columns], ...runs.map((run) => [...keys.map((key) => run[key]), ...columns.map((name) => run.values[name])])])], { type: "text/csv" }), "runs.csv");
   }
 
   // Runs whose specs differ in the seed alone: their means and ranges.
@@ -147,7 +192,7 @@ export async function show(root, place, signal) {
       h("td", { class: "reward" }, ranged(runs.map((run) => run.reward_mean))),
       h("td", { class: "sparks" }, sparkline(item.rewards, `mean reward of ${runs.length} seeds`)),
       h("td", { class: "score" }, ranged(runs.map((run) => run.score))),
-      h("td", { class: "when" }, clock(item.created_at)));
+      h("td", { class: "when" }, clock(item.created_at)), ownCells(runs));
   }
 
   function offer() {
@@ -163,14 +208,27 @@ export function tagList(tags) {
   return tags?.length ? h("div", {}, tags.map((tag) => h("span", { class: "tag" }, tag))) : null;
 }
 
+function falls(key) {
+  return FALLING.has(key) || key.startsWith("figures.") || key.startsWith("scores.");
+}
+
+// A column of a run, or of seeds the mean of theirs.
+function valueOf(item, key) {
+  if (BY[key]) return BY[key](item);
+  if (key in item) return item[key];
+  if (!item.seeds) return item.values[key];
+  const values = item.runs.map((run) => run.values[key]);
+  return values.every((value) => typeof value === "number") ? mean(values) : values[0];
+}
+
 function inOrder(items, key) {
-  const of = BY[key] ?? ((item) => item[key]);
-  const sign = FALLING.has(key) ? -1 : 1;
+  const of = (item) => valueOf(item, key);
+  const sign = falls(key) ? -1 : 1;
   const missing = (value) => value === null || value === undefined || value === "";
   return [...items].sort((a, b) => {
     const [one, other] = [of(a), of(b)];
     if (missing(one) || missing(other)) return missing(one) - missing(other);
-    return sign * (typeof one === "string" ? one.localeCompare(other, "en", { numeric: true }) : one - other);
+    return sign * (typeof one === "number" && typeof other === "number" ? one - other : `${one}`.localeCompare(`${other}`, "en", { numeric: true }));
   });
 }
 

@@ -1,12 +1,14 @@
 // A run's timeline: a lane for each device, who held it above, what was done there below, coloured by stage.
 
 import { get } from "../api.js";
+import { Chart } from "../charts.js";
 import { empty, h, table } from "../dom.js";
 import { clock, duration, number, plural } from "../format.js";
 import { Lanes } from "../lanes.js";
 
-const COLOURS = { generate: "--c1", learn: "--c2", evaluate: "--c3", sync: "--c4", score: "--c6", checkpoint: "--c7", switch: "--c8", prefill: "--c5" };
+const COLOURS = { generate: "--c1", learn: "--c2", evaluate: "--c3", sync: "--c4", score: "--c6", checkpoint: "--c7", switch: "--c8", prefill: "--c5", simulate: "--c9" };
 const COUNTS = [5, 20, 50, 200];
+const MOST_DEVICES = 8;
 const NOWHERE = "no device";
 
 export async function timeline(root, context) {
@@ -19,12 +21,13 @@ export async function timeline(root, context) {
   const newest = button("Newest steps", () => { before = null; load(); });
   const about = h("p", { class: "muted" });
   const legend = h("ul", { class: "legend" });
+  const busy = h("div", { class: "charts one" });
   const sums = h("details", { class: "sums" }, h("summary", {}, "As a table"));
   const nothing = empty("Nobody has held a device for this run yet. Its lanes appear with the first lease.");
   const panel = h("section", { class: "panel" }, about,
     h("div", { class: "row" }, h("span", { class: "pair" }, h("label", { for: "steps" }, "Show"), count), older, newest,
       button("Zoom in", () => lanes.zoom(2)), button("Zoom out", () => lanes.zoom(0.5)), button("Earlier", () => lanes.move(-0.5)), button("Later", () => lanes.move(0.5)), button("All", () => lanes.all())),
-    legend, lanes.element, told, sums);
+    legend, lanes.element, told, busy, sums);
   panel.hidden = nothing.hidden = true; // Until it is known which: what stands below must not move under a click.
   root.append(panel, nothing);
   let before = null;
@@ -46,7 +49,22 @@ export async function timeline(root, context) {
     const stages = [...new Set(found.flatMap((lane) => [...lane.holds, ...lane.work].map((span) => span.stage)))].sort();
     legend.replaceChildren(...stages.map((stage) => h("li", {}, h("i", { vars: { "--mark": `var(${colourOf(stage)})` } }), stage)));
     sums.replaceChildren(sums.firstChild, table("Seconds by device and stage", ["Device", "Held by", ...stages, "At work"], rows(found, stages, start, end))[0]);
+    utilisation(steps, found.filter((lane) => lane.device !== NOWHERE).slice(0, MOST_DEVICES));
     lanes.set(found, start, end, steps.map((part) => ({ at: part.start, label: `${part.step}` })), rewinds.map((each) => ({ at: each.time })));
+  }
+
+  let chart = null;
+  // How much of each step each device worked.
+  function utilisation(steps, found) {
+    const names = found.map((lane) => lane.name).join();
+    if (!chart || chart.names !== names) {
+      chart?.end();
+      chart = steps.length && found.length ? new Chart("Utilisation: share of each step in which a device works, %", found.map((lane) => ({ label: lane.name })), { signal: context.signal }) : null;
+      if (chart) chart.names = names;
+      busy.replaceChildren(...(chart ? [chart.element] : []));
+    }
+    const share = (lane, { start, end }) => 100 * covered(lane.work.filter((span) => span.end > start && span.start < end).map((span) => ({ start: Math.max(span.start, start), end: Math.min(span.end, end) }))) / (end - start);
+    chart?.set(steps.map((part) => part.step), found.map((lane) => steps.map((part) => (part.end > part.start ? share(lane, part) : null))));
   }
 
   let asked = false;
@@ -72,7 +90,7 @@ function recovered(rewinds) {
 }
 
 function colourOf(stage) {
-  return COLOURS[stage] ?? "--c5";
+  return COLOURS[stage] ?? "--muted";
 }
 
 function lanesOf(shown, start, end) {

@@ -2,15 +2,16 @@
 
 import { get, Refusal } from "../api.js";
 import { strip } from "../charts.js";
-import { conversation } from "../conversation.js";
+import { conversation, read } from "../conversation.js";
 import { empty, facts, h } from "../dom.js";
-import { mean, number, plural, scorerFact, scorers } from "../format.js";
+import { mean, middle, number, plural, scorerFact, scorers } from "../format.js";
 import { answer } from "../tokens.js";
 import { recorded } from "./episode.js";
 import { rewards } from "./rewards.js";
 
 const SIZE = 25;
 const FINISHES = ["EOS", "STOP", "LENGTH", "TERMINATED", "TRUNCATED", "TIMED_OUT", "ERROR"];
+const OF_TEXTS = ["EOS", "STOP", "LENGTH"];
 const ORDERS = [["newest", "newest first"], ["oldest", "oldest first"], ["best", "best reward first"], ["worst", "worst reward first"]];
 
 export async function trajectories(root, context) {
@@ -23,7 +24,7 @@ export async function trajectories(root, context) {
   const step = field("step", "Step");
   const prompt = field("prompt", "Group (prompt)");
   const search = h("input", { id: "text-search", type: "search", placeholder: "Text", "aria-label": "Text in prompt, answer or reference", value: query.get("search") ?? "" });
-  const finish = choice("finish_reason", "Ended", FINISHES);
+  const finish = choice("finish_reason", "Ended", ["embodied", "episodes"].includes(context.run.spec.workflow) ? FINISHES.filter((name) => !OF_TEXTS.includes(name)) : FINISHES);
   const failed = choice("failed", "Nothing from", [...scorers(context.run.spec).keys()]);
   const order = h("select", { id: "order", onchange: () => go() }, ORDERS.map(([name, label]) => h("option", { value: name }, label)));
   order.value = query.get("order") ?? "newest";
@@ -100,7 +101,7 @@ export async function trajectories(root, context) {
   function line(each) {
     const details = h("details", { class: "trajectory", ontoggle: () => { if (details.open && details.children.length === 1) details.append(body(context.run.spec, each, group(each))); } },
       h("summary", {}, rewardChip(each.reward), h("span", { class: "muted" }, `step ${each.step} · prompt ${each.prompt_ordinal} · sample ${each.sample_index}`),
-        h("span", { class: "excerpt" }, each.prompt.slice(-80).trim(), h("b", {}, " → "), said(each).slice(0, 160) || "(nothing)"),
+        h("span", { class: "excerpt" }, middle(each.prompt, 80), h("b", {}, " → "), said(each).slice(0, 160) || "(nothing)"),
         h("span", { class: "muted" }, `${plural(each.tokens, unit(each))}, ${each.finish_reason}`)));
     return details;
   }
@@ -149,6 +150,7 @@ function body(spec, each, action) {
   return h("div", { class: "body" },
     h("h4", {}, robot || each.messages?.length ? "Begins with" : "Prompt"), h("pre", { class: "text" }, each.prompt),
     each.images?.length ? h("p", {}, each.images.map((source, at) => h("img", { src: source, alt: `Image ${at + 1} of the prompt` }))) : null,
+    read(each),
     robot ? [h("h4", {}, "Episode"), h("p", {}, said(each))]
       : each.messages?.length ? [h("h4", {}, "Conversation"), conversation(each)] : [h("h4", {}, "Answer"), answer(each)],
     each.log_probs?.length && !each.text_bytes?.length ? logProbs(each) : null,
@@ -183,5 +185,5 @@ function logProbs(each) {
     told.textContent = `${unit(each)} ${index + 1}: log-prob ${number(values[index])}, version ${versionAt(index)}`;
   });
   cells.addEventListener("pointerleave", rest);
-  return h("div", {}, h("h4", {}, `Log-prob of each ${unit(each)}, nats`), h("div", { class: "strips" }, cells), told);
+  return h("div", {}, h("h4", {}, `Log-prob of each ${unit(each)}${unit(each) === "token" ? ", nats" : ""}`), h("div", { class: "strips" }, cells), told);
 }

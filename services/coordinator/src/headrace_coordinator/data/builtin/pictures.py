@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace_schema.images import MOST_IMAGE_BYTES, MOST_IMAGES, MOST_PROMPT_IMAGE_BYTES
 from headrace_schema.problems import Impossible, problem, show
+from headrace_schema.references import is_closed
 from headrace_servicekit.image_files import BadImage, check_image, from_base64, png
 
 from headrace_coordinator.data.builtin.values import BadRow, file_of
@@ -87,6 +88,8 @@ def _bytes_of(value: Any, key: str, folder: Path | None) -> bytes:
         return _from_base64(rest, key)
     path = Path(os.path.expanduser(value.removeprefix("file://")))
     path = path if path.is_absolute() or folder is None else folder / path
+    if is_closed(path):  # a row names what its spec may not
+        raise BadRow(f"has an image {key!r} that is the fleet's own: {path}", "copy it to a folder of yours")
     try:
         with file_of(path).open("rb") as file:
             return file.read(MOST_IMAGE_BYTES + 1)

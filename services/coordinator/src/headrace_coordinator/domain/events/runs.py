@@ -268,6 +268,13 @@ class Noted(RunEvent, frozen=True, kw_only=True):
     text: str
 
 
+class StageEnded(RunEvent, frozen=True, kw_only=True):
+    """A stage beside the steps that took long has come to its end, such as loading the model."""
+
+    what: str
+    seconds: float
+
+
 class DeathCharged(Noted, frozen=True, kw_only=True):
     """A shared instance died while code of this run alone was at work in it."""
 

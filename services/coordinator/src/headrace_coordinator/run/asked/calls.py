@@ -33,7 +33,7 @@ from headrace_schema.sessions import (
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused
-from headrace_coordinator.run.asked.sampling import Sampling
+from headrace_coordinator.run.asked.sampling import FOREVER_S, Sampling
 from headrace_coordinator.run.asked.step import AskedStep, computed, counted, loss_request
 from headrace_coordinator.run.checkpointing import Checkpointer, listed
 from headrace_coordinator.run.concurrency import gather_all
@@ -47,7 +47,6 @@ from headrace_coordinator.waits import WaitTimeout
 
 IDLE = "idle"
 """Begins the reason of a session that pauses because nobody calls: the next call resumes it."""
-FOREVER_S = 1e9
 LOST = "ATTEMPT_LOST"
 UNREADABLE = frozenset({"NOT_FOUND", "CHECKPOINT_DAMAGED", "CHECKPOINT_MISMATCH", "INVALID"})
 
@@ -298,7 +297,13 @@ class Calls:
         source = "" if own else str(directory)
         leader, before = context.workers.leader, run.lineage.head
         try:
-            response = await leader.restore(named[name]["checkpoint"], number, log.state.store_id, source)
+            response = await leader.restore(
+                named[name]["checkpoint"],
+                number,
+                log.state.store_id,
+                source,
+                weights_only=not load.optimizer,
+            )
         except CallRefused as refused:
             if refused.reason not in UNREADABLE:
                 raise

@@ -1,6 +1,6 @@
 """Makes the samples that the loop of a session asks for, with the weights that each names.
 
-Samples of the same weights are made together; a request is a stream of its own, so that it has its own distribution.
+Samples of the same weights are made together, and requests that differ in their prompts alone by one stream.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from headrace_coordinator.sessions.journal import FOLDER, NAMED, Journal
 from headrace_coordinator.waits import WaitTimeout
 
 ATTEMPTS = 5
+FOREVER_S = 1e9
 KEPT = 4
 """Published versions that are remembered."""
 BASE, LATEST = "base", "latest"
@@ -73,22 +74,34 @@ class Sampling:
                 self._settle(each, Failure(category="user", message=str(unknown), key="weights"))
             return
         await self._install(published)
-        tasks: set[asyncio.Task[None]] = set()
+        log, tasks = self._context.event_log, set[asyncio.Task[None]]()
+
+        def asked() -> list[AskedSample]:
+            return [each for each in desk.waiting if each.request.weights == weights]
+
+        news: asyncio.Task[None] | None = None
         try:
             while True:
                 if not tasks or more():
-                    mine = [each for each in desk.waiting if each.request.weights == weights]
-                    self._take(mine)
-                    tasks |= {asyncio.create_task(self._one(published, each)) for each in mine}
+                    self._take(mine := asked())
+                    streams = max(1, len(self._usable()))
+                    tasks |= {
+                        asyncio.create_task(self._all(published, some)) for some in alike(mine, streams)
+                    }
                 if not tasks:
                     return
-                done, tasks = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
+                if news is None or news.done():
+                    waits = log.wait_until(lambda: more() and bool(asked()), FOREVER_S, "samples to make")
+                    news = asyncio.create_task(waits)
+                await asyncio.wait({*tasks, news}, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in tasks if task.done()]:
+                    tasks.remove(task)
                     task.result()
         finally:
-            for task in tasks:
+            left = {*tasks, news} if news is not None else tasks
+            for task in left:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*left, return_exceptions=True)
 
     def _take(self, asked: list[AskedSample]) -> None:
         for each in asked:
@@ -138,85 +151,129 @@ class Sampling:
         context.leases.assign()
         await context.devices.hand_devices_to_rollouts(published)
 
-    async def _one(self, published: Published, asked: AskedSample) -> None:
+    def _usable(self) -> list[RolloutClient]:
+        workers = self._context.workers
+        return [each for each in workers.decoding if workers.usable(each)]
+
+    async def _all(self, published: Published, asked: list[AskedSample]) -> None:
         """Raises WaitTimeout where rollouts are lost again and again."""
-        self._desk.at_work += 1
+        count, left = len(asked), asked
+        self._desk.at_work += count
         try:
             for _ in range(ATTEMPTS):
-                result = await self._tried(published, asked.request)
-                if result is not None:
-                    return self._settle(asked, result)
+                await self._tried(published, left)
+                left = [each for each in asked if each.result is None]
+                if not left:
+                    return
             raise WaitTimeout(
                 f"samples were not made: {self._context.last_loss or 'rollout instances failed'}"
             )
         except BaseException:
-            self._desk.waiting.appendleft(asked)  # The run recovers, and makes it then.
+            left = [each for each in asked if each.result is None]
+            self._desk.waiting.extendleft(reversed(left))  # The run recovers, and makes them then.
             raise
         finally:
-            self._desk.at_work -= 1
+            self._desk.at_work -= count
 
-    async def _tried(self, published: Published, request: Sample) -> Result | None:
-        """The samples, what is wrong with the request, or None where a rollout was lost over it."""
+    async def _tried(self, published: Published, asked: list[AskedSample]) -> None:
+        """Settles requests by their samples, or by what is wrong with them; not those over which a rollout is lost."""
         context = self._context
-        usable = [each for each in context.workers.decoding if context.workers.usable(each)]
+        usable = self._usable()
         if not usable:
             await context.devices.add_rollout(published)
             usable = context.workers.decoding
         worker = random.choice(usable)
         try:
-            return await _made(context, worker, published.version.number, request)
+            await self._made(worker, published.version.number, asked)
         except InstanceDown as fault:
             await context.lost(worker, str(fault))
         except CallRefused as refused:
-            if refused.reason in USER_ERRORS:
-                return Failure(category="user", message=refused.message, key=refused.key)
-            await context.lost(worker, str(refused))
-        return None
+            if refused.reason not in USER_ERRORS:
+                await context.lost(worker, str(refused))
+            elif len(asked) > 1:  # which of them is wrong each tells by itself
+                for each in [each for each in asked if each.result is None]:
+                    await self._tried(published, [each])
+            else:
+                failure = Failure(category="user", message=refused.message, key=refused.key)
+                self._settle(asked[0], failure)
 
-
-async def _made(
-    context: RunContext, worker: RolloutClient, number: int, request: Sample
-) -> SampleResult | Failure | None:
-    opening = rollout.GenerateOpen(
-        policy_number=number,
-        distribution=common.SamplingDistribution(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            repetition_penalty=1.0,
-            log_prob_kind=common.LOG_PROB_KIND_PROCESSED,
-        ),
-        max_new_tokens=request.max_tokens,
-        stop=request.stop,
-        seed=random.getrandbits(62) if request.seed is None else request.seed,
-        evaluation=True,  # nothing is retained
-    )
-
-    async def assignments() -> AsyncIterator[rollout.AssignGroups]:
-        samples = [
-            rollout.SampleAssignment(sample_index=index, attempt=1) for index in range(request.samples)
+    async def _made(self, worker: RolloutClient, number: int, asked: list[AskedSample]) -> None:
+        context, request = self._context, asked[0].request
+        opening = rollout.GenerateOpen(
+            policy_number=number,
+            distribution=common.SamplingDistribution(
+                temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                repetition_penalty=1.0,
+                log_prob_kind=common.LOG_PROB_KIND_PROCESSED,
+            ),
+            max_new_tokens=request.max_tokens,
+            stop=request.stop,
+            seed=random.getrandbits(62) if request.seed is None else request.seed,
+            evaluation=True,  # nothing is retained
+        )
+        groups = [
+            rollout.GroupAssignment(
+                prompt_ordinal=place,
+                prompt=rollout.Prompt(token_ids=rollout.TokenIds(values=each.request.prompt)),
+                samples=[
+                    rollout.SampleAssignment(sample_index=index, attempt=1)
+                    for index in range(each.request.samples)
+                ],
+            )
+            for place, each in enumerate(asked)
         ]
-        prompt = rollout.Prompt(token_ids=rollout.TokenIds(values=request.prompt))
-        yield rollout.AssignGroups(groups=[rollout.GroupAssignment(prompt=prompt, samples=samples)])
 
-    found: dict[int, common.Trajectory] = {}
-    async for response in worker.generate(opening, assignments(), context.spec.limits.step_timeout_s):
-        for chunk in response.chunks:
-            if chunk.HasField("finished"):
-                found[chunk.finished.sample.sample_index] = chunk.finished
-        if response.revoked:
-            worker.lost_lease()
-    if len(found) < request.samples:
-        return None
-    if any(each.finish_reason == common.FINISH_REASON_PROMPT_TOO_LONG for each in found.values()):
+        async def assignments() -> AsyncIterator[rollout.AssignGroups]:
+            yield rollout.AssignGroups(groups=groups)
+
+        found: list[dict[int, common.Trajectory]] = [{} for _ in asked]
+        read: list[tuple[AskedSample, SampleResult]] = []
+        async for response in worker.generate(opening, assignments(), context.spec.limits.step_timeout_s):
+            for chunk in response.chunks:
+                if not chunk.HasField("finished"):
+                    continue
+                slot = chunk.finished.sample
+                each, own = asked[slot.prompt_ordinal], found[slot.prompt_ordinal]
+                own[slot.sample_index] = chunk.finished
+                if len(own) == each.request.samples and (result := _result(own, each.request, number)):
+                    if isinstance(result, SampleResult) and _reads_prompt(request):
+                        read.append((each, result))
+                    else:
+                        self._settle(each, result)
+            if response.revoked:
+                worker.lost_lease()
+        if read:
+            told = await _prompt_log_probs(worker, [each.request for each, _ in read])
+            for (each, result), about in zip(read, told, strict=True):
+                self._settle(each, result.model_copy(update=about))
+
+
+def alike(asked: list[AskedSample], streams: int) -> list[list[AskedSample]]:
+    """Requests that one stream can make, divided over as many `streams`; one with a seed, which fixes its place, is
+    alone.
+    """
+    groups: dict[str, list[AskedSample]] = {}
+    for each in asked:
+        same = each.request.model_copy(update={"prompt": [], "samples": 0})
+        key = each.key if each.request.seed is not None else same.model_dump_json()
+        groups.setdefault(key, []).append(each)
+    return [part for group in groups.values() for place in range(streams) if (part := group[place::streams])]
+
+
+def _result(
+    found: dict[int, common.Trajectory], request: Sample, number: int
+) -> SampleResult | Failure | None:
+    """Of all samples of a request; None where the engine failed."""
+    reasons = {each.finish_reason for each in found.values()}
+    if common.FINISH_REASON_PROMPT_TOO_LONG in reasons:
         reason = f"a prompt of {len(request.prompt)} tokens leaves no room within model.max_context; cut it"
         return Failure(category="user", message=reason, key="prompt")
-    if any(each.finish_reason == common.FINISH_REASON_ERROR for each in found.values()):
+    if common.FINISH_REASON_ERROR in reasons:
         return None
     sequences = [_sequence(found[index], request) for index in range(request.samples)]
-    told = await _prompt_log_probs(worker, request) if _reads_prompt(request) else {}
-    version = 0 if number >= FILES_FROM else number
-    return SampleResult(version=version, sequences=sequences, **told)
+    return SampleResult(version=0 if number >= FILES_FROM else number, sequences=sequences)
 
 
 def _sequence(trajectory: common.Trajectory, request: Sample) -> SampledSequence:
@@ -237,25 +294,28 @@ def _reads_prompt(request: Sample) -> bool:
     return request.prompt_log_probs or request.top_prompt_log_probs > 0
 
 
-async def _prompt_log_probs(worker: RolloutClient, request: Sample) -> dict[str, Any]:
-    if len(request.prompt) < 2:
-        nothing: dict[str, Any] = {"prompt_log_probs": [None]}
-        return {**nothing, "top_prompt_log_probs": [None]} if request.top_prompt_log_probs else nothing
+async def _prompt_log_probs(worker: RolloutClient, requests: list[Sample]) -> list[dict[str, Any]]:
+    """What is told of each request's prompt."""
+    top = requests[0].top_prompt_log_probs
     asked = rollout.ScoreRequest(
-        sequences=[rollout.ScoreSequence(token_ids=request.prompt, start=1)],
+        sequences=[
+            rollout.ScoreSequence(token_ids=each.prompt, start=1) for each in requests if len(each.prompt) > 1
+        ],
         distribution=common.SamplingDistribution(
             temperature=1.0, top_p=1.0, repetition_penalty=1.0, log_prob_kind=common.LOG_PROB_KIND_RAW
         ),
-        top=request.top_prompt_log_probs,
+        top=top,
     )
-    response: rollout.ScoreResponse = await worker.call("Score", asked, SLOW_S)
-    [scored] = response.sequences
-    told: dict[str, Any] = {"prompt_log_probs": [None, *scored.log_probs]}
-    if request.top_prompt_log_probs:
-        told["top_prompt_log_probs"] = [
-            None,
-            *(list(zip(each.token_ids, each.log_probs, strict=True)) for each in scored.top),
-        ]
+    response = await worker.call("Score", asked, SLOW_S) if asked.sequences else rollout.ScoreResponse()
+    scored = iter(response.sequences)
+    told = list[dict[str, Any]]()
+    for each in requests:
+        own = next(scored) if len(each.prompt) > 1 else rollout.ScoredSequence()
+        about: dict[str, Any] = {"prompt_log_probs": [None, *own.log_probs]}
+        if top:
+            likeliest = (list(zip(one.token_ids, one.log_probs, strict=True)) for one in own.top)
+            about["top_prompt_log_probs"] = [None, *likeliest]
+        told.append(about)
     return told
 
 

@@ -145,7 +145,7 @@ async def _assignments(
             prompt_ordinal=index,
             prompt=context.modality.prompt(questions.items[index], questions.asked(index)),
             samples=[
-                rollout.SampleAssignment(sample_index=sample, attempt=1)
+                rollout.SampleAssignment(sample_index=sample, attempt=1, shown=sample == 0)
                 for sample in range(questions.samples)
                 if (index, sample) not in done
             ],

@@ -32,7 +32,7 @@ from headrace_coordinator.run.leaving import Outcome
 from headrace_coordinator.run.loop import RunLoop
 from headrace_coordinator.run.modality import Sampling
 from headrace_coordinator.run.step.step import RunFailed
-from headrace_coordinator.run.step.trajectories import said, sampled, told
+from headrace_coordinator.run.step.trajectories import read_of, said, sampled, told
 from headrace_coordinator.run.step.videos import episode_of
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.suites import open_suite
@@ -241,6 +241,7 @@ class SuiteLoop(RunLoop):
             versions=versions,
             detail=(score.detail or "a scorer failed") if failed else "",
             messages=with_thumbnails(told(self.context.spec.tool_calls, said(answered), turns)),
+            read=read_of(answered),
         )
 
 

@@ -164,6 +164,7 @@ def step_view(
             **timer.figures,
             **draft_figures(timer.figures),
             **agent_figures(trained, trajectories),
+            **success_figure(trained, trajectories),
             **({GENERATE_OPEN: generate_open} if "generate" in stages else {}),
             **(online.figures() if (online := context.fleet.online.get(context.run_id)) else {}),
         },
@@ -174,6 +175,13 @@ def draft_figures(told: Mapping[str, float]) -> dict[str, float]:
     """The share of drafted tokens that were accepted; nothing where none was drafted."""
     drafted = told.get("drafted_tokens", 0.0)
     return {"draft_acceptance": told.get("accepted_tokens", 0.0) / drafted} if drafted else {}
+
+
+def success_figure(slots: Iterable[Slot], trajectories: Trajectories) -> dict[str, float]:
+    """The share of trained episodes that succeeded, of those whose environment says so; none without."""
+    records = (trajectories.get(slot.key) for slot in slots)
+    said = [each.success for each in records if each is not None and each.success is not None]
+    return {"success_rate": fmean(said)} if said else {}
 
 
 def agent_figures(slots: Iterable[Slot], trajectories: Trajectories) -> dict[str, float]:
@@ -219,6 +227,7 @@ def settled_lines(
             messages=told(form, shown.said, trajectory.turn_rewards),
             masked=carries_no_loss(context, slot.sample, shown.finish_reason),
             figures=trajectory.figures,
+            read=shown.read,
         )
         for slot, trajectory, shown in kept
     ]

@@ -22,6 +22,7 @@ from headrace_coordinator.domain.ledger.dispatch import (
 )
 from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.run.step.state import AttemptState
+from headrace_coordinator.run.step.trajectories import is_shown
 from headrace_coordinator.run.workers.clients import SlotKey
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
@@ -96,7 +97,11 @@ class Dispatch:
             for sample in samples:
                 resume = self._prefixes.get((prompt, sample))
                 group.samples.add(
-                    sample_index=sample, attempt=next(attempts), resume=resume, greedy=is_baseline(sample)
+                    sample_index=sample,
+                    attempt=next(attempts),
+                    resume=resume,
+                    greedy=is_baseline(sample),
+                    shown=is_shown(self._context, self._slot(prompt, sample)),
                 )
         return message
 

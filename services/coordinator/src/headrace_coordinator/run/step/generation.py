@@ -268,7 +268,7 @@ class Generation:
             policy_number=worker.installed,
             seed=spec.seed,
             distribution=self.context.distribution(spec.sampling.temperature),
-            max_new_tokens=spec.sampling.max_new_tokens,
+            max_new_tokens=spec.sampling.longest_at(self._attempt.ledger.step),
             stop=spec.sampling.stop,
             chunk_tokens=spec.rollout.chunk_tokens,
         )

@@ -16,6 +16,7 @@ from headrace_servicekit.rpc.trajectories import segments_of, turn_roles
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.episode_figures import told_of
 from headrace_coordinator.domain.ledger.dispatch import accepts
 from headrace_coordinator.domain.ledger.slot_index import ASSIGNED, FINISHED, Slot
 from headrace_coordinator.fleet.instance_client import CallRefused
@@ -192,8 +193,11 @@ class Receiver:
             trajectory.turn_rewards = [turn.reward for turn in message.conversation.turns]
             trajectory.turn_roles = turn_roles(message.conversation)
             trajectory.figures = dict(message.conversation.figures)
+        if (told := told_of(message.completion_text)) is not None:
+            trajectory.success = told.success
         shown = is_shown(self._context, trajectory.slot)
         trajectory.shown = Shown.of(message) if shown else None
+        message.ClearField("branch_texts")  # Nobody reads them behind this.
         if trajectory.shown is None:
             trajectory.versions = ()
         self._attempt.trajectories.put(trajectory)

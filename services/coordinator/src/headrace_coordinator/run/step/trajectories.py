@@ -36,6 +36,8 @@ class Spoken(NamedTuple):
     """Which of the policy's turns it is; None for what others said."""
     tokens: int | None
     """What was sampled of it."""
+    branch: int | None
+    """Which branch has these tokens."""
     files: tuple[bytes, ...]
 
 
@@ -53,6 +55,8 @@ class Shown:
     parts: dict[str, float] = field(default_factory=dict)
     said: list[Spoken] = field(default_factory=list)
     """All messages of a conversation."""
+    read: list[list[str]] = field(default_factory=list)
+    """`read_of` the message."""
 
     @classmethod
     def of(cls, message: common.Trajectory) -> Shown:
@@ -62,7 +66,14 @@ class Shown:
             log_probs.extend(tokens.log_probs[first : min(last, first + LOG_PROBS_KEPT - len(log_probs))])
             text_bytes.extend(tokens.text_bytes[first : min(last, first + LOG_PROBS_KEPT - len(text_bytes))])
         spoken = said(message) if message.HasField("conversation") else []
-        return cls(message.completion_text, message.finish_reason, log_probs, text_bytes, said=spoken)
+        return cls(
+            message.completion_text,
+            message.finish_reason,
+            log_probs,
+            text_bytes,
+            said=spoken,
+            read=read_of(message),
+        )
 
 
 @dataclass(slots=True)
@@ -88,6 +99,8 @@ class Trajectory:
     """The role of each turn, in a conversation of several roles."""
     figures: dict[str, float] = field(default_factory=dict)
     """What a conversation's agent says that it was, such as turns and tokens, by name."""
+    success: bool | None = None
+    """Of an episode: whether it succeeded; None where its environment never says so."""
     stage_rewards: dict[str, float] | None = None
     """What each stage gave it, in a workflow with several reward stages."""
 
@@ -212,30 +225,34 @@ def _in_order(message: common.Trajectory) -> Iterator[tuple[common.TokenSegment,
 def said(message: common.Trajectory) -> list[Spoken]:
     """What was said in a conversation; nothing of an answer."""
     talk, files = message.conversation, {image.digest: image.data for image in message.images}
-    own = {turn.message: (number, turn.tokens) for number, turn in enumerate(talk.turns)}
+    own = {turn.message: (number, turn.tokens, turn.branch) for number, turn in enumerate(talk.turns)}
     return [
         Spoken(
             each.role,
             each.party,
             each.content,
-            own[at][0] if at in own else None,
-            own[at][1] if at in own else None,
+            *own.get(at, (None, None, None)),
             tuple(files[image.digest] for image in each.images if image.digest in files),
         )
         for at, each in enumerate(talk.messages)
     ]
 
 
+def read_of(message: common.Trajectory) -> list[list[str]]:
+    """What the model read, for each branch what was given and what was sampled in turns; empty where it is not said."""
+    return [list(branch.parts) for branch in message.branch_texts]
+
+
 def told(form: str, said: Iterable[Spoken], turn_rewards: Sequence[float]) -> list[Message]:
     """What was said in a conversation, with the calls of tools in the `form` that the run's spec names."""
     found, messages = [], list(said)
-    for at, (role, party, content, turn, tokens, files) in enumerate(messages, 1):
+    for at, (role, party, content, turn, tokens, branch, files) in enumerate(messages, 1):
         own, called = turn is not None, [each.role for each in messages[at : at + 1]] == ["tool"]
         # JSON without marks is an answer, unless a tool answered it.
         calls = PARSERS[form](content) if own and (called or form in TAGGED) and form in PARSERS else []
         listed = [Call(call.name, json.dumps(call.arguments), call.problem) for call in calls]
         reward = turn_rewards[turn] if turn is not None and turn < len(turn_rewards) else None
-        found.append(Message(role, content, tokens, reward, listed, party, files=list(files)))
+        found.append(Message(role, content, tokens, reward, listed, party, branch, files=list(files)))
     return found
 
 

@@ -9,7 +9,9 @@ from statistics import fmean
 from headrace_schema.resources.views import StepView
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.domain.alerts import Alerts
 from headrace_coordinator.domain.totals import ENGINE_ASLEEP, ENGINE_RESTARTS
+from headrace_coordinator.projections.tensorboard import step_scalars
 
 STEPS = 5
 """Consecutive steps before a warning; it ends with the first step of which it does not hold."""
@@ -38,14 +40,16 @@ class Warnings:
         self._entropy: float | None = None
         self._reward: float | None = None
         """Reward of the first steps, to which later ones are compared."""
+        self._alerts = Alerts(spec.tracking.alerts)
 
     def of(self, step: StepView) -> dict[str, str] | None:
         """All that hold after one more committed step; None where there are too few steps to say."""
         self._steps.append(step)
         steps = [*self._steps]
-        early = _unjudged(step) | _restarted(steps)
+        early = _unjudged(step) | _restarted(steps) | self._alerts.of(step_scalars(step))
         if len(steps) < STEPS:
-            return early or ({} if any(map(_unjudged, steps)) else None)
+            told_before = any(map(_unjudged, steps)) or bool(self._spec.tracking.alerts)
+            return early or ({} if told_before else None)
         if self._entropy is None and (entropies := _all(steps, "entropy")):
             self._entropy, self._reward = fmean(entropies), _reward(steps)
         found = {name: check(self, steps) for name, check in _CHECKS.items()}
@@ -90,7 +94,10 @@ class Warnings:
         return f"the learning rate is 0 in the last {STEPS} steps: optimizer.schedule has ended, or warms up for longer"
 
     def _all_cut(self, steps: Sequence[StepView]) -> str:
-        longest, lengths = self._spec.sampling.max_new_tokens, _all(steps, "answer_length_mean")
+        longest, lengths = (
+            self._spec.sampling.longest_at(steps[-1].step - 1),
+            _all(steps, "answer_length_mean"),
+        )
         # Answers of a few tokens may well be all of one length; no limit cuts the data's.
         short = longest < 16 or not self._spec.has_scorers
         if short or self._spec.environment is not None or not lengths or min(lengths) < CUT_SHARE * longest:

@@ -113,14 +113,28 @@ class SimulatorClient(WorkerClient):
         await self.call("ClosePool", simulator.ClosePoolRequest(pool=pool), CLOSE_S)
 
 
-class WatchedInstanceClient(InstanceClient):
-    """A client whose silence is a named wait: a run that stands still says whose answer is missing."""
+STAGES = {
+    ("trainer", "OpenRun"): ("opens the run", True),
+    ("trainer", "Restore"): ("loads model and optimizer", True),
+    ("trainer", "JoinTrainerGroup"): ("meets its trainer group", True),
+    ("trainer", "SaveCheckpoint"): ("writes a checkpoint", False),
+    ("trainer", "ExportModel"): ("exports the model", False),
+    ("rollout", "OpenRun"): ("starts its engine", True),
+    ("rollout", "InstallPolicy"): ("installs weights", False),
+    ("reward", "OpenRun"): ("loads the scorers", True),
+    ("simulator", "OpenPool"): ("makes environments", True),
+}
+"""Calls that may take long, as people know them, and whether their end is an event: of others another event tells."""
 
-    def __init__(self, client: InstanceClient, waits: Waits, run: str, name: str) -> None:
+
+class WatchedInstanceClient(InstanceClient):
+    """A client whose silence is a named wait, or a stage: a run that stands still says whose answer is missing."""
+
+    def __init__(self, client: InstanceClient, waits: Waits, run: str, name: str, kind: str) -> None:
         self._client = client
         self._waits = waits
         self._run = run
-        self._name = name
+        self._name, self._kind = name, kind
 
     @override
     async def call(self, method: str, request: Any, timeout: float) -> Any:
@@ -139,4 +153,7 @@ class WatchedInstanceClient(InstanceClient):
             yield response
 
     def _silence(self, method: str) -> AbstractContextManager[None]:
+        if (self._kind, method) in STAGES:
+            what, told = STAGES[self._kind, method]
+            return self._waits.stage(self._run, f"{self._name} {what}", told=told)
         return self._waits.named(self._run, f"{self._name} to answer {method}", after=SILENCE_S)

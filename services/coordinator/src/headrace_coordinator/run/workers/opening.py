@@ -40,7 +40,7 @@ def client_of(workers: WorkerGroup, kind: type[Worker], instance: InstanceState,
     """The run's client of an instance, of a kind of client."""
     fleet = workers.fleet
     watched = WatchedInstanceClient(
-        fleet.client(instance.incarnation), fleet.waits, workers.run, instance.instance
+        fleet.client(instance.incarnation), fleet.waits, workers.run, instance.instance, instance.kind
     )
     return kind(workers.run, instance, watched, fleet.event_log.state.epoch, **fields)
 

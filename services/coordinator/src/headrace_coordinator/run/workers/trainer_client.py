@@ -88,7 +88,13 @@ class TrainerClient(WorkerClient):
         return b"".join([piece.data async for piece in self.stream("FetchLedger", request, SLOW_S)])
 
     async def restore(
-        self, checkpoint: str, number: int, store_id: str, source_directory: str = ""
+        self,
+        checkpoint: str,
+        number: int,
+        store_id: str,
+        source_directory: str = "",
+        *,
+        weights_only: bool = False,
     ) -> trainer.RestoreResponse:
         """Loads a checkpoint, of this run or another's directory, or the initial model, as version `number`."""
         request = trainer.RestoreRequest(
@@ -96,6 +102,7 @@ class TrainerClient(WorkerClient):
             number=number,
             store_id=store_id,
             source_run_directory=source_directory,
+            weights_only=weights_only,
         )
         response: trainer.RestoreResponse = await self.call("Restore", request, LOAD_S)
         return response

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from headrace_rollout.engines.base import Capabilities, Lent, Scope, WeightEntry
+from headrace_rollout.engines.base import Capabilities, Lent, Likeliest, Scope, WeightEntry
 from headrace_rollout.engines.hosts import BackendFailed
 from headrace_rollout.engines.samples import Distribution, ImageAt, Routes
 
@@ -157,6 +157,9 @@ class Backend(Protocol):
 
     async def score(self, token_ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
         """Log-probs of the ids from `start` on, without the prefix cache."""
+
+    async def likeliest(self, token_ids: Sequence[int], start: int, top: int) -> list[Likeliest]:
+        """As `TellsLikeliest`, of one sequence; called with `Capabilities.likeliest` alone."""
 
     async def freeze(self) -> None:
         """Stands still and keeps its requests and their tokens (for an in-flight install)."""

@@ -21,6 +21,7 @@ from headrace_rollout.engines.base import (
     Engine,
     EngineConfig,
     Freed,
+    Likeliest,
     Policy,
     Refused,
     Scope,
@@ -208,8 +209,28 @@ class HostedEngine(Engine):
             authority()
             policy = self._require(None)
             await self._process.ready()
-            found = [await self._score(ids, start, distribution) for ids, start in sequences]
+            found = [
+                await self._scored(self._backend.score(ids, start, distribution)) for ids, start in sequences
+            ]
             return found, policy.number
+
+        return await self._command(act)
+
+    async def likeliest(
+        self, sequences: Sequence[tuple[Sequence[int], int]], top: int, authority: Authority = allowed
+    ) -> list[list[Likeliest]]:
+        """As `TellsLikeliest`."""
+        if not self.capabilities.likeliest:
+            reason = f"rollout.engine: {self._backend.name} does not tell the likeliest words"
+            raise Refused("UNIMPLEMENTED", reason)
+        check_scored(sequences, Distribution(), self.max_context_tokens, self.vocabulary_size)
+        most = min(top, self.vocabulary_size)
+
+        async def act() -> list[list[Likeliest]]:
+            authority()
+            self._require(None)
+            await self._process.ready()
+            return [await self._scored(self._backend.likeliest(ids, start, most)) for ids, start in sequences]
 
         return await self._command(act)
 
@@ -286,8 +307,7 @@ class HostedEngine(Engine):
         self._nothing_installed()
         return mark.freed()
 
-    async def _score(self, ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
-        scoring = self._backend.score(ids, start, distribution)
+    async def _scored(self, scoring: Awaitable[_Result]) -> _Result:
         try:
             return await within(self._deadlines.command_s, f"score of {self._backend.name}", scoring)
         except BackendFailed as error:

@@ -19,6 +19,7 @@ from headrace_rollout.engines.base import (
     Capabilities,
     Engine,
     EngineConfig,
+    Likeliest,
     Policy,
     Refused,
     allowed,
@@ -47,6 +48,7 @@ CAPABILITIES = Capabilities(
     routed_experts=True,
     lora=True,
     images=VISION_FAMILIES,
+    likeliest=True,
 )
 _log = logging.getLogger(__name__)
 
@@ -162,11 +164,11 @@ class TransformersEngine(ThreadedHolder, Engine):
 
     async def likeliest(
         self, sequences: Sequence[tuple[Sequence[int], int]], top: int, authority: Authority = allowed
-    ) -> list[list[tuple[list[int], list[float]]]]:
-        """The `top` likeliest ids and log-probs of each position, by the model's own distribution, in one pass."""
+    ) -> list[list[Likeliest]]:
+        """As `TellsLikeliest`, in one pass of the engine's thread."""
         check_scored(sequences, Distribution(), self.max_context_tokens, self.vocabulary_size)
 
-        def compute() -> list[list[tuple[list[int], list[float]]]]:
+        def compute() -> list[list[Likeliest]]:
             authority()
             return self._model.likeliest(sequences, min(top, self.vocabulary_size))
 

@@ -187,7 +187,8 @@ class Joining:
         return self.kept.find((first.stream.adapter, first.key), ids)
 
     def _goes_on(self, trajectory: RunningTrajectory) -> bool:
-        return trajectory.stream.goes_on and self._model.continues and not self._model.route_width
+        whole = self._model.route_width or (self._model.looks_ahead and trajectory.images)
+        return trajectory.stream.goes_on and self._model.continues and not whole
 
     def _go_on(self, batch: Batch, moved: Sequence[Admission], first: int) -> None:
         """Rows that another engine has begun: their next token comes with the next round."""

@@ -24,7 +24,7 @@ from headrace_modelkit.products import PackedLayers, PackedWeight
 from headrace_modelkit.vision import (
     ImageReader,
     Pictures,
-    Pixels,
+    Placed,
     Span,
     language_inputs,
     place_number,
@@ -72,6 +72,8 @@ class PolicyModel(HeldModel):
         self.context_limit = context_limit(config, architecture)
         self.device = HOST
         self._images = images
+        self.looks_ahead = images is not None and images.looks_ahead
+        """Whether images see what of them is behind, so that what follows one is no extension."""
         self.policy: Policy | None = None
         self._model = load_model(config, weights=False, device="cpu")
         # Experts are computed as the trainer computes them, whether their routes are wanted or not.
@@ -163,7 +165,7 @@ class PolicyModel(HeldModel):
         """
         lengths = [len(context) for context in contexts]
         if self.cache.stateful and len(set(lengths)) > 1:  # a state would go on through padding
-            return self._by_length(contexts, adapters)
+            return self._by_length(contexts, images, adapters)
         # Causal attention never looks right, so padding behind a context needs no mask.
         tokens_PT = padded(contexts, self.device)
         pictures = self._pictures(contexts, images) if any(images) else None
@@ -172,14 +174,20 @@ class PolicyModel(HeldModel):
         last = [row * max(lengths) + length - 1 for row, length in enumerate(lengths)]
         return hidden_PTD.flatten(0, 1).index_select(0, torch.tensor(last, device=self.device))
 
-    def _by_length(self, contexts: Sequence[Sequence[int]], adapters: Sequence[str]) -> Tensor:
+    def _by_length(
+        self, contexts: Sequence[Sequence[int]], images: Sequence[Images], adapters: Sequence[str]
+    ) -> Tensor:
         found: dict[int, Tensor] = {}
         recorded: list[bytes] = [b""] * len(contexts)
         for length in sorted({len(context) for context in contexts}):
             places = [at for at, context in enumerate(contexts) if len(context) == length]
             own = [contexts[at] for at in places]
             self.cache.narrow(places, self.device)
-            hidden_PD = self.prefill(own, adapters=[adapters[at] for at in places] if adapters else ())
+            hidden_PD = self.prefill(
+                own,
+                [images[at] for at in places] if images else (),
+                [adapters[at] for at in places] if adapters else (),
+            )
             found |= dict(zip(places, hidden_PD, strict=True))
             for at, routes in zip(places, self.prefilled_routes(own), strict=False):
                 recorded[at] = routes
@@ -212,7 +220,7 @@ class PolicyModel(HeldModel):
         assert self._images is not None
         known = known or [0] * len(contexts)
         length = max(len(context) - before for context, before in zip(contexts, known, strict=True))
-        found: list[tuple[NDArray[np.int64], Pixels]] = []
+        found: list[Placed] = []
         positions_3PT = np.zeros((3, len(contexts), length), np.int64)
         for row, (context, own, before) in enumerate(zip(contexts, images, known, strict=True)):
             spans = self._spans(context, own)
@@ -221,7 +229,7 @@ class PolicyModel(HeldModel):
                 if span.start >= before:
                     first = row * length + span.start - before
                     found.append((np.arange(span.image.tokens) + first, span.image))
-        return Pictures.of(found, positions_3PT, self._images.blank()).to(self.device)
+        return Pictures.of(found, positions_3PT, self._images).to(self.device)
 
     def extend(
         self,
@@ -234,7 +242,7 @@ class PolicyModel(HeldModel):
         new_lengths = {len(context) - keys.length for context, keys in zip(contexts, known, strict=True)}
         if self.cache.stateful and len(new_lengths) > 1:  # as in a prefill
             each = [
-                self.extend([context], [keys], adapters=adapters[at : at + 1])
+                self.extend([context], [keys], images[at : at + 1], adapters[at : at + 1])
                 for at, (context, keys) in enumerate(zip(contexts, known, strict=True))
             ]
             return torch.cat([hidden for hidden, _ in each]), [keys for _, [keys] in each]
@@ -244,7 +252,7 @@ class PolicyModel(HeldModel):
         position_NT, mask = extension.inputs(lengths, self._model.dtype)
         given: dict[str, Any] = {"attention_mask": mask, "past_key_values": extension}
         pictures = self._pictures(contexts, images, before) if any(images) else None
-        if pictures is None:
+        if pictures is None or pictures.positions_3RL is None:
             given["position_ids"] = position_NT
         tokens_NT = padded(new, self.device)
         hidden_NTD = self.hidden(tokens_NT, pictures, adapters, **given)
@@ -336,6 +344,7 @@ class PolicyModel(HeldModel):
         inputs: dict[str, Any] = {"input_ids": tokens_NT}
         if pictures is not None:
             inputs = language_inputs(body, tokens_NT, pictures)
+        if self._images is not None:  # a wrapper would look for images among ids that were sampled
             body = body.language_model
         cached = "past_key_values" in arguments
         reads = Features(body, self.drafts.head.layers) if self.drafts is not None and cached else None

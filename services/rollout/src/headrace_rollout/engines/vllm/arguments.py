@@ -19,8 +19,9 @@ from typing import Any, get_args
 
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.devices import says_out_of_memory, variables_for
-from headrace_modelkit.loading import QUANTISATION, context_limit, is_quantised, load_architecture
+from headrace_modelkit.loading import QUANTISATION, context_limit, load_architecture, quantisation
 from headrace_schema.images import MOST_IMAGES
+from headrace_schema.workflow import MOST_WORDS
 from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
 from transformers import PreTrainedConfig
@@ -101,6 +102,7 @@ def engine_args(
         # A policy is installed before the first token: nothing is read from disk.
         load_format="dummy",
         logprobs_mode="processed_logprobs",
+        max_logprobs=MOST_WORDS,
         # Requests are token ids, and no file beside the model may change how they are sampled.
         skip_tokenizer_init=config.codec.images is None,  # its processor of images wants one
         **({} if config.codec.images is None else IMAGES),
@@ -144,7 +146,7 @@ def as_transformers_reads(architecture: PreTrainedConfig) -> dict[str, Any]:
     Qwen3-VL has time, height and width in turns along a head, in transformers whatever its config.json says, in vLLM
     only where `mrope_interleaved` stands there: else log-probs behind an image are off by 0.3, and nothing warns.
     """
-    found: dict[str, Any] = {QUANTISATION: {}} if is_quantised(architecture) else {}
+    found: dict[str, Any] = {QUANTISATION: {}} if quantisation(architecture) else {}
     if architecture.model_type == "qwen3_vl":
         rope = {**architecture.get_text_config().rope_parameters, "mrope_interleaved": True}
         found["text_config"] = {"rope_parameters": rope}

@@ -17,7 +17,6 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.pictures import decode_image
-from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.sections.policies import OWN
 from headrace_servicekit.process.spawn import descendants
 from typing_extensions import override
@@ -29,7 +28,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from headrace_rollout.engines.base import Capabilities, EngineConfig, Lent, Scope, WeightEntry
+from headrace_rollout.engines.base import Capabilities, EngineConfig, Lent, Likeliest, Scope, WeightEntry
 from headrace_rollout.engines.hosted.backend import (
     AdapterFile,
     Backend,
@@ -55,6 +54,8 @@ from headrace_rollout.engines.vllm.arguments import (
 from headrace_rollout.engines.vllm.options import VllmOptions
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
+READS = ("qwen2_5_vl", "qwen3_vl")
+"""Families whose images it was compared on (`test_engine_images.py`)."""
 LOOK_S = 0.5
 """How often a start looks after the hosts that it waits for."""
 WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache"]}
@@ -68,8 +69,9 @@ def capabilities() -> Capabilities:
         suspend_frees_memory=torch.cuda.is_available(),
         tensor_parallel=True,
         # transformers' processors need torchvision inside of vLLM.
-        images=VISION_FAMILIES if find_spec("torchvision") else (),
+        images=READS if find_spec("torchvision") else (),
         lora=True,
+        likeliest=True,
         routed_experts=HAS_TRITON,  # Its second model runner alone tells them, which is written in Triton.
     )
 
@@ -200,7 +202,7 @@ class VllmBackend(Backend):
         spans = [reader.span(request.token_ids, image.start, image.data) for image in request.images]
         ids = reader.collapse(request.token_ids, spans)
         if request.token_ids[: spans[-1].start].count(reader.token) != sum(
-            s.image.tokens for s in spans[:-1]
+            len(s.image.slots) for s in spans[:-1]
         ):
             raise BackendFailed("the policy has sampled the image token, which vLLM takes for the next image")
         images = [decode_image(image.data) for image in request.images]
@@ -215,17 +217,30 @@ class VllmBackend(Backend):
         """The last id is scored as the one that comes next: a full context has no room behind it."""
         params = _sampling(distribution, 1)
         params.prompt_logprobs, params.logprobs, params.logprob_token_ids = 0, 1, [token_ids[-1]]
-        self._scores += 1
-        prompt = {"prompt_token_ids": list(token_ids[:-1])}
-        try:
-            asked, lora = f"score-{self._scores}", self._loras.get("")
-            async for output in self._engine.generate(prompt, params, asked, lora_request=lora):
-                last = output
-        except _REFUSALS as error:
-            raise BackendFailed(one_line(error)) from error
+        last = await self._read(token_ids, params)
         given = last.prompt_logprobs or []
         found = [given[index][token_ids[index]].logprob for index in range(start, len(token_ids) - 1)]
         return [*found, last.outputs[0].logprobs[0][token_ids[-1]].logprob]
+
+    @override
+    async def likeliest(self, token_ids: Sequence[int], start: int, top: int) -> list[Likeliest]:
+        params = _sampling(Distribution(), 1)
+        params.prompt_logprobs = params.logprobs = top
+        last = await self._read(token_ids, params)  # which has the given ids too
+        told = [*(last.prompt_logprobs or [])[start:], last.outputs[0].logprobs[0]]
+        ranked = (sorted(by_id.items(), key=lambda each: -each[1].logprob)[:top] for by_id in told)
+        return [([word for word, _ in best], [each.logprob for _, each in best]) for best in ranked]
+
+    async def _read(self, token_ids: Sequence[int], params: SamplingParams) -> Any:
+        """What vLLM says of ids of which the last comes next."""
+        self._scores += 1
+        prompt, asked = {"prompt_token_ids": list(token_ids[:-1])}, f"score-{self._scores}"
+        lora = self._loras.get("")
+        try:
+            told = [each async for each in self._engine.generate(prompt, params, asked, lora_request=lora)]
+        except _REFUSALS as error:
+            raise BackendFailed(one_line(error)) from error
+        return told[-1]
 
     @override
     async def freeze(self) -> None:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, Protocol
 
 from headrace_schema.images import IMAGE_MARK
 from headrace_servicekit.image_files import image_file
-from headrace_servicekit.tool_calls import Call, typed
+from headrace_servicekit.tool_arguments import typed
+from headrace_servicekit.tool_calls import Call
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 
 from headrace_simulator.values import awaited, text_of

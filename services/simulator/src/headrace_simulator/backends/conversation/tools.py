@@ -58,10 +58,13 @@ class ToolOptions(Options):
     mcp: list[ServerOptions] = Field(
         default_factory=list, description="MCP servers, whose tools the model gets too"
     )
-    parser: Literal["hermes", "json", "llama3", "mistral", "qwen3_coder", "glm"] = Field(
+    parser: Literal[
+        "hermes", "json", "llama3", "mistral", "qwen3_coder", "glm", "deepseek", "minimax", "pythonic"
+    ] = Field(
         "hermes",
         description="form of calls: hermes (Hermes, Qwen 2.5, Qwen 3), qwen3_coder (Qwen3-Coder, Qwen 3.5 and later, "
-        "Nemotron 3), glm (GLM-4.5 and later), llama3, mistral, or json (a JSON object alone)",
+        "Nemotron 3), glm (GLM-4.5 and later), deepseek, minimax, pythonic (Llama 4, OLMo 3, LFM2), llama3, mistral, "
+        "or json (a JSON object alone)",
     )
     system: str = Field("", description="system message that the conversation begins with")
     deadline_s: PositiveFloat = Field(5.0, description="seconds that the calls of one turn may take together")

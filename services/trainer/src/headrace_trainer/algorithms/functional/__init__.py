@@ -58,6 +58,7 @@ from headrace_trainer.algorithms.functional.losses.decoupled import (
 from headrace_trainer.algorithms.functional.losses.distillation import (
     distillation_advantages,
     distillation_terms,
+    top_distillation_terms,
 )
 from headrace_trainer.algorithms.functional.losses.policy import (
     cispo_terms,
@@ -155,6 +156,7 @@ __all__ = [
     "sequence_mean",
     "token_covariances",
     "token_loss",
+    "top_distillation_terms",
     "truncated_importance_weights",
     "truncation_penalty",
     "value_terms",

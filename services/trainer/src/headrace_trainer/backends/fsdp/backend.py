@@ -172,7 +172,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
         self._experts = self._expert_mesh()
         self._images = load_images(self._config.model)
         policy = Policy(model, critic, self._routing)
-        policy.context = self._context
+        policy.context, policy.offloads_activations = self._context, self._options.offload_activations
         policy.unrolled = self._draft.unrolled if self._draft else 0
         self._model = ShardedModel(
             policy,
@@ -249,8 +249,8 @@ class FsdpBackend(FsdpState, HelpingBackend):
         computed: dict[str, Tensor | None] = {}
         if known.intersection(names):
             with torch.no_grad():
-                found_K = self._forward(batch, values=VALUES in names)
-            computed = {OLD_LOG_PROBS: found_K.log_probs_K, VALUES: found_K.values_K}
+                found = self._forward(batch, values=VALUES in names)
+            computed = {OLD_LOG_PROBS: found.log_probs_K, VALUES: found.values_K}
         if REFERENCE_LOG_PROBS in names:
             computed[REFERENCE_LOG_PROBS] = self._reference_log_probs(batch)
         return {name: found_K for name in names if (found_K := computed[name]) is not None}

@@ -26,12 +26,32 @@ COMPILE = "trainer.backend_options.compile"
 def check_run(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm) -> None:
     """Raises Refusal INVALID, naming the key, and ModelNotReadable."""
     check_layout(options, config, algorithm)
+    if config.trainer.lora is not None and config.optimizer.name == "muon":
+        key = "optimizer.name"
+        raise invalid(
+            f"{key}: muon steps whole matrices, and adapters have none; use adamw or adamw_8bit", key=key
+        )
+    _check_quantization(options, config)
     if reads_images(load_architecture(config.model)):
         _check_vision(options, config, algorithm)
     if options.compile and (missing := _missing_compiler()):
         raise invalid(f"{COMPILE}: {missing} on the trainer's host; install it, or leave it out", key=COMPILE)
     if options.context_parallel > 1:
         _check_context(options.context_parallel, config, algorithm)
+
+
+def _check_quantization(options: FsdpOptions, config: TrainerConfig) -> None:
+    """Also of policies, whose keys the run's table does not judge."""
+    lora, key = config.trainer.lora, "trainer.lora.quantization"
+    if lora is None or lora.quantization is None:
+        return
+    beside = {
+        "deterministic": config.deterministic,
+        "trainer.backend_options.compile": options.compile,
+        "trainer.backend_options.offload: parameters": options.offload == "parameters",
+    }
+    for name in (name for name, asked in beside.items() if asked):
+        raise invalid(f"{key}: does not go with {name}; remove one of them", key=key)
 
 
 def _check_vision(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm) -> None:
@@ -51,7 +71,8 @@ def compiles(options: FsdpOptions, config: TrainerConfig, device: torch.device) 
     if options.compile is not None:
         return options.compile
     here = device.type == "cuda" and torch.cuda.is_available() and find_spec("triton") is not None
-    if not here or config.deterministic:
+    coded = config.trainer.lora is not None and config.trainer.lora.quantization
+    if not here or config.deterministic or coded:
         return False
     return not reads_images(load_architecture(config.model))
 

@@ -6,15 +6,36 @@ Knows no sharding and no step.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
 from headrace_trainer.backends.fsdp.attending.prefixes import KEPT, Kept
 from headrace_trainer.backends.fsdp.loading import layers_of
+
+SMALLEST_AWAY = 1 << 16
+"""Bytes below which a tensor is not worth its way to the host."""
+
+
+def kept_on_host(device: torch.device) -> AbstractContextManager[object]:
+    """Of a forward within it, what autograd keeps lies in host memory until the backward pass asks for it.
+
+    Of layers that are computed again that is their inputs. A copy waits for nobody: the device's stream orders it with
+    what it computes.
+    """
+
+    def pack(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) or tensor.nbytes < SMALLEST_AWAY:
+            return tensor
+        away = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=device.type == "cuda")
+        return away.copy_(tensor, non_blocking=True)
+
+    return saved_tensors_hooks(pack, lambda kept: kept.to(device, non_blocking=True))
 
 
 class Layers:

@@ -6,6 +6,7 @@ Shapes as in `packing`; D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.layers import kept_on_host
 from headrace_trainer.backends.fsdp.sharding import Root
 from headrace_trainer.backends.shared.drafting import draft_loss
 from headrace_trainer.backends.shared.losses import Forward
@@ -47,12 +49,14 @@ class Policy(Root):
         """The ranks that divide the micro-batches it gets; set by who divides them."""
         self.unrolled = 0
         """Tokens one behind the other that the model's head learns to draft; 0 where it has none."""
+        self.offloads_activations = False
+        """Whether inputs of layers wait for the backward pass on the host; set by who computes them again."""
 
     def forward(
         self, batch: MicroBatch | None, anchor: Tensor, temperature: float = 1.0, *, values: bool = False
     ) -> Forward:
-        """(log-probs, entropies, values) of the K trained tokens, fp32, all differentiable; and what `draft_loss` gives
-        of a micro-batch that the model's head learns from.
+        """What losses take of the K trained tokens, fp32, all differentiable; and what `draft_loss` gives of a
+        micro-batch that the model's head learns from.
 
         At the temperature that each was drawn at, which is `temperature` where the batch does not say.
 
@@ -62,7 +66,7 @@ class Policy(Root):
         Without a batch returns the anchor itself; see `Root`.
         """
         if batch is None:
-            return Forward(anchor * 1.0, anchor.detach(), None)
+            return Forward(anchor * 1.0, anchor.detach())
         self._gather_in_fp32()
         if self.routing is not None:
             batch.tell(self.routing)
@@ -77,15 +81,16 @@ class Policy(Root):
             read_NF = features.taken().flatten(0, -2)
             embedding = self.model.get_input_embeddings()
             drafted = draft_loss(draft, head, embedding, read_NF, hidden_UD, batch.drafts, self.unrolled)
-        log_probs_U, entropy_U = hidden_log_probs(
-            head, hidden_UD, batch.targets_U, batch.at(temperature), entropy=True
+        log_probs_UM, entropy_U = hidden_log_probs(
+            head, hidden_UD, batch.words_UM, batch.at(temperature), entropy=True
         )
         assert entropy_U is not None
-        found = [log_probs_U, entropy_U, *([self._values(batch, hidden_UD)] if values else [])]
+        found = [log_probs_UM[:, 0], entropy_U, *([self._values(batch, hidden_UD)] if values else [])]
         if self.context is not None:
             found = [self.context.whole(own_U, batch) for own_U in found]
         own_K = [each_U[batch.index_K] for each_U in found]
-        return Forward(own_K[0], own_K[1], own_K[2] if values else None, drafted)
+        top_KM = None if batch.teacher_ids_UM is None else log_probs_UM[batch.index_K, 1:]
+        return Forward(own_K[0], own_K[1], own_K[2] if values else None, top_KM, drafted)
 
     @torch.no_grad()
     def probe(self, batch: MicroBatch, *, plain: bool) -> list[Tensor]:
@@ -122,16 +127,15 @@ class Policy(Root):
         context = self.context if batch.mine_U is not None else None
         told = {"paths": batch.paths, "segments": batch.segments, "context": context}
         options = {name: value for name, value in told.items() if value is not None}
-        inputs = {"input_ids": batch.tokens_RL, "position_ids": batch.positions_RL}
+        inputs = {"position_ids": batch.positions_RL, "attention_mask": batch.mask_R1LL}
         if batch.pictures is not None:
-            inputs = language_inputs(body, batch.tokens_RL, batch.pictures, trained=self.sees)
+            inputs |= language_inputs(body, batch.tokens_RL, batch.pictures, trained=self.sees)
             body = body.language_model
-        hidden_RLD: Tensor = body(
-            **inputs,
-            attention_mask=batch.mask_R1LL,
-            use_cache=False,
-            **options,
-        ).last_hidden_state
+        else:
+            inputs["input_ids"] = batch.tokens_RL
+        away = kept_on_host(batch.tokens_RL.device) if self.offloads_activations else nullcontext()
+        with away:
+            hidden_RLD: Tensor = body(**inputs, use_cache=False, **options).last_hidden_state
         return hidden_RLD.flatten(0, 1)[batch.sources_U]
 
     def _gather_in_fp32(self) -> None:

@@ -11,13 +11,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from headrace_modelkit.families.drafts import DRAFT
 from headrace_modelkit.loading import DTYPES
 from headrace_modelkit.tensor_files import Tensors, slices
 from headrace_schema.openings import TrainerConfig
-from headrace_schema.sections.learning import DraftSection, LoraSection
+from headrace_schema.sections.learning import DraftSection, LoraSection, OptimizerSection
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -41,7 +43,8 @@ from headrace_trainer.backends.shared.distributing import Place, Read, distribut
 from headrace_trainer.backends.shared.figures import TokenFigures
 from headrace_trainer.backends.shared.fit import ALPHA, CRITIC
 from headrace_trainer.backends.shared.model import LearnedModel
-from headrace_trainer.backends.shared.optimizer import MOMENTS, Aside, ShardedAdamW
+from headrace_trainer.backends.shared.muon import ShardedMuon, hidden_matrices
+from headrace_trainer.backends.shared.optimizer import KINDS, Aside, ShardedAdamW
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.memory import MemoryPlan, Rooms, check_host
@@ -188,14 +191,23 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
         return frozenset(name for name in self._sharded.learned if name.startswith(DRAFT))
 
     def _new_optimizer(self) -> ShardedAdamW:
-        return ShardedAdamW(
-            self._config.optimizer,
-            self._sharded.shards(),
-            decays={name for name, p in self._sharded.learned.items() if p.dim() > 1},
+        sharded, config = self._sharded, self._config.optimizer
+        made = partial(
+            ShardedAdamW if config.name != "muon" else self._muon,
+            config,
+            sharded.shards(),
+            decays={name for name, p in sharded.learned.items() if p.dim() > 1},
             critic=self._critic_names,
             aside=Aside(self._draft_names, self._draft.lr, self._draft.every) if self._draft else None,
             moments_on_host=self.layout.offload != "none",
         )
+        return made()
+
+    def _muon(self, config: OptimizerSection, shards: dict[str, Tensor], **options: Any) -> ShardedMuon:
+        sharded = self._sharded
+        hidden = hidden_matrices(sharded.model)
+        shapes = {name: tuple(p.shape) for name, p in sharded.learned.items() if name in hidden}
+        return ShardedMuon(config, shards, shapes=shapes, through_wholes=sharded.through_wholes, **options)
 
     @property
     def _sharded(self) -> ShardedModel:
@@ -227,13 +239,14 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
         """Takes the optimizer's state, where the checkpoint has any."""
         steps = self._saved_steps(reader)
         if steps:
-            self._adamw.load({kind: self._read_moments(kind, reader) for kind in MOMENTS}, steps)
+            self._adamw.load({kind: self._read_moments(kind, reader) for kind in KINDS}, steps)
 
     def _read_moments(self, kind: str, reader: StateReader | None) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         wanted = [
             Place(name, self._sharded.box(name), torch.float32, partial(found.__setitem__, name))
             for name in self._sharded.learned
+            if kind in self._adamw.kinds_of(name)
         ]
         distribute(self._ranks, wanted, partial(reader.moment, kind) if reader else None)
         return found
@@ -245,7 +258,8 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
         parameters, buffers = self._sharded.parameters, self._sharded.buffers
         layout = []
         for name in self._sharded.weight_names:
-            dtype = self._dtype if name in parameters else buffers[name].dtype
+            own = name in parameters or name in self._sharded.quantized
+            dtype = self._dtype if own else buffers[name].dtype
             layout.append((name, str(dtype).removeprefix("torch."), self._sharded.shape(name)))
         return layout
 
@@ -273,8 +287,8 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
     @override
     def moment_parts(self) -> Iterator[StatePart]:
         shards = self._sharded.shards()
-        for kind in MOMENTS:
-            for name, shard in shards.items():
+        for kind, (name, shard) in product(KINDS, shards.items()):
+            if kind in self._adamw.kinds_of(name):
                 own = self._adamw.moment(kind, name) if shard.numel() else shard
                 yield from self._part(f"{kind}/{name}", name, own)
         for name in self._sharded.critic_names:

@@ -6,13 +6,22 @@ Knows no loss and no optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from headrace_modelkit.critic import Critic
-from headrace_modelkit.lora import A, B, adapted_layers, adapter_of, is_adapter, merged_weight
-from headrace_modelkit.tensor_files import Box, slices
+from headrace_modelkit.lora import (
+    A,
+    B,
+    adapted_layers,
+    adapter_of,
+    is_adapter,
+    merged_weight,
+    quantized_weights,
+)
+from headrace_modelkit.tensor_files import Box, slices, whole
 from headrace_modelkit.weights import state_tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -116,6 +125,8 @@ class ShardedModel:
 
     def box(self, name: str) -> Box:
         """Which part of a whole parameter or buffer is here."""
+        if name in self.quantized:
+            return whole(self.quantized[name].shape)
         found = box_of(self.buffers[name] if name in self.buffers else self.parameters[name])
         if self._experts is None or name not in self._divided:
             return found
@@ -131,7 +142,7 @@ class ShardedModel:
                 name,
                 self.box(name),
                 types[name] if types else tensors[name].dtype,
-                local(tensors[name]).copy_,
+                self.quantized[name].take if name in self.quantized else local(tensors[name]).copy_,
             )
             for name in names
         ]
@@ -151,7 +162,8 @@ class ShardedModel:
     def size_bytes(self) -> int:
         """Bytes of this rank's part of all weights and buffers."""
         shards = (parameter.to_local() for parameter in self.parameters.values())
-        return sum(tensor.nbytes for tensor in (*shards, *self.buffers.values()))
+        coded = (own for each in self.quantized.values() for own in each.buffers())
+        return sum(tensor.nbytes for tensor in (*shards, *self.buffers.values(), *coded))
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's shards of the reduced gradient; zeros where nothing was accumulated."""
@@ -250,6 +262,8 @@ class ShardedModel:
         self.learned = {name: value for name, value in self.parameters.items() if value.requires_grad}
         self.buffers = {name: value for name, value in both.items() if not isinstance(value, DTensor)}
         """Buffers, and frozen weights that are not sharded."""
+        self.quantized = quantized_weights(self.model)
+        """Of the buffers those that have codes in their place."""
         self._scales = {name: layer.scale for name, layer in adapted_layers(self.model)}
 
     def gather(self, name: str, shard: Tensor | None = None) -> Tensor:
@@ -307,15 +321,46 @@ class ShardedModel:
         if owner // shards != self._ranks.rank // shards:
             return None  # The ranks of another copy.
         local = parameter.to_local().detach()
-        local = (local if dtype is None else local.to(dtype)).to(self._ranks.device)
-        rows = -(-shape[0] // shards)
-        own = local.new_zeros(rows, *shape[1:])  # The last ranks may have fewer.
-        own[: len(local)] = local
+        local = local if dtype is None else local.to(dtype)
+        return self._rows_at(owner % shards, local, shape, mesh.get_group(mesh.ndim - 1))
+
+    def _rows_at(
+        self, owner: int, shard: Tensor, shape: tuple[int, ...], group: dist.ProcessGroup
+    ) -> Tensor | None:
+        """The whole of shards of rows, where it is computed with, at one rank of their group; None at the others."""
+        ranks, rows = group.size(), -(-shape[0] // group.size())
+        own = shard.new_zeros(rows, *shape[1:], device=self._ranks.device)  # The last ranks may have fewer.
+        own[: len(shard)] = shard
         sent = own.view(-1).view(torch.uint8)
-        whole = sent.new_empty(shards * len(sent)) if owner == self._ranks.rank else None
+        whole = sent.new_empty(ranks * len(sent)) if owner == group.rank() else None
         places = list(torch.split(whole, len(sent))) if whole is not None else None
-        dist.gather(sent, places, dst=owner, group=mesh.get_group(mesh.ndim - 1))
-        return None if whole is None else whole.view(own.dtype).view(shards * rows, *shape[1:])[: shape[0]]
+        dist.gather(sent, places, group=group, group_dst=owner)
+        return None if whole is None else whole.view(own.dtype).view(ranks * rows, *shape[1:])[: shape[0]]
+
+    def through_wholes(
+        self, found: Iterable[tuple[str, Tensor]], compute: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, shard) of what `compute` makes of whole matrices, of whose rows these are the ranks' shards. Each rank
+        of a copy computes one of as many at a time; all ranks exhaust it, with the same names.
+        """
+        mesh = next(iter(self.learned.values())).device_mesh
+        group = mesh.get_group(mesh.ndim - 1)
+        ranks, own, rest = group.size(), group.rank(), iter(found)
+        while several := list(islice(rest, ranks)):
+            shapes = [tuple(self.learned[name].shape) for name, _ in several]
+            for owner, (_, shard) in enumerate(several):
+                whole = self._rows_at(owner, shard, shapes[owner], group)
+                if whole is not None:
+                    made = compute(whole)
+            for owner, (name, shard) in enumerate(several):
+                rows, width = -(-shapes[owner][0] // ranks), shapes[owner][1]
+                received = torch.empty(rows, width, dtype=shard.dtype, device=self._ranks.device)
+                parts = None
+                if owner == own:
+                    padded = nn.functional.pad(made, (0, 0, 0, ranks * rows - len(made)))
+                    parts = [part.view(torch.uint8) for part in torch.split(padded.contiguous(), rows)]
+                dist.scatter(received.view(torch.uint8), parts, group=group, group_src=owner)
+                yield name, received[: len(shard)]
 
     def weight(self, name: str) -> Tensor:
         """One of them, where it is computed with; all ranks call it."""
@@ -340,6 +385,8 @@ class ShardedModel:
 
     def _whole(self, name: str, shard: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
         """As `gather`, where it is computed with; of a parameter's shards, cast to `dtype` before they travel."""
+        if name in self.quantized:
+            return self.quantized[name].whole()
         if name in self.buffers:
             return self.buffers[name].detach()
         parameter = self.parameters[name]
@@ -353,6 +400,8 @@ class ShardedModel:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a whole parameter or buffer."""
+        if name in self.quantized:
+            return self.quantized[name].shape
         if name in self.buffers:
             return tuple(self.buffers[name].shape)
         parameter = self.parameters[name]

@@ -11,11 +11,13 @@ from dataclasses import replace
 import torch
 from headrace_modelkit.critic import Critic, critic_section, hidden_size
 from headrace_modelkit.families.drafts import DRAFT, add_draft, open_draft
+from headrace_modelkit.families.routing import router_biases
 from headrace_modelkit.loading import body_of, body_prefix, load_architecture
-from headrace_modelkit.lora import add_adapters, compute_merged
+from headrace_modelkit.lora import add_adapters, compute_merged, quantize_frozen
 from headrace_modelkit.model_files import empty_model
 from headrace_modelkit.tensor_files import Tensors
 from headrace_modelkit.vision import freeze_vision
+from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -46,6 +48,14 @@ class FsdpState(ShardedBackend, LanguageModel):
     @abstractmethod
     def _check_forms(self) -> None:
         """Tries the weights that are loaded, and settles how rows lie. Raises Refusal INVALID."""
+
+    @override
+    def _router_biases(self) -> dict[str, Tensor]:
+        return router_biases(self._sharded.buffers)
+
+    @override
+    def _kept(self) -> dict[str, Tensor]:
+        return super()._kept() | self._router_biases()
 
     @override
     def check_files(self, *, initial: bool) -> None:
@@ -132,9 +142,13 @@ class FsdpState(ShardedBackend, LanguageModel):
         if self._lora:
             self._base_facts = None
             if self._ranks.leads and source is not None:
-                self._base_facts = base_facts(self._config, weights_digest(source, model))
+                digest = weights_digest(source, model)
+                digest.update((self._lora.quantization or "").encode())  # of which codes are made
+                self._base_facts = base_facts(self._config, digest)
             vision = not self._config.trainer.freezes_vision
             add_adapters(model, self._lora, self._config.seed, torch.device("cpu"), vision=vision)
+            if self._lora.quantization is not None:
+                quantize_frozen(model, self._lora.quantization)
             if self._config.deterministic:  # engines merge
                 compute_merged(model)
         return model, source, types

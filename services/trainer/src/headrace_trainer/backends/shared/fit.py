@@ -9,11 +9,11 @@ from headrace_modelkit.lora import add_adapters, is_adapter
 from headrace_modelkit.vision import vision_tower
 from headrace_modelkit.weights import state_tensors
 from headrace_schema.openings import TrainerConfig
-from headrace_schema.sections.learning import LoraSection
+from headrace_schema.sections.learning import LoraSection, OptimizerSection
 from torch import nn
 
 from headrace_trainer.backends._base import StateReader
-from headrace_trainer.backends.shared.optimizer import MOMENTS
+from headrace_trainer.backends.shared.optimizer import KINDS, MOMENTS
 from headrace_trainer.errors import Refusal
 
 CRITIC = "critic."
@@ -23,8 +23,8 @@ ALPHA = "alpha"
 
 
 def check_fit(reader: StateReader, config: TrainerConfig, critic: Critic | None) -> None:
-    """Raises Refusal CHECKPOINT_MISMATCH with `key` model.path, optimizer, trainer.lora, trainer.freeze, trainer.draft
-    or algorithm.options.critic.
+    """Raises Refusal CHECKPOINT_MISMATCH with `key` model.path, optimizer.name, trainer.lora, trainer.freeze,
+    trainer.draft or algorithm.options.critic.
 
     Raises ModelNotReadable too. A checkpoint's critic is left out where the run has none.
     """
@@ -32,7 +32,7 @@ def check_fit(reader: StateReader, config: TrainerConfig, critic: Critic | None)
     if lora is not None:
         add_adapters(model, lora, config.seed, vision=not config.trainer.freezes_vision)
     _check_draft(reader, wanted=add_draft(model, config.trainer.draft, config.model) is not None)
-    check_weights(reader, model, lora, repr(config.model.path))
+    check_weights(reader, model, lora, repr(config.model.path), optimizer=config.optimizer)
     if lora is None and (tower := vision_tower(model)) is not None:
         own_tower = {*tower.parameters()}
         _check_vision(reader, {name for name, p in model.named_parameters() if p in own_tower}, config)
@@ -41,12 +41,18 @@ def check_fit(reader: StateReader, config: TrainerConfig, critic: Critic | None)
 
 
 def check_weights(
-    reader: StateReader, model: nn.Module, lora: LoraSection | None, name: str, key: str = "model.path"
+    reader: StateReader,
+    model: nn.Module,
+    lora: LoraSection | None,
+    name: str,
+    key: str = "model.path",
+    *,
+    optimizer: OptimizerSection | None = None,
 ) -> None:
     """As `check_fit`, of a model that has its adapters, if any; `name` and `key` are for people."""
     shapes = {each: tuple(tensor.shape) for each, tensor in state_tensors(model)}
     own = {each: shape for each, shape in shapes.items() if not is_adapter(each)}
-    check_state_shapes(reader, own, name, key)
+    check_state_shapes(reader, own, name, key, optimizer)
     if lora is None and reader.adapter_shapes():
         raise _mismatch(
             "trainer.lora",
@@ -81,21 +87,30 @@ def _check_vision(reader: StateReader, tower: set[str], config: TrainerConfig) -
 
 
 def check_state_shapes(
-    reader: StateReader, own: dict[str, tuple[int, ...]], model: str, key: str = "model.path"
+    reader: StateReader,
+    own: dict[str, tuple[int, ...]],
+    model: str,
+    key: str = "model.path",
+    optimizer: OptimizerSection | None = None,
 ) -> None:
-    """Raises Refusal CHECKPOINT_MISMATCH unless weights of these shapes and AdamW's moments are there."""
+    """Raises Refusal CHECKPOINT_MISMATCH unless weights of these shapes and the optimizer's moments are there."""
     if problem := _difference(reader.weight_shapes(), own):
         raise _mismatch(
             key,
             f"{model} is not the model of the checkpoint: {problem}; name the model that it was made with",
         )
-    if (kinds := reader.moment_kinds()) != set(MOMENTS):
-        found = ", ".join(sorted(kinds)) or "none"
-        raise _mismatch(
-            "optimizer",
-            f"the checkpoint has the optimizer state {found}, this run's AdamW has {', '.join(MOMENTS)}; "
-            "name a checkpoint that AdamW made",
-        )
+    name = optimizer.name if optimizer is not None else "adamw"
+    kinds = KINDS if name == "muon" else MOMENTS
+    if (saved := reader.moment_kinds()) == set(kinds):
+        return
+    found = ", ".join(sorted(saved)) or "none"
+    made_by = {KINDS: "muon", MOMENTS: "adamw or adamw_8bit"}
+    was = next((each for known, each in made_by.items() if set(known) == saved), "")
+    fix = f"set optimizer.name: {was}" if was else f"name a checkpoint that {made_by[kinds]} made"
+    raise _mismatch(
+        "optimizer.name",
+        f"the checkpoint has the optimizer state {found}, this run's {name} has {', '.join(kinds)}; {fix}",
+    )
 
 
 def _check_adapters(reader: StateReader, own: dict[str, tuple[int, ...]], lora: LoraSection) -> None:

@@ -28,6 +28,7 @@ from headrace_trainer.algorithms._base import (
     REFERENCE_LOG_PROBS,
     Algorithm,
     balance_loss_of,
+    bias_rate_of,
     replays_routing,
 )
 from headrace_trainer.allocator import give_back_if_short
@@ -106,8 +107,11 @@ class LearnedModel(Backend):
     def _park(self) -> None:
         """Takes to host memory what only some rounds compute with."""
 
+    def _stepped(self) -> None:
+        """After the optimizer has changed weights."""
+
     def _committed(self) -> None:
-        """After an optimizer step."""
+        """After a commit, whether or not it changed any."""
 
     # What all do
 
@@ -150,6 +154,7 @@ class LearnedModel(Backend):
                 gradient.mul_(critic_clip / clip)
             self._scale_draft(draft, denominator / clip)
             optimizer.step(gradients | draft, denominator / clip, rate, critic_rate)
+            self._stepped()
             self._spread()
         self._drop_gradients()
         return norm, critic_norm
@@ -231,6 +236,8 @@ class LanguageModel(LearnedModel, BalancingBackend):
     """What the routers of the policy are told, where it has experts."""
     _expert_shape: ExpertShape | None = None
     _counts: Counts | None = None
+    _loads: Counts | None = None
+    """Of the minibatch, where biases follow them."""
     _compared: bool = False
     """Whether this step's first micro-batch was computed with the routers' own choice too."""
 
@@ -264,8 +271,20 @@ class LanguageModel(LearnedModel, BalancingBackend):
     @override
     def _committed(self) -> None:
         self._compared = False
+        self._loads = None
         if self._routing is not None:
             self._routing.balance_ME = None
+
+    def _router_biases(self) -> dict[str, Tensor]:
+        """Those by which routers choose, of the layers of experts in their order."""
+        return {}
+
+    @override
+    def _stepped(self) -> None:
+        if self._loads is not None:
+            steps = self._loads.bias_steps(bias_rate_of(self._algorithm))
+            for bias, step in zip(self._router_biases().values(), steps, strict=True):
+                bias.add_(step.to(bias))
 
     @override
     def load_reference(self) -> None:
@@ -366,9 +385,10 @@ class LanguageModel(LearnedModel, BalancingBackend):
         packed = counts.packed() if self.counts_tokens else torch.zeros_like(counts.packed())
         parts = self._ranks.gather(packed.numpy().tobytes())
         counts.unpack(self._added([torch.frombuffer(bytearray(part), dtype=packed.dtype) for part in parts]))
-        coefficient = balance_loss_of(self._algorithm)
-        found = counts.balance_gradient(coefficient, shape.chosen, denominator * self._balance_share)
-        routing.balance_ME = found.to(self._ranks.device)
+        self._loads = counts if bias_rate_of(self._algorithm) else None
+        if coefficient := balance_loss_of(self._algorithm):
+            found = counts.balance_gradient(coefficient, shape.chosen, denominator * self._balance_share)
+            routing.balance_ME = found.to(self._ranks.device)
         if self._ranks.leads:
             self._figures.balance(counts.loss(shape.chosen), counts.busiest())
 

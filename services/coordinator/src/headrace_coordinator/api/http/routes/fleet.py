@@ -60,6 +60,7 @@ ELSEWHERE = (
 )
 KINDS = ("rollout", "trainer", "simulator", "reward")
 READ_BYTES = 1 << 20
+SEARCH_BYTES = 16 * 1024 * 1024
 MOST_CHARACTERS = 4000
 Holder = TypeVar("Holder", InstanceView, LeaseView)
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -122,9 +123,12 @@ def fleet_routes(coordinator: Coordinator, logs_directory: Path) -> APIRouter:
         name: str,
         level: Annotated[Level, Query(description="least level of a line")] = "info",
         lines: Annotated[int, Query(ge=1, le=1000, description="most lines, the newest ones")] = 200,
+        search: Annotated[
+            str, Query(max_length=200, description="only lines that contain this; case is ignored")
+        ] = "",
     ) -> Response:
         """The newest lines of an instance's log, where the launcher of this machine writes it."""
-        found = await asyncio.to_thread(read_log, logs_directory, name, level, lines)
+        found = await asyncio.to_thread(read_log, logs_directory, name, level, lines, search)
         if found is None:
             raise Refused("NOT_FOUND", f"there is no log of {name[:40]!r} in the data directory; {ELSEWHERE}")
         return view_response(LogView(instance=name, lines=found))
@@ -236,9 +240,10 @@ class _Record(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Record).decode
 
 
-def read_log(folder: Path, name: str, level: str, lines: int) -> list[LogLineView] | None:
+def read_log(folder: Path, name: str, level: str, lines: int, search: str = "") -> list[LogLineView] | None:
     """At most `lines` records of at least a level in the file's last READ_BYTES, oldest first; None without a file.
 
+    With `search` those of its last SEARCH_BYTES that contain it.
     A line that is no record (a traceback, a library's print) has the level of the record before it.
     """
     if not NAME.fullmatch(name):
@@ -248,15 +253,19 @@ def read_log(folder: Path, name: str, level: str, lines: int) -> list[LogLineVie
     except OSError:
         return None
     with file:
-        start = max(0, os.fstat(file.fileno()).st_size - READ_BYTES)
+        most = SEARCH_BYTES if search else READ_BYTES
+        start = max(0, os.fstat(file.fileno()).st_size - most)
         file.seek(start)
-        text = file.read(READ_BYTES).decode(errors="replace")
+        text = file.read(most).decode(errors="replace")
     whole = text.removesuffix("\n").split("\n")[1 if start else 0 :] if text else []
     found: list[LogLineView] = []
     for line in whole:
         found.append(_view(line, found[-1] if found else None))
     least = LEVELS.index(level)
-    return [each for each in found if LEVELS.index(each.level) >= least][-lines:]
+    wanted = search.lower()
+    return [each for each in found if LEVELS.index(each.level) >= least and (wanted in each.text.lower())][
+        -lines:
+    ]
 
 
 def _view(line: str, before: LogLineView | None) -> LogLineView:

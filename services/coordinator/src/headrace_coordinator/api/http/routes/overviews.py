@@ -19,6 +19,7 @@ from headrace_schema.resources.overviews import (
 from headrace_schema.resources.views import RunPlanView
 
 from headrace_coordinator.api.http.requests import (
+    MAX_EVENT_ID,
     PageSize,
     PageToken,
     States,
@@ -36,10 +37,14 @@ from headrace_coordinator.projections.timeline import read_timeline
 if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator
 
-MAX_EVENT_ID = 2**63 - 1
 Points = Annotated[int, Query(ge=2, le=2000, description="most steps; more are thinned out evenly")]
 Search = Annotated[
     str, Query(max_length=100, description="only runs whose id or a tag contains this; case is ignored")
+]
+
+Columns = Annotated[
+    list[Annotated[str, Query(max_length=200)]] | tuple[()],
+    Query(max_length=30, description="keys of the spec and figures to list beside; *: all that each run has"),
 ]
 
 
@@ -49,12 +54,19 @@ def overview_routes(coordinator: Coordinator, runs_directory: Path) -> APIRouter
 
     @routes.get("/run-summaries", response_model=RunSummaryListView)
     async def list_run_summaries(
-        page_size: PageSize = 50, page_token: PageToken = "", state: States = None, search: Search = ""
+        page_size: PageSize = 50,
+        page_token: PageToken = "",
+        state: States = None,
+        search: Search = "",
+        column: Columns = (),
+        evaluations: Annotated[
+            bool, Query(description="whether evaluations of suites are among them")
+        ] = True,
     ) -> Response:
         """Runs in short, newest first, with a sparkline of rewards; filtered by state and part of id or tag."""
         try:
             shown, place, total = await coordinator.reads.summaries(
-                page_size, page_token, known_states(state), search
+                page_size, page_token, known_states(state), search, column, evaluations=evaluations
             )
         except ValueError as error:
             raise foreign_token(page_token) from error

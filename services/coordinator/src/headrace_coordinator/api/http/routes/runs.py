@@ -31,6 +31,7 @@ from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.relay import PATH
 from headrace_coordinator.api.http.requests import (
     JSON,
+    MAX_EVENT_ID,
     Flag,
     Key,
     PageSize,
@@ -270,8 +271,13 @@ def _records(routes: APIRouter, coordinator: Coordinator, runs_directory: Path) 
 
     @routes.get("/{run_id}/certificates", response_model=CertificateListView)
     async def list_certificates(
-        run_id: str, page_size: PageSize = 50, page_token: PageToken = ""
+        run_id: str,
+        page_size: PageSize = 50,
+        page_token: PageToken = "",
+        order: Annotated[Literal["oldest", "newest"], Query(description="which come first")] = "oldest",
     ) -> Response:
-        """Certificates of the updates, oldest first; those of abandoned versions are not live."""
-        shown, place = await coordinator.past.certificates(run_id, page_size, place_of(page_token))
+        """Certificates of the updates; those of abandoned versions are not live."""
+        newest = order == "newest"
+        behind = MAX_EVENT_ID if newest and not page_token else place_of(page_token)
+        shown, place = await coordinator.past.certificates(run_id, page_size, behind, newest=newest)
         return view_response(CertificateListView(certificates=shown, next_page_token=token_of(place)))

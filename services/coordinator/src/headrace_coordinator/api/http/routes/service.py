@@ -37,14 +37,14 @@ DEVICE_STATES = ("FREE", "LEASED", "QUARANTINED")
 RUNS_SHOWN = 20  # Each run is a label value; a long life must not make the page grow without end.
 
 
-def service_routes(coordinator: Coordinator) -> APIRouter:
-    """The routes of the coordinator as a service; unversioned."""
+def service_routes(coordinator: Coordinator, *, login: bool) -> APIRouter:
+    """The routes of the coordinator as a service; unversioned. `login`: browsers may log in."""
     routes = APIRouter(tags=["service"], dependencies=[Depends(known_parameters)])
 
     @routes.get("/healthz", response_model=HealthView, responses={503: {"model": HealthView}})
     async def get_health() -> Response:
         """Store, event loop and tasks of the coordinator; 503 with the reason when unhealthy. Needs no token."""
-        health = coordinator.vitals.view()
+        health = coordinator.vitals.view().model_copy(update={"login": login})
         response = view_response(health)
         response.status_code = 200 if health.status == "ok" else 503
         return response

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from headrace_schema.resources.views import RunView
-from headrace_schema.sessions import CheckpointView, Message, Operation, Result, Sample, SessionView
+from headrace_schema.sessions import CheckpointView, Message, Operation, Pending, Result, Sample, SessionView
 from headrace_schema.spec import RunSpec
 from pydantic import BaseModel, Field
 
 from headrace_coordinator.api.http.requests import Key, body_of, keyed_response, known_parameters, read_model
+from headrace_coordinator.api.refusal import Refused
 
 if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator
 
 LONGEST_WAIT_S = 60.0
+MOST_RESULTS = 200
 
 
 class CallRequest(Message):
@@ -25,10 +28,28 @@ class CallRequest(Message):
     call: Operation
 
 
-class FutureView(BaseModel):
-    """A call, or a request for samples, was accepted."""
+class SamplesRequest(Message):
+    """Requests for samples, which are made together where they differ in their prompts alone."""
 
-    future: str = Field(description="GET /v1/sessions/{session}/results/{future} has its result")
+    samples: list[Sample] = Field(min_length=1, max_length=1000)
+
+
+class FutureView(BaseModel):
+    """A call was accepted."""
+
+    future: str = Field(description="GET /v1/sessions/{session}/results?future= has its result")
+
+
+class FuturesView(BaseModel):
+    """Requests for samples were accepted."""
+
+    futures: list[str] = Field(description="of each request")
+
+
+class ResultsView(BaseModel):
+    """Results by future."""
+
+    results: dict[str, Result]
 
 
 class CheckpointsView(BaseModel):
@@ -72,23 +93,40 @@ def session_routes(coordinator: Coordinator) -> APIRouter:
         asked = await read_model(request, CallRequest, "the call")
         return FutureView(future=await coordinator.sessions.submit(session, asked.seq, asked.call))
 
-    @routes.post("/{session}/samples", status_code=202, openapi_extra=body_of("Sample"))
-    async def sample_session(request: Request, session: str, key: Key) -> FutureView:
-        """Accepts a request for samples; the same Idempotency-Key returns the same future."""
-        asked = await read_model(request, Sample, "the request for samples")
-        return FutureView(future=await coordinator.sessions.sample(session, asked, key))
+    @routes.post("/{session}/samples", status_code=202, openapi_extra=body_of("SamplesRequest"))
+    async def sample_session(request: Request, session: str, key: Key) -> FuturesView:
+        """Accepts requests for samples; the same Idempotency-Key returns the same futures."""
+        asked = await read_model(request, SamplesRequest, "the request for samples")
+        keys = [f"{key}.{place}" if key else "" for place in range(len(asked.samples))]
+        sample = coordinator.sessions.sample
+        return FuturesView(
+            futures=[await sample(session, each, own) for each, own in zip(asked.samples, keys, strict=True)]
+        )
 
-    @routes.get("/{session}/results/{future}", response_model=Result)
-    async def get_result(
+    @routes.get("/{session}/results", response_model=ResultsView)
+    async def get_results(
         session: str,
-        future: str,
+        future: Annotated[
+            list[str], Query(min_length=1, max_length=MOST_RESULTS, description="the futures, once for each")
+        ],
         wait_s: Annotated[
-            float, Query(ge=0, le=LONGEST_WAIT_S, description="seconds to wait for a result")
+            float, Query(ge=0, le=LONGEST_WAIT_S, description="seconds to wait for the first one's result")
         ] = 30.0,
     ) -> Response:
-        """What became of a call or of a request for samples; `pending` where that is not known after `wait_s`."""
-        found = await coordinator.sessions.result(f"{session}:{future}", wait_s)
-        return Response(found.model_dump_json(), media_type="application/json")
+        """What became of calls and requests for samples. The first one is waited for, and is `pending` after `wait_s`;
+        the others are there if they have a result then.
+        """
+        first, *others = [f"{session}:{each}" for each in future]
+        found = {future[0]: await coordinator.sessions.result(first, wait_s)}
+        for name, each in zip(future[1:], others, strict=True):
+            with suppress(Refused):
+                found[name] = await coordinator.sessions.result(each, 0.0)
+        there = {
+            name: result
+            for name, result in found.items()
+            if name == future[0] or not isinstance(result, Pending)
+        }
+        return Response(ResultsView(results=there).model_dump_json(), media_type="application/json")
 
     @routes.get("/{session}/checkpoints")
     async def list_session_checkpoints(session: str) -> CheckpointsView:

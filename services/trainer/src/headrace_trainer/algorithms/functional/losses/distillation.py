@@ -1,7 +1,7 @@
 """Learning from a teacher: on-policy distillation.
 
-Shapes: B sequences, T tokens of a padded row, V vocabulary entries. Barrier: trajectory. All stream like the policy
-losses.
+Shapes: B sequences, T tokens of a padded row, V vocabulary entries, M of them. Barrier: trajectory. All stream like the
+policy losses.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from headrace_trainer.algorithms.functional.aggregation import (
 )
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked
 
-__all__ = ["distillation_advantages", "distillation_terms"]
+__all__ = ["distillation_advantages", "distillation_terms", "top_distillation_terms"]
 
 Direction = Literal["reverse", "forward", "jsd"]
 # Of probability 0, and finite: logits of -inf (a padded vocabulary) would make 0 * inf.
 LOG_PROB_FLOOR = -1e4
+# Of the words that are not told: what is left of 1 in float32 where nothing is.
+LEAST_REST = 1e-6
 
 
 @torch.no_grad()
@@ -69,6 +71,27 @@ def distillation_terms(
         )
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return Terms(beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture), {})
+
+
+def top_distillation_terms(
+    student_log_probs: Tensor, teacher_log_probs: Tensor, *, direction: Literal["reverse", "forward"]
+) -> Terms:
+    """`distillation_terms` from the teacher's M likeliest words, (..., M) log-probs of the same ones on both sides.
+
+    All other words count as one, whose probability is what is left on each side: so it is a KL, never negative, at most
+    that over the whole vocabulary, and equal to it where M is V. What the teacher gives -inf is among them.
+
+    Metrics: none.
+    """
+    told = teacher_log_probs > LOG_PROB_FLOOR
+    student, teacher = _with_rest(student_log_probs, told), _with_rest(teacher_log_probs.detach(), told)
+    return Terms(_kl(student, teacher) if direction == "reverse" else _kl(teacher, student), {})
+
+
+def _with_rest(log_probs: Tensor, told: Tensor) -> Tensor:
+    known = log_probs.where(told, -torch.inf)
+    rest = (1 - known.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST).log()
+    return torch.cat([known.clamp(min=LOG_PROB_FLOOR), rest], -1)
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -68,8 +68,10 @@ Sketch = dict[str, tuple[float, float]]
 def _sketch(model: ShardedModel, ranks: TrainerGroup, batch: MicroBatch) -> Sketch:
     policy: Any = model.policy
     anchor = torch.zeros((), device=ranks.device)
-    log_probs_K, _, values_K, _ = policy(batch, anchor, values=policy.critic is not None)
-    loss = log_probs_K.sum() if values_K is None else log_probs_K.sum() + values_K.sum()
+    found = policy(batch, anchor, values=policy.critic is not None)
+    loss = (
+        found.log_probs_K.sum() if found.values_K is None else found.log_probs_K.sum() + found.values_K.sum()
+    )
     torch.autograd.backward(loss)
     model.finish_backward()
     sums: dict[str, float] = {}

@@ -28,6 +28,8 @@ class Layout:
     offload: Literal["none", "optimizer", "parameters"] = "none"
     keeps_attention: bool = False
     """Of layers that are computed again what attention gave, where there is room; costs nothing else."""
+    activations_away: bool = False
+    """Inputs of layers that are computed again lie in host memory."""
 
     def __str__(self) -> str:
         """For people: the keys that fix it."""
@@ -36,6 +38,8 @@ class Layout:
             parts.append("gradient_checkpointing: true")
         if self.offload != "none":
             parts.append(f"offload: {self.offload}")
+        if self.activations_away:
+            parts.append("offload_activations: true")
         return ", ".join(parts)
 
 
@@ -56,6 +60,9 @@ def candidates(
     copies = options.expert_parallel == 1  # divided experts have one copy
     for layout in _ladder(ranks, ranks_per_host if copies else ranks):
         if layout.offload != "none" and not on_gpu:
+            continue
+        lora = config.trainer.lora
+        if lora is not None and lora.quantization and layout.offload == "parameters":
             continue
         layout = _fixed(layout, config, options)
         if layout not in found:
@@ -81,6 +88,8 @@ def _fixed(layout: Layout, config: TrainerConfig, options: FsdpOptions) -> Layou
         "checkpointing": config.trainer.gradient_checkpointing,
         "offload": options.offload,
     }
+    if options.offload_activations:
+        wanted |= {"checkpointing": True, "activations_away": True}
     return replace(layout, **{name: value for name, value in wanted.items() if value is not None})  # type: ignore[arg-type]
 
 

@@ -26,6 +26,8 @@ from headrace_trainer.memory import (
     with_room_to_lend,
 )
 
+INPUTS = "inputs of layers"
+"""A part of the host's plan: what a backward pass computes layers again from, where it waits there."""
 Measure = Callable[[TrainerConfig, Algorithm], Sizes]
 FP32 = 4
 MOMENTS_BYTES = 2 * FP32
@@ -156,10 +158,18 @@ def plan_memory(
     adapters = config.trainer.lora is not None
     frozen_whole = ranks == 1 and layout.offload != "parameters"
     shard = -(-sizes.learned // layout.shard_ranks)
+    coded = sum(unit.coded for unit in sizes.units)
+    frozen = sizes.frozen - coded
+    moments, saved_moments = (
+        -(-size // layout.shard_ranks) if size else shard * MOMENTS_BYTES
+        for size in (sizes.moments, sizes.saved_moments)
+    )
 
     def gathered(unit: Unit) -> int:
         """Bytes of a unit as it is computed with."""
-        return unit.learned * (FP32 if adapters else width) + (0 if frozen_whole else unit.frozen * width)
+        return unit.learned * (FP32 if adapters else width) + (
+            0 if frozen_whole else (unit.frozen - unit.coded) * width
+        )
 
     # Of experts that are divided over ranks, each gathers and reduces its own.
     *layers, root = [unit.of_rank(expert_parallel) for unit in sizes.units]
@@ -167,11 +177,9 @@ def plan_memory(
     whole = _Whole(gathered(root), gathered(largest), sum(map(gathered, [*layers, root])))
     device = {
         "masters": shard * FP32,
-        "moments": shard * MOMENTS_BYTES,
+        "moments": moments,
         "gradients": (sizes.learned if layout.shard == "state" else shard) * FP32,
-        "frozen weights": sizes.frozen * width
-        if frozen_whole
-        else -(-sizes.frozen // layout.shard_ranks) * width,
+        "frozen weights": -(-frozen // (1 if frozen_whole else layout.shard_ranks)) * width,
         **_work(
             sizes,
             layout,
@@ -183,6 +191,9 @@ def plan_memory(
         ),
         "reference": _reference_bytes(config, algorithm, sizes, layout),
     }
+    if coded:
+        device["quantized weights"] = sizes.coded_bytes
+        device["decoded weight"] = sizes.decoded * width
     if sizes.merged:
         device["merged experts"] = sizes.merged * width // expert_parallel
     published = (sizes.learned + sizes.frozen) * width
@@ -191,11 +202,13 @@ def plan_memory(
     host = {
         # In shared memory of the leader's host: what rollouts install, and one that a commit casts or the one before.
         "published versions": VERSIONS * published,
-        "hold": shard * (FP32 + MOMENTS_BYTES) if algorithm.passes.several else 0,
+        "hold": shard * FP32 + moments if algorithm.passes.several else 0,
         "kept groups": kept_bytes(config, algorithm) if sizes.answers else 0,
     }
     if config.checkpoint.enabled:
-        host[COPY] = shard * (FP32 + MOMENTS_BYTES) + device["frozen weights"]
+        host[COPY] = shard * FP32 + saved_moments + device["frozen weights"] + coded * width
+    if layout.activations_away:
+        host[INPUTS] = sum(unit.inputs for unit in layers)
     if not on_gpu:
         return MemoryPlan(device | host, {})
     alone = adapters and config.weights.lora != "merged"
@@ -244,7 +257,11 @@ def _work(
     divided, summed = layout.shard == "weights", layout.shard == "state"
     *layers, root = sizes.units
     outside = root.kept
-    kept = outside + sum(unit.inputs if layout.checkpointing else unit.kept for unit in layers)
+    inputs = [unit.inputs for unit in layers]
+    if layout.activations_away:
+        kept = outside + max(inputs, default=0)
+    else:
+        kept = outside + (sum(inputs) if layout.checkpointing else sum(unit.kept for unit in layers))
     # Logits of a chunk, what they become, and their gradients; of fp32 factors a copy more than of bf16 ones.
     tiles = (5 if width == FP32 else 4) * sizes.tile * FP32
     # The head's gradient before it is added to others: its weights are multiplied as they are.

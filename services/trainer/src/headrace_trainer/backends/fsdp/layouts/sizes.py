@@ -28,11 +28,12 @@ from headrace_modelkit.lora import (
     targets_problem,
 )
 from headrace_modelkit.probing import BROKEN, breaks, in_words
+from headrace_modelkit.quantized import quantized_bytes
 from headrace_modelkit.vision import freeze_vision
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.rules.learning import model_ranks
 from headrace_schema.sections.generating import ModelSection
-from headrace_schema.sections.learning import LoraSection
+from headrace_schema.sections.learning import LoraSection, OptimizerSection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -43,6 +44,8 @@ from typing_extensions import override
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends.fsdp.loading import layers_of
 from headrace_trainer.backends.shared.attention import of_one_width
+from headrace_trainer.backends.shared.muon import hidden_matrices
+from headrace_trainer.backends.shared.optimizer import moment_bytes
 
 FP32 = 4
 
@@ -65,6 +68,8 @@ class Unit:
     """Bytes of what recomputation keeps of that."""
     calls: int = 1
     """How often a micro-batch goes through."""
+    coded: int = 0
+    """How many of those that are frozen have codes in their place."""
 
     @property
     def again(self) -> int:
@@ -108,6 +113,14 @@ class Sizes:
     """Of an element of the root's gradient as it comes out of a backward."""
     answers: bool = True
     """Whether the leader keeps groups of answers."""
+    moments: int = 0
+    """Bytes of the optimizer's state; 0: of AdamW's, in fp32."""
+    saved_moments: int = 0
+    """As they are in a checkpoint."""
+    coded_bytes: int = 0
+    """Of codes and scales, on each rank, in place of the frozen weights that `Unit.coded` counts."""
+    decoded: int = 0
+    """Elements of the largest of these weights, which is decoded for a product."""
 
     @classmethod
     def of(cls, config: TrainerConfig, algorithm: Algorithm) -> Sizes:
@@ -139,6 +152,11 @@ class Sizes:
             size = getattr(text, "head_dim", None) or text.hidden_size // heads
             own["attended"] = tokens * heads * (size * width + FP32)
         units = [replace(unit_of(each), **own) for each in layers]
+        form = config.trainer.lora.quantization if config.trainer.lora is not None else None
+        if form:
+            units = [replace(unit, coded=sum(_coded(each))) for unit, each in zip(units, layers, strict=True)]
+        coded = _coded(policy) if form else []
+        moments, saved = _moments(config.optimizer, bodies)
         root = root_of(bodies, units, kept=base)
         return cls(
             (*units, root),
@@ -148,6 +166,10 @@ class Sizes:
             largest_two(policy),
             _largest_merged(policy) if config.deterministic else 0,
             tokens * widest_adapted(policy) if config.deterministic else 0,
+            moments=moments,
+            coded_bytes=sum(quantized_bytes(each, form) for each in coded) if form else 0,
+            decoded=max(coded, default=0),
+            saved_moments=saved,
         )
 
     @property
@@ -159,6 +181,24 @@ class Sizes:
     def frozen(self) -> int:
         """Weights that do not."""
         return sum(unit.frozen for unit in self.units)
+
+
+def _coded(module: nn.Module) -> list[int]:
+    """Elements of each weight that has codes in its place."""
+    return [each.weight.numel() for _, each in adapted_layers(module) if isinstance(each, nn.Linear)]
+
+
+def _moments(optimizer: OptimizerSection, bodies: list[nn.Module]) -> tuple[int, int]:
+    """Bytes of the state of what learns, of all ranks together, in memory and in a checkpoint."""
+    hidden = hidden_matrices(bodies[0])
+    learned = [
+        (each, body is bodies[0] and name in hidden)
+        for body in bodies
+        for name, each in body.named_parameters()
+        if each.requires_grad
+    ]
+    found = [moment_bytes(optimizer, each, is_hidden_matrix=matrix) for each, matrix in learned]
+    return sum(own for own, _ in found), sum(saved for _, saved in found)
 
 
 def root_of(bodies: Iterable[nn.Module], units: Iterable[Unit], kept: int) -> Unit:
