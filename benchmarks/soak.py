@@ -3,9 +3,10 @@
 One fleet trains small runs, one after the other, while a process chosen at random is killed every few seconds; each run
 must succeed with no slot trained twice, and then its files are deleted. What must not grow is looked at after each run:
 memory, descriptors and threads of the processes that live through it (launcher; coordinator and store between their
-own kills), and the data directory; the store's own file has a bound. Prints one JSON line: `runs`, `steps`, `kills`,
-`store_mib` and `..._growth`: the median of the last third over that of the second third. `--check` fails above `MOST`;
-where a run fails, that line comes first. `--log FILE` gets a JSON line after each run: what was looked at, the load.
+own kills), and the data directory but for logs and the audit, which rotate; the store's own file has a bound. Prints
+one JSON line: `runs`, `steps`, `kills`, `store_mib` and `..._growth`: the median of the last third over that of the
+second third. `--check` fails above `MOST`; where a run fails, that line comes first. `--log FILE` gets a JSON line
+after each run: what was looked at, the load.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Looks:
         self.found["memory"].append(sum(each.memory_full_info().uss for each in processes))
         self.found["descriptors"].append(sum(each.num_fds() for each in processes))
         self.found["threads"].append(sum(each.num_threads() for each in processes))
-        self.found["disk"].append(_bytes(fleet.data_dir, {"logs", "redis"}))
+        self.found["disk"].append(_bytes(fleet.data_dir, {"logs", "redis", "audit"}))
         self.store_mib = _bytes(fleet.data_dir / "redis", set()) / 2**20
 
     def growth(self) -> dict[str, float]:

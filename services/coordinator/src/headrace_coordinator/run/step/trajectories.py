@@ -225,17 +225,14 @@ def _in_order(message: common.Trajectory) -> Iterator[tuple[common.TokenSegment,
 def said(message: common.Trajectory) -> list[Spoken]:
     """What was said in a conversation; nothing of an answer."""
     talk, files = message.conversation, {image.digest: image.data for image in message.images}
-    own = {turn.message: (number, turn.tokens, turn.branch) for number, turn in enumerate(talk.turns)}
-    return [
-        Spoken(
-            each.role,
-            each.party,
-            each.content,
-            *own.get(at, (None, None, None)),
-            tuple(files[image.digest] for image in each.images if image.digest in files),
-        )
-        for at, each in enumerate(talk.messages)
-    ]
+    own = {turn.message: (number, turn) for number, turn in enumerate(talk.turns)}
+    found = list[Spoken]()
+    for at, each in enumerate(talk.messages):
+        number, turn = own.get(at, (None, None))
+        tokens, branch = (turn.tokens, turn.branch) if turn is not None else (None, None)
+        of = tuple(files[image.digest] for image in each.images if image.digest in files)
+        found.append(Spoken(each.role, each.party, each.content, number, tokens, branch, of))
+    return found
 
 
 def read_of(message: common.Trajectory) -> list[list[str]]:

@@ -160,6 +160,7 @@ class Backend(Protocol):
 
     async def likeliest(self, token_ids: Sequence[int], start: int, top: int) -> list[Likeliest]:
         """As `TellsLikeliest`, of one sequence; called with `Capabilities.likeliest` alone."""
+        raise RuntimeError("the engine's capabilities do not have it")
 
     async def freeze(self) -> None:
         """Stands still and keeps its requests and their tokens (for an in-flight install)."""
