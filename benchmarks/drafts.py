@@ -23,7 +23,7 @@ from _engine_bare import CORE
 from _harness import emit, machine, say, table
 
 SURE = 30.0
-SHAPE = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
+SHAPE: dict[str, Any] = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
 UNROLLED, BATCH = 3, 16
 
 
@@ -130,7 +130,7 @@ def _learn(model: Any, steps: int, tokens: int) -> None:
             own = model.draft.scores(hidden[:, : -1 - step].flatten(0, 1)).log_softmax(-1)
             loss = loss - (wanted[:, 1 + step : -1].flatten(0, 1) * own).sum(-1).mean()
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
 
 

@@ -66,13 +66,13 @@ class DraftAttention(nn.Module):
         super().__init__()
         untyped: Any = config
         self.config, self.head_dim = config, int(untyped.head_dim)
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
+        heads, key_heads = config.num_attention_heads, int(untyped.num_key_value_heads)
+        self.num_key_value_groups, self.scaling = heads // key_heads, self.head_dim**-0.5
         width, bias = 2 * config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, key_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, key_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
 
     def forward(self, given: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """(N, T, D) of (N, T, 2 D)."""
@@ -91,7 +91,8 @@ class DraftLayer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config)
-        self.mlp = LlamaMLP(config)
+        made: Any = LlamaMLP
+        self.mlp = made(config)
         norms = (LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3))
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = norms
         self.norm_before_residual = bool(getattr(config, "norm_before_residual", False))
@@ -177,9 +178,8 @@ def attend_along(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Ten
         return F.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True, enable_gqa=True)
     groups = query.shape[1] // keys[0].shape[1]
     first_key, first_value = (each[0].repeat_interleave(groups, 1) for each in (keys, values))
-    own_key, own_value = (
-        torch.stack(each[1:], -2).repeat_interleave(groups, 1) for each in (keys, values)
-    )  # (S, H, T, steps, E)
+    # (S, H, T, steps, E)
+    own_key, own_value = (torch.stack(each[1:], -2).repeat_interleave(groups, 1) for each in (keys, values))
     count, heads, length, _ = query.shape
     block = max(1, chunk_elements(query.device) // (count * heads * length))
     parts = [slice(first, min(first + block, length)) for first in range(0, length, block)]
@@ -191,8 +191,8 @@ def attend_along(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Ten
         beside = (own[..., None, :] * own_key[:, :, part]).sum(-1)
         both = torch.cat([scores, beside], -1).float() * query.shape[-1] ** -0.5
         weights = both.softmax(-1).to(query.dtype)
-        of_own = (weights[..., length:, None] * own_value[:, :, part]).sum(-2)
-        return weights[..., :length] @ first_value + of_own
+        of_own: Tensor = (weights[..., length:, None] * own_value[:, :, part]).sum(-2)
+        return torch.matmul(weights[..., :length], first_value) + of_own
 
     if len(parts) == 1:
         return attended(parts[0])
@@ -403,8 +403,8 @@ def save_draft(
     directory: Path, section: DraftSection, policy: ModelSection, tensors: Mapping[str, Tensor]
 ) -> None:
     """Writes a head, by the names of its weights, into a new directory that vLLM and SpecForge read."""
-    config, dtype = draft_config(section, policy), DTYPES[policy.dtype]
-    untyped: Any = config
+    dtype = DTYPES[policy.dtype]
+    config: Any = draft_config(section, policy)
     whole = {
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
         for name, tensor in tensors.items()
@@ -415,7 +415,7 @@ def save_draft(
         whole["t2d"] = known_V
     directory.mkdir()
     save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
-    untyped.architectures, untyped.dtype = [CLASSES[0]], dtype
-    text = json.loads(untyped.to_json_string(use_diff=False))
+    config.architectures, config.dtype = [CLASSES[0]], dtype
+    text = json.loads(config.to_json_string(use_diff=False))
     (directory / "config.json").write_text(json.dumps(text, indent=2, sort_keys=True) + "\n")
     sync_directory(directory)

@@ -20,13 +20,16 @@ from headrace_modelkit.families.drafts import Eagle3
 from headrace_modelkit.products import fixed_form
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from headrace_rollout.engines.transformers.attention import attend
+from headrace_rollout.engines.transformers.passes import by_row
 from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process
 
 if TYPE_CHECKING:
     from headrace_rollout.engines.transformers.batch import Batch
+    from headrace_rollout.engines.transformers.cache import SlotCache
     from headrace_rollout.engines.transformers.policy_model import PolicyModel
 
 NGRAM = 3
@@ -76,30 +79,52 @@ def accepted(
 
 
 class HeadPasses:
-    """Passes of the head beside those of its model, whose cache keeps its keys and values as those of layer `at`.
+    """Passes of the head beside those of its model, whose cache keeps its keys and values as those of one layer more.
 
     Shapes: N rows, T tokens, D hidden, F what the head reads, W both.
     """
 
-    def __init__(self, head: Eagle3, at: int) -> None:
-        self.head, self._at = head, at
+    def __init__(self, head: Eagle3, model: PreTrainedModel) -> None:
+        self.head, self._model = head, model
+        self._at = int(model.config.get_text_config().num_hidden_layers)
 
     @fixed_form  # whatever it drafts, no answer changes
     def read(
         self,
-        embeds_NTD: Tensor,
+        tokens_NT: Tensor,
         found_NTW: Tensor,
         cache: Cache,
-        position_NT: Tensor | None,
-        mask: Tensor | None,
+        position_NT: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> None:
         """Reads contexts that the model has read; what there is of their last tokens is read with the next ones."""
-        next_NTD = F.pad(embeds_NTD[:, 1:], (0, 0, 0, 1))
+        next_NTD = F.pad(self._embedded(tokens_NT)[:, 1:], (0, 0, 0, 1))
         if position_NT is None:
-            position_NT = torch.arange(embeds_NTD.shape[1], device=embeds_NTD.device)[None]
-        self.step(next_NTD, self.head.fc(self.features(found_NTW)), position_NT, cache, mask)
+            position_NT = torch.arange(tokens_NT.shape[1], device=tokens_NT.device)[None]
+        self._step(next_NTD, self.head.fc(self.features(found_NTW)), position_NT, cache, mask)
 
-    def step(
+    def behind(
+        self,
+        tokens_NT: NDArray[np.int64],
+        hidden_NTD: Tensor,
+        length_N: NDArray[np.int64],
+        cache: SlotCache,
+    ) -> Tensor:
+        """(N, T, D) at so many places of each row from `length_N` on: keys and values of the head come to lie where
+        those of the tokens before `tokens_NT` do.
+        """
+        device = hidden_NTD.device
+        plan = cache.decode(length_N, device, self._model.dtype, tokens_NT.shape[1])
+        order = torch.from_numpy(plan.order).to(device)
+        embeds_NTD = self._embedded(torch.from_numpy(tokens_NT[plan.order]).to(device))
+        found = self._step(embeds_NTD, hidden_NTD[order], plan.position_NT, cache, plan.mask)
+        return by_row(plan, found)
+
+    def _embedded(self, tokens_NT: Tensor) -> Tensor:
+        found: Tensor = self._model.get_input_embeddings()(tokens_NT)
+        return found
+
+    def _step(
         self, embeds_NTD: Tensor, hidden_NTD: Tensor, position_NT: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
         """(N, T, D) what drafts and the next step are made of."""
@@ -150,7 +175,8 @@ class LearnedDrafts:
         for place in range(most):
             if place:
                 length_N = batch.length[: batch.count] + place - 1
-                last_ND = self._model.draft_pass(drawn[-1][:, None], last_ND[:, None], length_N)[:, 0]
+                tokens_N1, cache = drawn[-1][:, None], self._model.cache
+                last_ND = self._passes.behind(tokens_N1, last_ND[:, None], length_N, cache)[:, 0]
             scores_NV = process(self._passes.head.logits(last_ND), rows)
             tokens_N, _ = draw(scores_NV, rows, uniform_NK[:, place])
             drawn.append(tokens_N.clamp(max=self._model.vocabulary_size - 1).cpu().numpy())
@@ -171,6 +197,7 @@ class LearnedDrafts:
                 read_NTF[row, :count] = torch.cat(batch.read[row])
             batch.read[row] = []
         fused_NTD = self._passes.head.fc(read_NTF)
-        found_NTD = self._model.draft_pass(tokens_NT, fused_NTD, batch.length[: batch.count] - counts)
+        length_N = batch.length[: batch.count] - counts
+        found_NTD = self._passes.behind(tokens_NT, fused_NTD, length_N, self._model.cache)
         last = torch.from_numpy(np.maximum(counts - 1, 0)).to(found_NTD.device)
         return found_NTD[torch.arange(batch.count, device=found_NTD.device), last]

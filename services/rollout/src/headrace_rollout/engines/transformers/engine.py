@@ -33,7 +33,7 @@ from headrace_rollout.engines.transformers.checking import check_model
 from headrace_rollout.engines.transformers.decoder import Decoder
 from headrace_rollout.engines.transformers.drafting import DRAFTED
 from headrace_rollout.engines.transformers.options import TransformersOptions
-from headrace_rollout.engines.transformers.passes import passes
+from headrace_rollout.engines.transformers.passes import padded, passes
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.weight_memory import HOST
 
@@ -170,7 +170,13 @@ class TransformersEngine(ThreadedHolder, Engine):
 
         def compute() -> list[list[Likeliest]]:
             authority()
-            return self._model.likeliest(sequences, min(top, self.vocabulary_size))
+            found, model = [], self._model
+            for ids, start in sequences:
+                hidden_TD = model.hidden(padded([ids], model.device))[0, start - 1 : len(ids) - 1]
+                log_probs_TV = model.head.logits(hidden_TD).float().log_softmax(-1)
+                best = log_probs_TV.topk(min(top, self.vocabulary_size))
+                found.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+            return found
 
         return await self._call(compute)
 

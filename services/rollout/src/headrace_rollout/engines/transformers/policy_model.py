@@ -42,10 +42,10 @@ from headrace_rollout.engines.samples import Distribution, ImageAt
 from headrace_rollout.engines.trajectory import Scored
 from headrace_rollout.engines.transformers.adapters import AdapterLayers
 from headrace_rollout.engines.transformers.attention import own_attention
-from headrace_rollout.engines.transformers.cache import DecodePlan, PromptKeys, SlotCache
+from headrace_rollout.engines.transformers.cache import PromptKeys, SlotCache
 from headrace_rollout.engines.transformers.drafting import HeadPasses
 from headrace_rollout.engines.transformers.kept import Extension
-from headrace_rollout.engines.transformers.passes import new_cache, padded, split
+from headrace_rollout.engines.transformers.passes import by_row, new_cache, padded, positions, split
 from headrace_rollout.engines.transformers.sampling import RowDistributions, chosen_log_probs, process
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
@@ -94,12 +94,10 @@ class PolicyModel(HeldModel):
             except ValueError as error:
                 reason = f"the model at {config.path!r} has bits that hang on its batch: {error}"
                 raise ModelNotReadable(f"deterministic: {reason}; set deterministic: false") from error
-        head = add_draft(self._model, draft, config)
-        text = architecture.get_text_config()
-        self.drafts = None if head is None else HeadPasses(head, int(text.num_hidden_layers))
+        head, limit = add_draft(self._model, draft, config), self.context_limit
+        self.drafts = None if head is None else HeadPasses(head, self._model)
         """Of the head that drafts: where there is one, cached passes give what it reads behind their hidden states."""
-        drafts = head is not None
-        self.cache = new_cache(self._model, config, architecture, self.context_limit, drafts=drafts)
+        self.cache = new_cache(self._model, config, architecture, limit, drafts=head is not None)
         self.continues = True
         """Whether a context can be computed behind what is kept of it (`check_model` finds out)."""
         self._layers = PackedLayers(body_of(self._model), fixed=deterministic)
@@ -110,7 +108,7 @@ class PolicyModel(HeldModel):
         self._memory.free()
         self._head: Head | None = None
         self.place(device)
-        self.vocabulary_size = int(text.vocab_size)
+        self.vocabulary_size = int(architecture.get_text_config().vocab_size)
 
     @property
     def adapted(self) -> bool:
@@ -141,11 +139,9 @@ class PolicyModel(HeldModel):
             found = self.hidden(padded([[0]], self.device), past_key_values=self.cache)
             if self.drafts is not None:
                 if self.cache.stateful:
-                    reason = (
-                        f"the model at {self.path!r} has layers with states, beside which nothing is drafted"
-                    )
-                    raise Refused("INVALID", f"trainer.draft: {reason}; leave it out")
-                self._read(padded([[0]], self.device), found, self.cache)
+                    reason = "has layers with states, beside which nothing is drafted; leave it out"
+                    raise Refused("INVALID", f"trainer.draft: the model at {self.path!r} {reason}")
+                self.drafts.read(padded([[0]], self.device), found, self.cache)
             if not self.cache.token_bytes:
                 raise Refused(
                     "INVALID",
@@ -170,7 +166,8 @@ class PolicyModel(HeldModel):
         tokens_PT = padded(contexts, self.device)
         pictures = self._pictures(contexts, images) if any(images) else None
         hidden_PTD = self.hidden(tokens_PT, pictures, adapters, past_key_values=self.cache)
-        self._read(tokens_PT, hidden_PTD, self.cache)
+        if self.drafts is not None:
+            self.drafts.read(tokens_PT, hidden_PTD, self.cache)
         last = [row * max(lengths) + length - 1 for row, length in enumerate(lengths)]
         return hidden_PTD.flatten(0, 1).index_select(0, torch.tensor(last, device=self.device))
 
@@ -256,7 +253,8 @@ class PolicyModel(HeldModel):
             given["position_ids"] = position_NT
         tokens_NT = padded(new, self.device)
         hidden_NTD = self.hidden(tokens_NT, pictures, adapters, **given)
-        self._read(tokens_NT, hidden_NTD, extension, position_NT, mask)
+        if self.drafts is not None:
+            self.drafts.read(tokens_NT, hidden_NTD, extension, position_NT, mask)
         last = torch.tensor([length - 1 for length in lengths], device=self.device)
         hidden_ND = hidden_NTD[torch.arange(len(new), device=self.device), last]
         return hidden_ND, extension.keys(lengths)
@@ -276,57 +274,16 @@ class PolicyModel(HeldModel):
         hidden_NTD = self.hidden(
             torch.from_numpy(tokens_NT[plan.order]).to(self.device),
             adapters=[adapters[row] for row in plan.order] if adapters else (),
-            position_ids=self._positions(plan, shift_N),
+            position_ids=positions(plan, shift_N),
             attention_mask=plan.mask,
             past_key_values=self.cache,
         )
         self._order = plan.order
-        return self._by_row(plan, hidden_NTD)
-
-    def _by_row(self, plan: DecodePlan, hidden_NTD: Tensor) -> Tensor:
-        if (np.diff(plan.order) == 1).all():
-            return hidden_NTD
-        back = torch.from_numpy(np.argsort(plan.order)).to(self.device)
-        return hidden_NTD.index_select(0, back)
-
-    def _read(
-        self,
-        tokens_NT: Tensor,
-        found_NTW: Tensor,
-        cache: SlotCache | Extension,
-        position_NT: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> None:
-        """Lets the head read contexts behind a pass over them."""
-        if self.drafts is not None:
-            self.drafts.read(self._embedded(tokens_NT), found_NTW, cache, position_NT, mask)
-
-    def draft_pass(
-        self, tokens_NT: NDArray[np.int64], hidden_NTD: Tensor, length_N: NDArray[np.int64]
-    ) -> Tensor:
-        """(N, T, D) of the head at so many places of each row from `length_N` on: its keys and values come to lie where
-        those of the tokens before `tokens_NT` do.
-        """
-        assert self.drafts is not None
-        plan = self.cache.decode(length_N, self.device, self._model.dtype, tokens_NT.shape[1])
-        order = torch.from_numpy(plan.order).to(self.device)
-        embeds_NTD = self._embedded(torch.from_numpy(tokens_NT[plan.order]).to(self.device))
-        found = self.drafts.step(embeds_NTD, hidden_NTD[order], plan.position_NT, self.cache, plan.mask)
-        return self._by_row(plan, found)
-
-    def _embedded(self, tokens_NT: Tensor) -> Tensor:
-        found: Tensor = self._model.get_input_embeddings()(tokens_NT)
-        return found
+        return by_row(plan, hidden_NTD)
 
     def logits(self, found_NW: Tensor) -> Tensor:
         """fp32 (N, V) of what a pass gave. Refused while nothing is installed."""
         return self.head.logits(found_NW if self.drafts is None else self.drafts.own(found_NW))
-
-    def _positions(self, plan: DecodePlan, shift_N: NDArray[np.int64] | None) -> Tensor:
-        if shift_N is None or not shift_N.any():
-            return plan.position_NT
-        shifted_NT = plan.position_NT + torch.from_numpy(shift_N[plan.order]).to(self.device)[:, None]
-        return shifted_NT[None].expand(3, -1, -1)
 
     def hidden(
         self,
@@ -414,15 +371,6 @@ class PolicyModel(HeldModel):
             scores_NV = process(self.head.logits(hidden_ND[begin : begin + size]), rows)
             found += chosen_log_probs(scores_NV, part_N).tolist()
         return split(found, counts)
-
-    def likeliest(self, sequences: Sequence[Scored], top: int) -> list[list[tuple[list[int], list[float]]]]:
-        """The `top` likeliest ids of each position from a sequence's start on, and their log-probs."""
-        found = []
-        for ids, start in sequences:
-            hidden_TD = self.hidden(padded([ids], self.device))[0, start - 1 : len(ids) - 1]
-            best = self.head.logits(hidden_TD).float().log_softmax(-1).topk(top)
-            found.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
-        return found
 
     def install(
         self,

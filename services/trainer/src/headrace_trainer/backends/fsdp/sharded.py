@@ -185,20 +185,16 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
     def _draft(self) -> DraftSection | None:
         return self._config.trainer.draft
 
-    @property
-    @override
-    def _draft_names(self) -> frozenset[str]:
-        return frozenset(name for name in self._sharded.learned if name.startswith(DRAFT))
-
     def _new_optimizer(self) -> ShardedAdamW:
-        sharded, config = self._sharded, self._config.optimizer
+        sharded, config, draft = self._sharded, self._config.optimizer, self._draft
+        heads = frozenset(name for name in sharded.learned if name.startswith(DRAFT))
         made = partial(
             ShardedAdamW if config.name != "muon" else self._muon,
             config,
             sharded.shards(),
             decays={name for name, p in sharded.learned.items() if p.dim() > 1},
             critic=self._critic_names,
-            aside=Aside(self._draft_names, self._draft.lr, self._draft.every) if self._draft else None,
+            aside=Aside(heads, draft.lr, draft.every) if draft else None,
             moments_on_host=self.layout.offload != "none",
         )
         return made()

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Many
 import msgspec
 import torch
 from headrace_modelkit.devices import used_bytes
+from headrace_modelkit.families.drafts import DRAFT
 from headrace_modelkit.families.mixtures import ExpertShape
 from headrace_modelkit.families.routing import Counts, Routing
 from headrace_modelkit.pinned import rooms_of
@@ -87,11 +88,6 @@ class LearnedModel(Backend):
     def _reduced(self) -> tuple[dict[str, Tensor], frozenset[str]]:
         """The reduced gradient's shards, and which of them are of the critic's own weights."""
 
-    @property
-    def _draft_names(self) -> frozenset[str]:
-        """Which of the weights that learn are of a head that drafts."""
-        return frozenset()
-
     @abstractmethod
     def _global_norm(self, gradients: dict[str, Tensor]) -> float:
         """The norm of these shards over all ranks."""
@@ -143,7 +139,7 @@ class LearnedModel(Backend):
         head that drafts, whose gradient is a mean over the tokens that it learns from, and 0 where it is not finite.
         """
         gradients, critic = self._reduced()
-        draft = {name: gradients.pop(name) for name in self._draft_names}
+        draft = {name: gradients.pop(name) for name in [*gradients] if name.startswith(DRAFT)}
         beside = {name: gradient for name, gradient in gradients.items() if name in critic}
         own = {name: gradient for name, gradient in gradients.items() if name not in critic}
         norm = self._global_norm(own) / denominator
@@ -163,8 +159,8 @@ class LearnedModel(Backend):
         """Makes its gradients, which the optimizer divides like all others, what they are to be."""
         if not draft:
             return
-        own = {"tokens": self._figures.sums().get("draft_tokens", 0.0)}
-        tokens = max(1.0, self._ranks.sum(own)["tokens"])
+        own = self._figures.sums().get("draft_tokens", 0.0)
+        tokens = max(1.0, self._ranks.sum({"tokens": own})["tokens"])
         norm = self._global_norm(draft) / tokens
         for gradient in draft.values():
             gradient.mul_(self._clip(norm) * divisor / tokens) if math.isfinite(norm) else gradient.zero_()
