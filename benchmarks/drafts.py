@@ -23,7 +23,12 @@ from _engine_bare import CORE
 from _harness import emit, machine, say, table
 
 SURE = 30.0
-SHAPE: dict[str, Any] = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 12,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "head_dim": 64,
+}
 UNROLLED, BATCH = 3, 16
 
 
