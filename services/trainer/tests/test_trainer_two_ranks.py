@@ -126,7 +126,9 @@ async def test_two_ranks_equal_one(
             assert ours.figures[name] == pytest.approx(reference.figures[name], rel=1e-4, abs=1e-6), name
         assert ours.token_count == reference.token_count
         assert ours.figures.keys() == reference.figures.keys()
-        for name in {"reference_kl", "kl_coefficient", "draft_loss", "draft_overlap"} & set(reference.figures):
+        for name in {"reference_kl", "kl_coefficient", "draft_loss", "draft_overlap"} & set(
+            reference.figures
+        ):
             assert ours.figures[name] == pytest.approx(reference.figures[name], rel=1e-2, abs=1e-7), name
         if algorithm == "ppo":
             for name in ("value_loss", "explained_variance", "critic_grad_norm"):
