@@ -109,3 +109,15 @@ def test_rows_that_differ_in_calls_alone_are_not_the_same(tmp_path):
         source="jsonl", options={"path": str(tmp_path / "rows.jsonl"), "form": "trl"}, heldout=0
     )
     assert Dataset.open(section, 0).train_size == 2
+
+
+def test_a_last_turn_of_weight_0_is_no_answer(tmp_path):
+    said = [{"role": "assistant", "content": text, "weight": weight} for text, weight in (("2", 1), ("3", 0))]
+    row = {"messages": [USER, said[0], USER, said[1], USER]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    content, item = prompt_of(tmp_path / "rows.jsonl", "openai")
+    assert content.chat == [USER] and item.answer == "2"
+    row = {"messages": [USER, said[1]]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(Impossible, match="no turn in 'messages' that is learned from"):
+        prompt_of(tmp_path / "rows.jsonl", "openai")

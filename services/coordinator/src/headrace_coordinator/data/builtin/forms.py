@@ -26,6 +26,7 @@ from headrace_coordinator.data.builtin.turns import (
     is_conversation,
     part_text,
     spoken,
+    until_learned,
     with_objects,
 )
 from headrace_coordinator.data.builtin.values import (
@@ -173,9 +174,11 @@ def _trl(row: Row, keys: Keys) -> DataItem:
 def _openai(row: Row, keys: Keys) -> DataItem:
     """Chat messages as OpenAI's fine-tuning writes them: `messages`, of which a last assistant's turn is the answer.
 
-    Arguments of calls are JSON texts there, and objects to chat templates. `tools` are given to these.
+    Arguments of calls are JSON texts there, and objects to chat templates. `tools` are given to these. A last turn with
+    `weight: 0` is not learned from: it is left out, with what is behind the turn before it that is.
     """
-    item = _item(row, keys.question or "messages", keys.answer, _same)
+    question = keys.question or "messages"
+    item = _item(until_learned(row, question), question, keys.answer, _same)
     return replace(item, arguments=arguments(row), messages=tuple(map(with_objects, item.messages)))
 
 

@@ -22,6 +22,22 @@ def is_conversation(value: Any) -> bool:
     )
 
 
+def until_learned(row: Row, key: str) -> Row:
+    """The row without turns of `key` behind the last assistant's turn that is learned from, where one has weight 0."""
+    turns = row.get(key)
+    if not is_conversation(turns):
+        return row
+    own = [(at, turn.get("weight") != 0) for at, turn in enumerate(turns) if turn.get("role") == "assistant"]
+    if not own or own[-1][1]:
+        return row
+    learned = [at for at, wanted in own if wanted]
+    if not learned:
+        raise BadRow(
+            f"has no turn in {key!r} that is learned from", "give one the weight 1, or leave the row out"
+        )
+    return {**row, key: list(turns[: learned[-1] + 1])}
+
+
 def conversation(
     turns: Sequence[Row], key: str, *, prompt_alone: bool
 ) -> tuple[tuple[dict[str, Any], ...], Mapping[str, Any] | None]:
