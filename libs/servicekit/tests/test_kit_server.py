@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import ssl
 import urllib.error
 import urllib.request
 
@@ -23,6 +24,7 @@ from headrace_servicekit.rpc.addresses import (
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of, metadata_of, reason_of
 from headrace_servicekit.rpc.server import GrpcServer
+from headrace_servicekit.rpc.tls import AUTHORITY
 
 REWARD = "headrace.reward.v1.RewardService"
 
@@ -185,15 +187,18 @@ async def test_figures_count_calls_by_method_and_code(servers, reward_stub, scri
 @pytest.mark.parametrize(("listen", "status"), [("127.0.0.1:0", 200), ("0.0.0.0:0", 401)])
 @pytest.mark.parametrize("shown", ["", "wrong", "secret"])
 async def test_figures_beyond_the_loopback_want_the_token(
-    servers, scripted_reward, certified, listen, status, shown
+    servers, scripted_reward, certified, tmp_path, listen, status, shown
 ):
     certified()
     port = free_port()
     await servers(scripted_reward, token="secret", listen=listen, metrics_port=port)
     headers = {"Authorization": f"Bearer {shown}"} if shown else {}
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
+    scheme = "https" if status == 401 else "http"
+    asked = urllib.request.Request(f"{scheme}://127.0.0.1:{port}/metrics", headers=headers)
+    context = ssl.create_default_context(cafile=tmp_path / "tls" / AUTHORITY)
+    context.check_hostname = False
     try:
-        found = (await asyncio.to_thread(urllib.request.urlopen, asked)).status
+        found = (await asyncio.to_thread(urllib.request.urlopen, asked, context=context)).status
     except urllib.error.HTTPError as error:
         found = error.code
     assert found == (200 if shown == "secret" else status)

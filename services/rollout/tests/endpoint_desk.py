@@ -52,8 +52,10 @@ class Letters:
         text = self.render(chat, arguments) if text is None else f"^{text}"
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def encode_behind(self, text):
+    def encode_rendered(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    encode_behind = encode_rendered
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(id) for id in ids if id != END)

@@ -133,7 +133,9 @@ async def test_a_fork_of_another_optimizer_is_refused_with_the_key(forked):
     del body["digest"]
     (directory / "state.json").write_bytes(seal(body))
     reason, message = await refusal(forked.restore("lineage-1/step-2", 7, str(forked.source)))
-    assert reason == "CHECKPOINT_MISMATCH" and message.startswith("optimizer.name: ") and "momentum" in message
+    assert (
+        reason == "CHECKPOINT_MISMATCH" and message.startswith("optimizer.name: ") and "momentum" in message
+    )
 
 
 async def test_a_checkpoint_that_another_run_begins_with_is_not_pruned(client, make_config):
