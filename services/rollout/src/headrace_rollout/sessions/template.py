@@ -147,8 +147,10 @@ class TurnTemplate:
 
     def _with_images(self, text: str, messages: Sequence[Turn]) -> str:
         """A text in which each image has its tokens. Raises ValueError."""
-        if files := _files(messages):
-            assert self._reader
+        files = _files(messages)
+        if not files:
+            return text
+        assert self._reader
         return self._codec.with_images(text, files)
 
     def _placed(self, ids: list[int], messages: Sequence[Turn]) -> Given:
