@@ -46,7 +46,7 @@ algorithm:
   {max_staleness: 1, truncated: mask, options: {routing_replay: true, drop_equal: true, critic_path: x, top_k: 8,
    direction: forward}}
 trainer:
-  {backend: megatron, helpers: 1, reference: {path: org/other}, shared_prefix: true, lora: {},
+  {backend: megatron, helpers: 1, draft: {}, reference: {path: org/other}, shared_prefix: true, lora: {},
    warmup: {steps: 2, demonstrations: d}, backend_options: {compile: true, offload_activations: true,
    expert_parallel: 2, context_parallel: 2,
    virtual_stages: 2}}

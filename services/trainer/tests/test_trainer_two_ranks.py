@@ -86,23 +86,33 @@ LORA = {"rank": 4, "alpha": 8}
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options", "lora"),
+    ("algorithm", "options", "trainer"),
     [
-        ("grpo", {}, None),
-        pytest.param("grpo", PASSES, None, marks=pytest.mark.nightly),
-        pytest.param("ppo", {**PASSES, "critic_lr": 1e-3}, None, marks=pytest.mark.nightly),
-        ("ppo", {**PASSES, "critic": "model"}, None),
-        pytest.param("grpo", KL, None, marks=pytest.mark.nightly),
-        ("ppo", {**PASSES, "critic_lr": 1e-3}, LORA),
-        ("grpo", KL, {"rank": 1}),
+        ("grpo", {}, {}),
+        pytest.param("grpo", PASSES, {}, marks=pytest.mark.nightly),
+        pytest.param("ppo", {**PASSES, "critic_lr": 1e-3}, {}, marks=pytest.mark.nightly),
+        ("ppo", {**PASSES, "critic": "model"}, {}),
+        pytest.param("grpo", KL, {}, marks=pytest.mark.nightly),
+        ("ppo", {**PASSES, "critic_lr": 1e-3}, {"lora": LORA}),
+        ("grpo", KL, {"lora": {"rank": 1}}),
+        ("grpo", {}, {"draft": {"lr": 1e-4, "unrolled": 2}}),
     ],
-    ids=["one pass", "passes", "value head", "critic", "reference", "adapters", "adapters' reference"],
+    ids=[
+        "one pass",
+        "passes",
+        "value head",
+        "critic",
+        "reference",
+        "adapters",
+        "adapters' reference",
+        "head that drafts",
+    ],
 )
 async def test_two_ranks_equal_one(
-    pair, client, make_config, make_settled, settled_digest, algorithm, options, lora
+    pair, client, make_config, make_settled, settled_digest, algorithm, options, trainer
 ):
     leader, follower, _ = pair
-    settings = SETTINGS | {"trainer": SETTINGS["trainer"] | {"lora": lora}}
+    settings = SETTINGS | {"trainer": SETTINGS["trainer"] | trainer}
     config = make_config(**settings, algorithm={"name": algorithm, "options": options})
     await form(leader, follower, config)
     restored, followed = await asyncio.gather(leader.restore("", 1), follower.restore("", 1))
@@ -116,7 +126,9 @@ async def test_two_ranks_equal_one(
             assert ours.figures[name] == pytest.approx(reference.figures[name], rel=1e-4, abs=1e-6), name
         assert ours.token_count == reference.token_count
         assert ours.figures.keys() == reference.figures.keys()
-        for name in {"reference_kl", "kl_coefficient"} & set(reference.figures):
+        for name in {"reference_kl", "kl_coefficient", "draft_loss", "draft_overlap"} & set(
+            reference.figures
+        ):
             assert ours.figures[name] == pytest.approx(reference.figures[name], rel=1e-2, abs=1e-7), name
         if algorithm == "ppo":
             for name in ("value_loss", "explained_variance", "critic_grad_norm"):

@@ -130,7 +130,7 @@ def _opened(config: ModelSection, model: PreTrainedModel, *, cached: bool) -> Mo
             f"its weights are quantised by {method}, and those of {known} alone are read; use the ones before",
         )
     with reading(config):
-        files = TensorFiles(_files(config, cached=cached))
+        files = TensorFiles(files_of(config, cached=cached))
         found = ModelFiles(Dequantised(files, scheme, model.dtype) if scheme else files, model)
     if scheme and found.drawn:  # transformers would draw them for a model that it keeps quantised
         found.missing |= found.drawn
@@ -160,7 +160,7 @@ def _only_whole(config: ModelSection, model: PreTrainedModel) -> bool:
     )
 
 
-def _files(config: ModelSection, *, cached: bool) -> list[Path]:
+def files_of(config: ModelSection, *, cached: bool) -> list[Path]:
     """The safetensors files of a directory or of a model on the Hub. Raises ModelNotReadable and OSError."""
     options: dict[str, Any] = {**location(config), "_raise_exceptions_for_missing_entries": False}
     options["local_files_only"] = cached
@@ -355,7 +355,7 @@ def fingerprint(config: ModelSection) -> str:
     """
     try:
         with reading(config):
-            files = _files(config, cached=True)
+            files = files_of(config, cached=True)
             digest = xxhash.xxh3_128()
             for file in files:
                 with open_file(file):

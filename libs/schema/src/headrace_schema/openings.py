@@ -16,6 +16,7 @@ from headrace_schema.sections.generating import ModelSection, PromptSection, Rol
 from headrace_schema.sections.learning import (
     AlgorithmSection,
     CheckpointSection,
+    DraftSection,
     OptimizerSection,
     TrainerSection,
 )
@@ -64,6 +65,8 @@ class RolloutConfig(Opening):
     """Trajectories carry their texts with special tokens: some scorer reads them."""
     adapters: dict[str, Count] = Field(default_factory=dict)
     """Rank of each policy's adapters, by its name ("" is the run's own), with rollout.enable_lora; else none."""
+    draft: DraftSection | None = None
+    """The head whose weights are among the model's."""
     teacher: ModelSection | None = None
     """A frozen model that reads finished answers: they carry its `teacher_top` likeliest words for each token."""
     teacher_top: CountOrZero = 0
@@ -76,7 +79,8 @@ class RolloutConfig(Opening):
         if spec.teacher_top:
             more |= {"teacher": spec.trainer.reference, "teacher_top": spec.teacher_top}
         found = adapters_of(spec.model, spec.trainer, spec.policies) if spec.rollout.enable_lora else {}
-        return super().of(spec, adapters={name: lora.rank for name, lora in found.items()}, **more)
+        ranks = {name: lora.rank for name, lora in found.items()}
+        return super().of(spec, adapters=ranks, draft=spec.trainer.draft, **more)
 
 
 def policy_model(model: ModelSection, policy: PolicySection) -> ModelSection:

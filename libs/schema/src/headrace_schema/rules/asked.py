@@ -221,6 +221,7 @@ NO_HELP = lacking("trainer.backend", "helpers", "a backend that takes no gradien
 NO_CRITIC = lacking("trainer.backend", "critic", "a backend without critics")
 FIXED_RANKS = lacking("trainer.backend", "changing_ranks", "a backend that needs whole models")
 UNLIKE = lacking("trainer.backend", "deterministic", "a backend whose sums have an order of their own")
+NO_HEADS = lacking("trainer.backend", "drafts", "a backend that trains no head that drafts")
 NO_TREES = lacking("trainer.backend", "shared_prefix", "a backend that follows no tree of prefixes")
 CONTEXT = also(unlike(f"{BACKEND}.context_parallel", None, 1), FSDP)
 EXPERTS_DIVIDED = also(unlike(f"{BACKEND}.expert_parallel", None, 1), FSDP)
@@ -289,6 +290,8 @@ COLLECTED = "a directory that `headrace demonstrations collect` writes"
 UNSHOWN = missing("trainer.warmup.demonstrations", f"give trainer.warmup.demonstrations, {COLLECTED}")
 UNSHOWN_ROBOT = also(UNSHOWN, ROBOT)
 
+DRAFT = key("trainer.draft", "remove trainer.draft")
+
 # Adapters
 NOT_MERGED = unlike("weights.lora", "merged", undo="set weights.lora: merged")
 LORA = also(key("trainer.lora", "remove trainer.lora"), NOT_ROBOT, said="`trainer.lora`")
@@ -328,6 +331,7 @@ WARMER = unlike("sampling.temperature", 1, undo="set sampling.temperature: 1")
 NO_IMAGES = lacking("rollout.engine", "images", "an engine that takes no images")
 TOP_P_FIRST = lacking("rollout.engine", "top_p_after_others", "an engine that counts top-p over all tokens")
 ANSWER_ONLY = lacking("rollout.engine", "penalty_counts_prompt", "an engine that penalises no prompt")
+READS_NO_HEAD = lacking("rollout.engine", "learned_drafts", "an engine that reads no head that learns")
 ON_POLICY = lacking("algorithm", "off_policy", "an algorithm that is right on policy only")
 DRAFTS = when(
     f"`{ENGINE}.speculative`",

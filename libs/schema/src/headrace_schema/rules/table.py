@@ -49,6 +49,7 @@ _OF_TEXT = {
     "data.exclude": "start states are no questions",
     "trainer.reference": "no term of it is computed for robot policies",
     "trainer.helpers": _ON_ONE_DEVICE,
+    "trainer.draft": "actions are not drafted",
     "rollout.helpers": _ON_ONE_DEVICE,
     "trainer.shared_prefix": "episodes have no common beginning",
     "trainer.backend_options.compile": "it compiles the layers of a language model",
@@ -114,6 +115,7 @@ _OF_RUNS_BY_THEMSELVES = {
     "trainer.helpers": "its loop says when gradients are made",
     "trainer.reference": "open a session of the reference, and ask it for log-probs",
     "trainer.warmup.steps": "its loop makes such steps with cross_entropy",
+    "trainer.draft": "its loop names all that learns",
     "optimizer.schedule": "each step brings its learning rate",
 }
 """Keys of runs that make their steps by themselves, and why a session has none of them."""
@@ -373,6 +375,21 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.NO_TREES: {
         f.SHARED_PREFIX: "layers of {spec.trainer.backend} attend along rows, and follow no tree of prefixes"
     },
+    f.NO_HEADS: {f.DRAFT: "{spec.trainer.backend} trains no head that drafts"},
+    f.READS_NO_HEAD: {f.DRAFT: "rollout.engine: {run.engine} takes no head that is part of a version"},
+    f.DRAFT: {
+        f.LORA: "adapters are published without the weights beside them, which a head is among",
+        f.TRAINER_HELPERS: "a helper holds the model's weights without its head",
+        f.POLICIES: "an engine drafts by one head",
+        f.CONTEXT: "a head reads whole sequences, and ranks have parts of them",
+        f.EXPERTS_DIVIDED: "what a head learns from is computed once, and exchanges of tokens may be made again",
+        f.REPLAY: "the experts of drafted tokens are not told apart from those of tokens that were taken",
+        f.PREFERS: "pairs of given answers are not what the policy says",
+        f.JUDGES: "its model judges answers, and gives none",
+        f.NOT_PLAIN_ADAMW: "a head learns by AdamW with fp32 moments",
+        f.ACTIVATIONS_AWAY: "a head reads hidden states that layers give, and was not tried with inputs on the host",
+        f.TOP_WORDS: "a head was not tried beside a teacher's words",
+    },
     f.NO_LOW_RANK: {f.LORA: "{spec.trainer.backend} has no adapters"},
     f.UNDIVIDED: {
         f.SEQUENCE: "it divides what tensor-parallel ranks would all have, and tensor_parallel is 1"
@@ -454,6 +471,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.NO_IMAGES: f"{_SEES}{{run.engine}} takes none here",
         f.TOP_WORDS: f"{_SEES}the teacher reads text alone",
         f.DRAFTS: f"{_SEES}prompts with images are not drafted for",
+        f.DRAFT: f"{_SEES}prompts with images are not drafted for",
         f.TEXT_ALONE: f"{_SEES}{{spec.trainer.backend}} trains on text alone",
         f.BLIND: f"{_SEES}{{family}} is no family whose images are read",
     },

@@ -116,6 +116,27 @@ class LoraSection(Section):
     )
 
 
+class DraftSection(Section):
+    """A head that drafts tokens for the engine (EAGLE-3) learns beside the policy, and is part of its versions."""
+
+    path: str | None = Field(
+        default=None,
+        description="Hugging Face id or local directory of a head that was made for this model, as vLLM and SpecForge "
+        "read it; default: a new one of the shape of the model's layers",
+    )
+    revision: str | None = Field(default=None, description="revision of a Hugging Face id")
+    lr: PositiveFloat = Field(default=1e-4, description="learning rate of the head alone")
+    unrolled: Annotated[int, Field(ge=1, le=8)] = Field(
+        default=3,
+        description="tokens one behind the other that it learns to draft from its own hidden states",
+    )
+    every: Count = Field(
+        default=1,
+        description="optimizer steps of which the head learns in one: its versions change as often, and an engine that "
+        "takes changes alone is sent none of it in between",
+    )
+
+
 class TrainerSection(Section):
     """The learning side."""
 
@@ -163,6 +184,10 @@ class TrainerSection(Section):
     lora: LoraSection | None = Field(
         default=None,
         description="train adapters of low rank and no other weight; {} takes the defaults; default: train all weights",
+    )
+    draft: DraftSection | None = Field(
+        default=None,
+        description="a head learns to draft tokens for the engine transformers; {} takes the defaults; default: none",
     )
     backend_options: dict[str, Any] = Field(default_factory=dict, description="options of the backend")
     warmup: WarmupSection = WarmupSection()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.learning import DraftSection
 
 from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
@@ -44,6 +45,8 @@ class EngineConfig:
     """The other hosts of the engine, where it spans several."""
     deterministic: bool = False
     """A token's log-prob has the trainer's bits, whatever is computed beside it."""
+    draft: DraftSection | None = None
+    """The head that drafts, whose weights are among the model's."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ class Figures:
     shared_prompt_tokens: int = 0
     moved_tokens: int = 0
     sampled_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Of those that were drafted."""
     samples: int = 0
     restarts: int = 0
     """Times that an engine's own processes were started again."""

@@ -23,6 +23,7 @@ TRANSFORMERS = Plugin(
         "routed_experts",
         "lora",
         "images",
+        "learned_drafts",
         "likeliest",
         *_DISTRIBUTIONS,
     ),

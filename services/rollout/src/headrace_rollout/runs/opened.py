@@ -249,13 +249,19 @@ class TextRun(OpenedRun):
         return PromptDriver(self, opening, stream, put, serving.caches)
 
     def tell_engine(self, response: rollout_pb2.GenerateResponse) -> None:
-        """Adds what the engine's own processes went through since the run's last message, if anything."""
+        """Adds what the engine's own processes went through since the run's last message, and what it drafted."""
         figures = self.engine.figures
-        now = {"engine_restarts": figures.restarts, "engine_asleep_bytes": figures.asleep_bytes}
+        now = {
+            "engine_restarts": figures.restarts,
+            "engine_asleep_bytes": figures.asleep_bytes,
+            "drafted_tokens": figures.drafted_tokens,
+            "accepted_tokens": figures.accepted_tokens,
+        }
         news = {name: value - self._told.get(name, 0) for name, value in now.items()}
         if any(news.values()):
             self._told.update(now)
-            response.stages.add(stage="generate", values=news)
+            told = {name: value for name, value in news.items() if value}
+            response.stages.add(stage="generate", values=told)
 
     @override
     def _figures(self) -> dict[str, float]:
@@ -269,6 +275,8 @@ class TextRun(OpenedRun):
             "shared_prompt_tokens": figures["shared_prompt_tokens"],
             "moved_tokens": figures["moved_tokens"],
             "decode_steps": figures["decode_steps"],
+            "drafted_tokens": figures["drafted_tokens"],
+            "accepted_tokens": figures["accepted_tokens"],
             **ratio_of("mean_batch_rows", figures["decode_rows"], figures["decode_steps"]),
             **ratio_of("tokens_per_second", figures["sampled_tokens"], busy_s),
         }

@@ -141,6 +141,7 @@ def _text_run(
         config.adapters,
         place.hosts if place else None,
         config.deterministic,
+        config.draft,
     )
     if place is not None and place.hosts is None:
         from headrace_rollout.engines.vllm.building import follow_vllm

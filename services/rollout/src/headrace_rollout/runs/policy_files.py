@@ -13,6 +13,7 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.adapters import names_alone
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.families.drafts import add_draft
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.lora import A, B, adapter_of
 from headrace_modelkit.tensor_files import Box, TensorFiles, Tensors, TornTensor
@@ -69,12 +70,14 @@ def read_policy(
         if (acting := acting_policy(config)) is not None:
             model, dtype = acting.initial(run.seed)
         else:
-            model, dtype = load_model(config, weights=not checkpoint), DTYPES[config.dtype]
+            language = load_model(config, weights=not checkpoint)
+            add_draft(language, run.draft, config)
+            model, dtype = language, DTYPES[config.dtype]
         if checkpoint:
             _load_checkpoint(model, Path(checkpoint), policy)
     except ModelNotReadable as error:
         raise _unreadable(str(error)) from error
-    manifest, body = _body(model, dtype)
+    manifest, body = published_body(model, dtype)
     if digest and manifest.digest != digest:
         if checkpoint and digest == _adapters_digest(config, Path(checkpoint), dtype):
             manifest.digest = digest  # the version is its adapters, which are merged here
@@ -122,7 +125,7 @@ def _adapters_digest(config: ModelSection, directory: Path, dtype: torch.dtype) 
                 digest=tensor_digest(memoryview(data)),
             )
         )
-    base_digest = _body(base, dtype)[0].digest
+    base_digest = published_body(base, dtype)[0].digest
     return manifest_digest(entries, common_pb2.AdapterBase(digest=base_digest, scales={"": scale}))
 
 
@@ -162,7 +165,8 @@ class _OnePolicy(Tensors):
         return self._tensors.read(below(self._policy, name), box)
 
 
-def _body(model: nn.Module, dtype: torch.dtype) -> tuple[common_pb2.WeightManifest, memoryview]:
+def published_body(model: nn.Module, dtype: torch.dtype) -> tuple[common_pb2.WeightManifest, memoryview]:
+    """A model's weights as a version."""
     layout = [(name, _DATA_TYPES[kind], shape) for name, kind, shape in weight_layout(model, dtype)]
     entries = entries_of(layout)
     body = memoryview(bytearray(sum(entry.size_bytes for entry in entries)))

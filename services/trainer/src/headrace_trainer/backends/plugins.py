@@ -56,7 +56,7 @@ FSDP = Plugin(
     FsdpOptions,
     "PyTorch's fully_shard over Gloo (CPU) or NCCL (GPU)",
     features=(
-        *("adapters", "changing_ranks", "critic", "deterministic", "helpers", "images", "policies"),
+        *("adapters", "changing_ranks", "critic", "deterministic", "drafts", "helpers", "images", "policies"),
         "shared_prefix",
     ),
     check="headrace_trainer.backends.fsdp.checks:check_run",

@@ -15,6 +15,7 @@ from headrace_modelkit.classifier import body_weights, empty_judge, head_weights
 from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.exporting import export_model, save_adapter
+from headrace_modelkit.families.drafts import DRAFT, add_draft, save_draft
 from headrace_modelkit.families.mixtures import ExpertShape, expert_shape, no_shape
 from headrace_modelkit.families.routing import router_biases
 from headrace_modelkit.loading import load_architecture, load_model, reads_images
@@ -78,6 +79,8 @@ class AnswersRun(PolicyKind):
                 empty_judge(config.model, form)
             self._check_parts()
             self._check_lora()
+            if config.trainer.draft is not None:
+                add_draft(empty_model(config.model), config.trainer.draft, config.model)
             self._check_experts(algorithm)
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
@@ -169,14 +172,18 @@ class AnswersRun(PolicyKind):
 
     @override
     def weight_names(self) -> list[str]:
-        return [name for name, _ in state_tensors(empty_model(self.config.model))]
+        empty = empty_model(self.config.model)
+        add_draft(empty, self.config.trainer.draft, self.config.model)
+        return [name for name, _ in state_tensors(empty)]
 
     @override
     def export(self, tensors: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:
         """A Hugging Face directory in model.dtype, of a reward model a classifier. Adapters, which are merged into
-        the weights, go by themselves into `adapter/`, in peft's format.
+        the weights, go by themselves into `adapter/`, in peft's format; a head that drafts goes into `draft/`, in
+        vLLM's.
         """
-        config, lora = self.config, self.config.trainer.lora
+        config, lora, section = self.config, self.config.trainer.lora, self.config.trainer.draft
+        draft: dict[str, torch.Tensor] = {}
         adapters: dict[str, torch.Tensor] = {}
         head: dict[str, torch.Tensor] = {}
         form = judge_of(self.algorithm())
@@ -188,6 +195,8 @@ class AnswersRun(PolicyKind):
                     adapters[name] = tensor.clone()
                 elif name.startswith(HEAD):
                     head[name.removeprefix(HEAD)] = tensor.clone()
+                elif name.startswith(DRAFT):
+                    draft[name.removeprefix(DRAFT)] = tensor.clone()
                 else:
                     yield name, tensor
 
@@ -199,6 +208,8 @@ class AnswersRun(PolicyKind):
         def save_beside(directory: Path) -> None:
             if lora is not None:
                 save_adapter(directory / "adapter", lora, adapters, config.model.path)
+            if section is not None:
+                save_draft(directory / "draft", section, config.model, draft)
             _keep_generation_config(config.model, directory)
             if codec.images is not None:
                 copy_processor(self.config.model, directory)

@@ -38,6 +38,8 @@ def step_figures(steps: Many[OptimizerStep], records: Many[GroupRecord], *, rate
     `busiest_expert` (most choices of one, against an equal share, mean over layers), and with routing replay
     `routes_changed`, the share of choices that the trainer's routers would have made otherwise, and
     `log_prob_mismatch_without_replay`, which is of the step's first micro-batch on each rank.
+    Of a run whose policy has a head that drafts: `draft_loss`, the cross-entropy of its next token against the policy's
+    distribution, and `draft_overlap`, the probability that both have in common (1: every draft is right).
     reward_std is over all samples of the step (population). With a critic `explained_variance` is that of the returns
     by the values under the base (absent where all returns are equal), and the critic's own norm stands apart.
     """
@@ -59,6 +61,7 @@ def step_figures(steps: Many[OptimizerStep], records: Many[GroupRecord], *, rate
         **_token_means(steps),
         **_mismatch([step for step in steps if step.epoch == 0]),
         **_experts(steps),
+        **_drafts(steps),
     }
 
 
@@ -99,6 +102,12 @@ def _experts(steps: Many[OptimizerStep]) -> dict[str, float]:
     if tokens := sums.get("unforced_tokens", 0.0):
         found["log_prob_mismatch_without_replay"] = sums["unforced_mismatch"] / tokens
     return found
+
+
+def _drafts(steps: Many[OptimizerStep]) -> dict[str, float]:
+    sums = _sums(steps)
+    tokens = sums.get("draft_tokens", 0.0)
+    return {name: sums[name] / tokens for name in ("draft_loss", "draft_overlap")} if tokens else {}
 
 
 def _critic_norm(steps: Many[OptimizerStep]) -> dict[str, float]:

@@ -82,6 +82,43 @@ class Paths:
 
 
 @dataclass(frozen=True)
+class DraftPaths:
+    """The sequences of a micro-batch one by one, for a head that drafts. Shapes: T nodes of the longest sequence.
+
+    `nodes_ST` numbers nodes row by row, `next_ST` has the token behind each, and `rows_ST` says which of the
+    micro-batch's pairs that token is, -1 where it is not trained. Behind a sequence's end: node 0, token 0, -1.
+    """
+
+    nodes_ST: Tensor
+    next_ST: Tensor
+    rows_ST: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        paths: list[tuple[int, np.ndarray]],
+        starts: Many[int],
+        sequences: list[Sample],
+        index_K: np.ndarray,
+    ) -> DraftPaths:
+        """Of (row, nodes in it) of each sequence, where rows start, and the pair of each trained token."""
+        shape = len(paths), max(len(path) for _, path in paths)
+        nodes_ST, next_ST, rows_ST = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1)
+        first = 0
+        for at, ((row, path), sequence) in enumerate(zip(paths, sequences, strict=True)):
+            nodes_ST[at, : len(path)] = path + starts[row]
+            next_ST[at, : len(path)] = sequence.tokens[1 : 1 + len(path)]
+            trained = np.asarray(sequence.trained, np.int64)
+            rows_ST[at, trained - 1] = index_K[first : first + len(trained)]
+            first += len(trained)
+        return cls(*map(torch.from_numpy, (nodes_ST, next_ST, rows_ST)))
+
+    def to(self, device: torch.device) -> DraftPaths:
+        """The same on `device`."""
+        return DraftPaths(*(value.to(device, non_blocking=True) for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """One forward. Attention follows the one of `mask_R1LL`, `paths` and `segments` that is there. Without any of them
     it is causal along the rows; padding behind a row's end is no sequence of its own.
@@ -109,6 +146,8 @@ class MicroBatch:
     pairs: int = 0
     pictures: Pictures | None = None
     """Images and positions, for a model that takes images."""
+    drafts: DraftPaths | None = None
+    """For a head that drafts and learns beside the model."""
     temperatures_U: Tensor | None = None
     """Those at which tokens were drawn, NaN where at the run's; None where all were."""
     teacher_ids_UM: Tensor | None = None
@@ -163,6 +202,7 @@ class MicroBatch:
         segments = None if self.segments is None else self.segments.to(device)
         nodes = None if self.nodes is None else self.nodes.to(device)
         pictures = None if self.pictures is None else self.pictures.to(device)
+        drafts = None if self.drafts is None else self.drafts.to(device)
         return replace(
             self,
             columns_K=columns_K,
@@ -170,6 +210,7 @@ class MicroBatch:
             segments=segments,
             nodes=nodes,
             pictures=pictures,
+            drafts=drafts,
             **moved,
         )
 
@@ -182,12 +223,13 @@ def pack(
     multiple: int = 1,
     experts: ExpertShape | None = None,
     images: ImageReader | None = None,
+    drafts: bool = False,
 ) -> MicroBatch:
     """Tensors of a micro-batch. The trained tokens keep the order of rows, sequences and positions.
 
     `shared` says that sequences of a row may have a tree in common, `attends` what the model can be told about it.
     Segments are padded to a multiple of `multiple` nodes. `experts` are the model's, if it has any, and `images` reads
-    those of its prompts, if it takes any.
+    those of its prompts, if it takes any. `drafts`: a head learns from it to draft.
     """
     trees = [PrefixTree() for _ in rows]
     sequences = [(row, sequence) for row, members in enumerate(rows) for sequence in members]
@@ -226,6 +268,7 @@ def pack(
         columns_K=_columns(own),
         nodes=Nodes.of(paths, own, laid_out.starts, shape, experts) if experts else None,
         pictures=pictures,
+        drafts=DraftPaths.of(paths, laid_out.starts, own, index_K) if drafts else None,
         temperatures_U=None if temperatures_K is None else torch.from_numpy(temperatures_K[first_U]),
         **_teachers(own, first_U),
     )

@@ -26,6 +26,7 @@ _KEYS = (
     ("environment", "suite.options.environment"),
     ("placement.rollout", "devices"),
     ("placement.trainer", "devices"),
+    ("trainer.draft", "rollout.engine"),
 )
 
 
@@ -38,17 +39,18 @@ def resolve_evaluation(asked: EvaluationSpec, origin: Origin | None) -> tuple[Ru
         Impossible: in the keys of the evaluation's spec.
     """
     suite = open_suite(asked.suite.name, asked.suite.options)
-    model, checkpoint, digest = asked.model, None, ""
+    model, checkpoint, digest, draft = asked.model, None, "", None
     if origin is not None:
         run, checkpoint = _checkpoint(asked, origin)
         theirs = _their_model(run, asked.checkpoint.policy if asked.checkpoint else "")
         model = model or theirs
+        draft = (run.spec.get("trainer") or {}).get("draft")
         # In another type the same masters are other weights; of several policies the digest is of all.
         if theirs.dtype == model.dtype and not run.spec.get("policies"):
             digest = checkpoint.version.digest
     assert model is not None
     name = model.path or str((model.policy or {}).get("kind", ""))
-    return _run_spec(asked, model, suite), Evaluated(asked, suite, name, checkpoint, digest)
+    return _run_spec(asked, model, suite, draft), Evaluated(asked, suite, name, checkpoint, digest)
 
 
 def _their_model(run: RunView, policy: str) -> ModelSection:
@@ -120,7 +122,10 @@ def in_users_keys(problems: list[KeyProblemView], suite: Suite | None) -> list[K
     return found
 
 
-def _run_spec(asked: EvaluationSpec, model: ModelSection, suite: Suite) -> RunSpec:
+def _run_spec(
+    asked: EvaluationSpec, model: ModelSection, suite: Suite, draft: dict[str, Any] | None
+) -> RunSpec:
+    """`draft`: a head is part of the checkpoint's version."""
     data, reward = suite.data(), asked.reward or suite.reward()
     sections: dict[str, Any] = {
         "name": asked.name,
@@ -135,6 +140,7 @@ def _run_spec(asked: EvaluationSpec, model: ModelSection, suite: Suite) -> RunSp
         "rollout": asked.rollout,
         "placement": {"rollout": asked.devices, "trainer": asked.devices},
         "checkpoint": {"enabled": False},
+        **({"trainer": {"draft": draft}} if draft else {}),
         "scheduling": asked.scheduling,
         "limits": asked.limits,
     }

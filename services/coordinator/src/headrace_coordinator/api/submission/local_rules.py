@@ -46,6 +46,7 @@ def models(submission: Submission) -> Iterator[KeyProblemView]:
     drafts = spec.rollout.engine_options.get("speculative")
     others = {
         "algorithm.options.critic_path": spec.algorithm.options.get("critic_path"),
+        "trainer.draft.path": spec.trainer.draft.path if spec.trainer.draft else None,
         "rollout.engine_options.speculative.model": drafts.get("model") if isinstance(drafts, dict) else None,
     }
     for key, path in others.items():

@@ -31,11 +31,12 @@ from headrace_coordinator.suites import Suite
 
 ENGINE_FEATURES = (
     *("deterministic", "lora", "inflight_update", "routed_experts", "images", "likeliest"),
-    "drafts_truncated",
-    *("top_p_after_others", "penalty_counts_prompt"),
+    *("drafts_truncated", "learned_drafts", "top_p_after_others", "penalty_counts_prompt"),
 )
 """What rows of the table ask of an engine."""
-BACKEND_FEATURES = ("adapters", "changing_ranks", "critic", "helpers", "images", "policies", "shared_prefix")
+BACKEND_FEATURES = (
+    *("adapters", "changing_ranks", "critic", "drafts", "helpers", "images", "policies", "shared_prefix"),
+)
 """What rows of the table ask of a training backend."""
 LOOKED_AT = 512
 """Training items, spread over all of them."""

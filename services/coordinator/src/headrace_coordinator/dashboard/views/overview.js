@@ -38,6 +38,7 @@ const GROUPS = [
     ["Ratio of their probabilities", ["trainer/log_prob_ratio_mean", "trainer/log_prob_ratio_max"]],
     ["Effective share of the samples", ["trainer/log_prob_ratio_ess"]],
     ["Correction for the old policy", /^trainer\/correction_/],
+    ["Share of drafted tokens that the policy drew, and of probability that it has in common with its head", ["trainer/draft_acceptance", "trainer/draft_overlap"]],
   ]],
 ];
 // The same figures where a policy acts in an environment: its tokens are actions, and its rewards returns.
@@ -56,7 +57,7 @@ export function wordsOf(run) {
 }
 
 // Shown within another plot, or the same under another name.
-const KNOWN = new Set(["train/reward", "trainer/reward_mean", "trainer/reward_std", "trainer/learn_seconds", "speed/step_seconds", "speed/tokens", "trainer/log_prob_compared_tokens"]);
+const KNOWN = new Set(["train/reward", "trainer/reward_mean", "trainer/reward_std", "trainer/learn_seconds", "speed/step_seconds", "speed/tokens", "trainer/log_prob_compared_tokens", "trainer/drafted_tokens", "trainer/accepted_tokens"]);
 const STAGES = ["generate", "prefill", "score", "learn", "sync", "switch", "protocol"];
 const CONSTANT_AFTER = 3; // Fewer points say nothing yet.
 

@@ -162,12 +162,19 @@ def step_view(
             **{name: value for name, value in response.figures.items() if name not in unjudged},
             **weight_figures(context.workers.rollouts),
             **timer.figures,
+            **draft_figures(timer.figures),
             **agent_figures(trained, trajectories),
             **success_figure(trained, trajectories),
             **({GENERATE_OPEN: generate_open} if "generate" in stages else {}),
             **(online.figures() if (online := context.fleet.online.get(context.run_id)) else {}),
         },
     )
+
+
+def draft_figures(told: Mapping[str, float]) -> dict[str, float]:
+    """The share of drafted tokens that were accepted; nothing where none was drafted."""
+    drafted = told.get("drafted_tokens", 0.0)
+    return {"draft_acceptance": told.get("accepted_tokens", 0.0) / drafted} if drafted else {}
 
 
 def success_figure(slots: Iterable[Slot], trajectories: Trajectories) -> dict[str, float]:

@@ -36,7 +36,7 @@ def attend_by_parts(model: PreTrainedModel) -> bool:
     own = text._attn_implementation
     if not model._supports_attention_backend or own not in ("sdpa", "eager", INVARIANT):
         return False
-    AttentionInterface.register(_PREFIX + own, _attend)
+    AttentionInterface.register(_PREFIX + own, attend)
     AttentionMaskInterface.register(_PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])
     text._attn_implementation = _PREFIX + own  # a vision tower keeps its own
     return True
@@ -55,7 +55,7 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
         text._attn_implementation = name
 
 
-def _attend(
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor | Parts,
@@ -63,6 +63,7 @@ def _attend(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
+    """What transformers calls for attention; (N, T, H, D)."""
     own = _own(module)
     if not isinstance(key, Parts):
         return own(module, query, key, value, attention_mask, **options)[0], None

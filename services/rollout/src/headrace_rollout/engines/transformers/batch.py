@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from headrace_rollout.engines.samples import Finish
 from headrace_rollout.engines.trajectory import RunningTrajectory
@@ -30,6 +31,8 @@ class Batch:
         """Of each row's cached tokens, in pieces; empty lists where none are recorded."""
         self._histories: list[tuple[History, int] | None] = []
         """Made for rows that draft, with how many sampled tokens they hold."""
+        self.read: list[list[Tensor]] = []
+        """Of each row, (T, F) each: what a head that drafts has yet to read of the newest cached tokens."""
         self.tokens = np.zeros((rows, _TOKEN_STEP), dtype=np.int64)
         self.log_probs = np.zeros((rows, _TOKEN_STEP), dtype=np.float32)
         self.length, self.sampled, self.limit, self.sent, self.chunk, self.held_back, self.shift = (
@@ -61,6 +64,7 @@ class Batch:
         self.trajectories.append(trajectory)
         self.routes.append([routes])
         self._histories.append(None)
+        self.read.append([])
         given = len(prefix.token_ids)
         self._widen(max(given, 1))
         self.tokens[row, :given] = prefix.token_ids
@@ -173,7 +177,8 @@ class Batch:
             self.trajectories[target] = self.trajectories[source]
             self.routes[target] = self.routes[source]
             self._histories[target] = self._histories[source]
-        del self.trajectories[left:], self.routes[left:], self._histories[left:]
+            self.read[target] = self.read[source]
+        del self.trajectories[left:], self.routes[left:], self._histories[left:], self.read[left:]
         return targets, sources
 
     def _arrays(self) -> list[NDArray[Any]]:

@@ -90,7 +90,7 @@ def _decoded(
         newest = np.array([[row[at]] for row, at in zip(rows, lengths, strict=True)])
         hidden.append(model.decode(newest, lengths)[:, 0])
     cache.free()
-    log_probs_TNV = torch.stack([model.head.logits(each).log_softmax(-1) for each in hidden])
+    log_probs_TNV = torch.stack([model.logits(each).log_softmax(-1) for each in hidden])
     return [
         _of(log_probs_TNV[:, row], tokens[first : first + decoded + 1])
         for row, (tokens, first) in enumerate(zip(rows, contexts, strict=True))

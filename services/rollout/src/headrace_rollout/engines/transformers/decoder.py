@@ -24,7 +24,7 @@ from headrace_rollout.engines.rows import Rows
 from headrace_rollout.engines.samples import Finish, Group, Routes, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.engines.trajectory import Bounds, RunningTrajectory, StopMatchers
 from headrace_rollout.engines.transformers.batch import Batch
-from headrace_rollout.engines.transformers.drafting import MOST_ROWS, accepted
+from headrace_rollout.engines.transformers.drafting import MOST_ROWS, LearnedDrafts, accepted
 from headrace_rollout.engines.transformers.joining import Joining
 from headrace_rollout.engines.transformers.kept import KeptContexts
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
@@ -51,6 +51,7 @@ class Decoder:
         self.prefills = Prefills()
         self._rows = rows
         self._speculative_tokens = speculative_tokens
+        self._learned = None if model.drafts is None else LearnedDrafts(model, model.drafts)
         self._eos = np.array(sorted(codec.eos_ids))
         bounds = Bounds(model.context_limit, model.vocabulary_size, codec.eos_ids)
         self._joining = Joining(model, bounds, rows, figures, threads, kv_cache_bytes)
@@ -207,6 +208,10 @@ class Decoder:
         most = min(self._speculative_tokens, MOST_ROWS // batch.count - 1)
         plain = self.model.route_width or batch.seen.shape[1] or self.model.cache.stateful
         if most < 1 or plain or batch.has_stop[: batch.count].any() or batch.shift[: batch.count].any():
+            most = 0
+        if self._learned is not None:
+            return self._learned.draft(batch, most)
+        if not most:
             return []
         left = batch.limit[: batch.count] - batch.sampled[: batch.count] - 1
         return [batch.history(row).draft(min(most, int(left[row]))) for row in range(batch.count)]
@@ -221,9 +226,13 @@ class Decoder:
         tokens_NT, log_probs_NT = self._draw(hidden_NTD.flatten(0, 1), rows, batch.uniforms(0, width), None)
         tokens_NT, log_probs_NT = tokens_NT.reshape(count, width), log_probs_NT.reshape(count, width)
         counts = accepted(tokens_NT, drafts, self._eos)
+        self.figures.drafted_tokens += sum(map(len, drafts))
+        self.figures.accepted_tokens += int((counts - 1).sum())
         batch.append(0, tokens_NT, log_probs_NT, counts)
         batch.length[:count] += counts
         self.figures.sampled_tokens += int(counts.sum())
+        if self._learned is not None:
+            self._learned.keep(batch, 0, hidden_NTD, counts)
         self._settle(0)
 
     def _advance(self, first: int, hidden_ND: Tensor) -> None:
@@ -233,6 +242,8 @@ class Decoder:
         tokens_N, log_probs_N = self._draw(hidden_ND, rows, batch.uniforms(first), seen)
         batch.append(first, tokens_N[:, None], log_probs_N[:, None])
         self.figures.sampled_tokens += len(tokens_N)
+        if self._learned is not None:
+            self._learned.keep(batch, first, hidden_ND[:, None], np.ones(len(tokens_N), dtype=np.int64))
         self._settle(first)
 
     def _draw(
@@ -242,7 +253,7 @@ class Decoder:
         uniform_N: NDArray[np.float32],
         seen_NV: NDArray[np.bool_] | None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        logits_NV = self.model.head.logits(hidden_ND)
+        logits_NV = self.model.logits(hidden_ND)
         seen = None if seen_NV is None else torch.from_numpy(seen_NV).to(logits_NV.device)
         uniform = torch.from_numpy(uniform_N).to(logits_NV.device)
         scores_NV = process(logits_NV, rows, seen)

@@ -31,8 +31,9 @@ from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Strea
 from headrace_rollout.engines.trajectory import check_scored
 from headrace_rollout.engines.transformers.checking import check_model
 from headrace_rollout.engines.transformers.decoder import Decoder
+from headrace_rollout.engines.transformers.drafting import DRAFTED
 from headrace_rollout.engines.transformers.options import TransformersOptions
-from headrace_rollout.engines.transformers.passes import passes
+from headrace_rollout.engines.transformers.passes import padded, passes
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.weight_memory import HOST
 
@@ -69,12 +70,16 @@ class TransformersEngine(ThreadedHolder, Engine):
             images=config.codec.images,
             adapters=config.adapters,
             deterministic=config.deterministic,
+            draft=config.draft,
         )
         super().__init__(self._model, "decode")
         if config.deterministic:
             self._threads.single = True
             self._executor.submit(self._threads.lease, 1)
         self._rows = Rows(config.max_concurrency, "rollout.engine_options.kv_cache_gib")
+        drafted = options.speculative_tokens
+        if drafted is None:
+            drafted = DRAFTED if config.draft else 0
         self._decoder = Decoder(
             self._model,
             config.codec,
@@ -82,7 +87,7 @@ class TransformersEngine(ThreadedHolder, Engine):
             self.figures,
             self._threads,
             options.kv_cache_bytes,
-            options.speculative_tokens,
+            drafted,
         )
         self.max_context_tokens = self._model.context_limit
         self.vocabulary_size = self._model.vocabulary_size
@@ -165,7 +170,13 @@ class TransformersEngine(ThreadedHolder, Engine):
 
         def compute() -> list[list[Likeliest]]:
             authority()
-            return self._model.likeliest(sequences, min(top, self.vocabulary_size))
+            found, model = [], self._model
+            for ids, start in sequences:
+                hidden_TD = model.hidden(padded([ids], model.device))[0, start - 1 : len(ids) - 1]
+                log_probs_TV = model.head.logits(hidden_TD).float().log_softmax(-1)
+                best = log_probs_TV.topk(min(top, self.vocabulary_size))
+                found.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+            return found
 
         return await self._call(compute)
 

@@ -9,12 +9,13 @@ import torch
 from headrace_modelkit.attending import reach_of, without_cache
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.sections.generating import ModelSection
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headrace_rollout.engines.trajectory import Scored
 from headrace_rollout.engines.transformers.attention import attend_by_parts
-from headrace_rollout.engines.transformers.cache import SlotCache
+from headrace_rollout.engines.transformers.cache import DecodePlan, SlotCache
 
 # Padded tokens of one scoring pass.
 PASS_TOKENS = 4096
@@ -40,16 +41,37 @@ def padded(contexts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return torch.from_numpy(tokens_NT).to(device)
 
 
+def by_row(plan: DecodePlan, found_NTW: Tensor) -> Tensor:
+    """What a decode pass gave, in the order of the rows that asked for it."""
+    if (np.diff(plan.order) == 1).all():
+        return found_NTW
+    return found_NTW.index_select(0, torch.from_numpy(np.argsort(plan.order)).to(found_NTW.device))
+
+
+def positions(plan: DecodePlan, shift_N: NDArray[np.int64] | None) -> Tensor:
+    """Of a decode pass's tokens; where images shift a row's, of each of the three axes."""
+    if shift_N is None or not shift_N.any():
+        return plan.position_NT
+    shifted_NT = plan.position_NT + torch.from_numpy(shift_N[plan.order]).to(plan.position_NT.device)[:, None]
+    return shifted_NT[None].expand(3, -1, -1)
+
+
 def new_cache(
-    model: PreTrainedModel, config: ModelSection, architecture: PreTrainedConfig, limit: int
+    model: PreTrainedModel,
+    config: ModelSection,
+    architecture: PreTrainedConfig,
+    limit: int,
+    *,
+    drafts: bool = False,
 ) -> SlotCache:
-    """The cache for a model whose contexts have up to `limit` tokens.
+    """The cache for a model whose contexts have up to `limit` tokens; `drafts`: a head has a layer behind the others.
 
     Raises ModelNotReadable for layers that keep something else than keys, values and states, or see the last tokens
     alone in a way that cannot be followed.
     """
     layers = range(int(architecture.get_text_config().num_hidden_layers))
     reaches = [reach_of(architecture, layer, limit) for layer in layers]
+    reaches += [None] if drafts else []
     reason, by_parts = without_cache(architecture), attend_by_parts(model)
     if not reason and any(reaches) and not by_parts:
         reason = "the model has layers that see the last tokens alone, by an attention of their own"

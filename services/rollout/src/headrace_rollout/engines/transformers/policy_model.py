@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import plain_experts, take_routers
+from headrace_modelkit.families.drafts import Features, add_draft
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import make_invariant
 from headrace_modelkit.loading import body_of, context_limit, load_architecture, load_model
@@ -30,6 +32,7 @@ from headrace_modelkit.vision import (
     rope_shift,
 )
 from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.learning import DraftSection
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -39,9 +42,10 @@ from headrace_rollout.engines.samples import Distribution, ImageAt
 from headrace_rollout.engines.trajectory import Scored
 from headrace_rollout.engines.transformers.adapters import AdapterLayers
 from headrace_rollout.engines.transformers.attention import own_attention
-from headrace_rollout.engines.transformers.cache import DecodePlan, PromptKeys, SlotCache
+from headrace_rollout.engines.transformers.cache import PromptKeys, SlotCache
+from headrace_rollout.engines.transformers.drafting import HeadPasses
 from headrace_rollout.engines.transformers.kept import Extension
-from headrace_rollout.engines.transformers.passes import new_cache, padded, split
+from headrace_rollout.engines.transformers.passes import by_row, new_cache, padded, positions, split
 from headrace_rollout.engines.transformers.sampling import RowDistributions, chosen_log_probs, process
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
@@ -61,6 +65,7 @@ class PolicyModel(HeldModel):
         images: ImageReader | None = None,
         adapters: Collection[str] = (),
         deterministic: bool = False,
+        draft: DraftSection | None = None,
     ) -> None:
         self.architecture = architecture = load_architecture(config)
         self.path = config.path
@@ -89,7 +94,10 @@ class PolicyModel(HeldModel):
             except ValueError as error:
                 reason = f"the model at {config.path!r} has bits that hang on its batch: {error}"
                 raise ModelNotReadable(f"deterministic: {reason}; set deterministic: false") from error
-        self.cache = new_cache(self._model, config, architecture, self.context_limit)
+        head, limit = add_draft(self._model, draft, config), self.context_limit
+        self.drafts = None if head is None else HeadPasses(head, self._model)
+        """Of the head that drafts: where there is one, cached passes give what it reads behind their hidden states."""
+        self.cache = new_cache(self._model, config, architecture, limit, drafts=head is not None)
         self.continues = True
         """Whether a context can be computed behind what is kept of it (`check_model` finds out)."""
         self._layers = PackedLayers(body_of(self._model), fixed=deterministic)
@@ -128,7 +136,12 @@ class PolicyModel(HeldModel):
         """Lets the cache know what a token takes, from a pass over one; costs nothing when it is known."""
         if not self.cache.token_bytes:
             self.cache.learn()
-            self.hidden(padded([[0]], self.device), past_key_values=self.cache)
+            found = self.hidden(padded([[0]], self.device), past_key_values=self.cache)
+            if self.drafts is not None:
+                if self.cache.stateful:
+                    reason = "has layers with states, beside which nothing is drafted; leave it out"
+                    raise Refused("INVALID", f"trainer.draft: the model at {self.path!r} {reason}")
+                self.drafts.read(padded([[0]], self.device), found, self.cache)
             if not self.cache.token_bytes:
                 raise Refused(
                     "INVALID",
@@ -153,6 +166,8 @@ class PolicyModel(HeldModel):
         tokens_PT = padded(contexts, self.device)
         pictures = self._pictures(contexts, images) if any(images) else None
         hidden_PTD = self.hidden(tokens_PT, pictures, adapters, past_key_values=self.cache)
+        if self.drafts is not None:
+            self.drafts.read(tokens_PT, hidden_PTD, self.cache)
         last = [row * max(lengths) + length - 1 for row, length in enumerate(lengths)]
         return hidden_PTD.flatten(0, 1).index_select(0, torch.tensor(last, device=self.device))
 
@@ -236,7 +251,10 @@ class PolicyModel(HeldModel):
         pictures = self._pictures(contexts, images, before) if any(images) else None
         if pictures is None or pictures.positions_3RL is None:
             given["position_ids"] = position_NT
-        hidden_NTD = self.hidden(padded(new, self.device), pictures, adapters, **given)
+        tokens_NT = padded(new, self.device)
+        hidden_NTD = self.hidden(tokens_NT, pictures, adapters, **given)
+        if self.drafts is not None:
+            self.drafts.read(tokens_NT, hidden_NTD, extension, position_NT, mask)
         last = torch.tensor([length - 1 for length in lengths], device=self.device)
         hidden_ND = hidden_NTD[torch.arange(len(new), device=self.device), last]
         return hidden_ND, extension.keys(lengths)
@@ -256,21 +274,16 @@ class PolicyModel(HeldModel):
         hidden_NTD = self.hidden(
             torch.from_numpy(tokens_NT[plan.order]).to(self.device),
             adapters=[adapters[row] for row in plan.order] if adapters else (),
-            position_ids=self._positions(plan, shift_N),
+            position_ids=positions(plan, shift_N),
             attention_mask=plan.mask,
             past_key_values=self.cache,
         )
         self._order = plan.order
-        if (np.diff(plan.order) == 1).all():
-            return hidden_NTD
-        back = torch.from_numpy(np.argsort(plan.order)).to(self.device)
-        return hidden_NTD.index_select(0, back)
+        return by_row(plan, hidden_NTD)
 
-    def _positions(self, plan: DecodePlan, shift_N: NDArray[np.int64] | None) -> Tensor:
-        if shift_N is None or not shift_N.any():
-            return plan.position_NT
-        shifted_NT = plan.position_NT + torch.from_numpy(shift_N[plan.order]).to(self.device)[:, None]
-        return shifted_NT[None].expand(3, -1, -1)
+    def logits(self, found_NW: Tensor) -> Tensor:
+        """fp32 (N, V) of what a pass gave. Refused while nothing is installed."""
+        return self.head.logits(found_NW if self.drafts is None else self.drafts.own(found_NW))
 
     def hidden(
         self,
@@ -290,13 +303,14 @@ class PolicyModel(HeldModel):
             inputs = language_inputs(body, tokens_NT, pictures)
         if self._images is not None:  # a wrapper would look for images among ids that were sampled
             body = body.language_model
-        found: Tensor = body(
-            **inputs, use_cache="past_key_values" in arguments, **arguments
-        ).last_hidden_state
+        cached = "past_key_values" in arguments
+        reads = Features(body, self.drafts.head.layers) if self.drafts is not None and cached else None
+        with reads or nullcontext():
+            found: Tensor = body(**inputs, use_cache=cached, **arguments).last_hidden_state
         cache = arguments.get("past_key_values")
         if isinstance(cache, SlotCache):
             cache.end_pass()
-        return found
+        return found if reads is None else torch.cat([found, reads.taken()], -1)
 
     def plain(self, ids: Sequence[int]) -> Tensor:
         """(T, V) log-probs behind each of these tokens as the model's class gives them, head and all."""
@@ -357,15 +371,6 @@ class PolicyModel(HeldModel):
             scores_NV = process(self.head.logits(hidden_ND[begin : begin + size]), rows)
             found += chosen_log_probs(scores_NV, part_N).tolist()
         return split(found, counts)
-
-    def likeliest(self, sequences: Sequence[Scored], top: int) -> list[list[tuple[list[int], list[float]]]]:
-        """The `top` likeliest ids of each position from a sequence's start on, and their log-probs."""
-        found = []
-        for ids, start in sequences:
-            hidden_TD = self.hidden(padded([ids], self.device))[0, start - 1 : len(ids) - 1]
-            best = self.head.logits(hidden_TD).float().log_softmax(-1).topk(top)
-            found.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
-        return found
 
     def install(
         self,

@@ -173,6 +173,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
         self._images = load_images(self._config.model)
         policy = Policy(model, critic, self._routing)
         policy.context, policy.offloads_activations = self._context, self._options.offload_activations
+        policy.unrolled = self._draft.unrolled if self._draft else 0
         self._model = ShardedModel(
             policy,
             [layer for body in bodies for layer in layers_of(body)],
@@ -254,6 +255,10 @@ class FsdpBackend(FsdpState, HelpingBackend):
             computed[REFERENCE_LOG_PROBS] = self._reference_log_probs(batch)
         return {name: found_K for name in names if (found_K := computed[name]) is not None}
 
+    @property
+    def _drafts_learn(self) -> bool:
+        return self._draft is not None and self._adamw.learns_aside
+
     def _reference_log_probs(self, batch: MicroBatch) -> Tensor:
         if self._reference is not None:
             return self._reference.log_probs(batch)
@@ -277,7 +282,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
         if self._reference is not None:
             self._reference.park()
 
-    def _pack(self, rows: Rows) -> MicroBatch:
+    def _pack(self, rows: Rows, *, drafts: bool = False) -> MicroBatch:
         batch = pack(
             rows or self._dummy,
             shared=self.shares_prefixes,
@@ -285,6 +290,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
             multiple=self._options.context_parallel,
             experts=self._expert_shape,
             images=self._images,
+            drafts=drafts,
         )
         if (context := self._context) is not None:
             batch = context.divided(batch)
@@ -388,9 +394,11 @@ class FsdpBackend(FsdpState, HelpingBackend):
     @override
     def _backward(self, rows: Rows, loss_of: LossOf, *, values: bool = False) -> bool:
         self._park()
-        batch = self._pack(rows)
+        batch = self._pack(rows, drafts=self._drafts_learn)
         found_K = self._forward(batch, values=values)
         loss = loss_of(found_K, batch)
+        if (drafted := found_K.drafted) is not None:
+            loss = loss + drafted[0].where(drafted[0].isfinite(), 0.0)
         # The one moment of a micro-batch in which the host waits for the device.
         finite = bool(torch.isfinite(loss) & torch.isfinite(found_K[0]).all())
         if not self._ranks.all_true(finite):
@@ -398,4 +406,6 @@ class FsdpBackend(FsdpState, HelpingBackend):
             return False
         self._dirty = True
         torch.autograd.backward(loss)
+        if drafted is not None and rows:
+            self._figures.add_drafts(drafted.detach())
         return True

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic
+from headrace_modelkit.families.drafts import Eagle3, Features
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.families.routing import Routing
 from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
@@ -25,6 +26,7 @@ from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
 from headrace_trainer.backends.fsdp.layers import kept_on_host
 from headrace_trainer.backends.fsdp.sharding import Root
+from headrace_trainer.backends.shared.drafting import draft_loss
 from headrace_trainer.backends.shared.losses import Forward
 from headrace_trainer.learning.packing import MicroBatch
 
@@ -45,13 +47,16 @@ class Policy(Root):
         """Whether gradients go into its vision tower."""
         self.context: ContextGroup | None = None
         """The ranks that divide the micro-batches it gets; set by who divides them."""
+        self.unrolled = 0
+        """Tokens one behind the other that the model's head learns to draft; 0 where it has none."""
         self.offloads_activations = False
         """Whether inputs of layers wait for the backward pass on the host; set by who computes them again."""
 
     def forward(
         self, batch: MicroBatch | None, anchor: Tensor, temperature: float = 1.0, *, values: bool = False
     ) -> Forward:
-        """What losses take of the K trained tokens, fp32, all differentiable.
+        """What losses take of the K trained tokens, fp32, all differentiable; and what `draft_loss` gives of a
+        micro-batch that the model's head learns from.
 
         At the temperature that each was drawn at, which is `temperature` where the batch does not say.
 
@@ -65,9 +70,17 @@ class Policy(Root):
         self._gather_in_fp32()
         if self.routing is not None:
             batch.tell(self.routing)
-        hidden_UD = self._hidden(body_of(self.model), batch)
         # Taken anew each time: fully_shard swaps the parameters between sharded and whole.
-        head = Head.of(self.model)
+        head, drafted = Head.of(self.model), None
+        if batch.drafts is None:
+            hidden_UD = self._hidden(body_of(self.model), batch)
+        else:
+            draft: Eagle3 = self.model.draft
+            with Features(body_of(self.model), draft.layers) as features:
+                hidden_UD = self._hidden(body_of(self.model), batch)
+            read_NF = features.taken().flatten(0, -2)
+            embedding = self.model.get_input_embeddings()
+            drafted = draft_loss(draft, head, embedding, read_NF, hidden_UD, batch.drafts, self.unrolled)
         log_probs_UM, entropy_U = hidden_log_probs(
             head, hidden_UD, batch.words_UM, batch.at(temperature), entropy=True
         )
@@ -77,7 +90,7 @@ class Policy(Root):
             found = [self.context.whole(own_U, batch) for own_U in found]
         own_K = [each_U[batch.index_K] for each_U in found]
         top_KM = None if batch.teacher_ids_UM is None else log_probs_UM[batch.index_K, 1:]
-        return Forward(own_K[0], own_K[1], own_K[2] if values else None, top_KM)
+        return Forward(own_K[0], own_K[1], own_K[2] if values else None, top_KM, drafted)
 
     @torch.no_grad()
     def probe(self, batch: MicroBatch, *, plain: bool) -> list[Tensor]:

@@ -15,10 +15,11 @@ from itertools import product
 from typing import Any
 
 import torch
+from headrace_modelkit.families.drafts import DRAFT
 from headrace_modelkit.loading import DTYPES
 from headrace_modelkit.tensor_files import Tensors, slices
 from headrace_schema.openings import TrainerConfig
-from headrace_schema.sections.learning import LoraSection, OptimizerSection
+from headrace_schema.sections.learning import DraftSection, LoraSection, OptimizerSection
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -43,7 +44,7 @@ from headrace_trainer.backends.shared.figures import TokenFigures
 from headrace_trainer.backends.shared.fit import ALPHA, CRITIC
 from headrace_trainer.backends.shared.model import LearnedModel
 from headrace_trainer.backends.shared.muon import ShardedMuon, hidden_matrices
-from headrace_trainer.backends.shared.optimizer import KINDS, ShardedAdamW
+from headrace_trainer.backends.shared.optimizer import KINDS, Aside, ShardedAdamW
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.memory import MemoryPlan, Rooms, check_host
@@ -180,14 +181,20 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
         self._sharded.move(move)
         self._adamw.move(move, self._sharded.shards())
 
+    @property
+    def _draft(self) -> DraftSection | None:
+        return self._config.trainer.draft
+
     def _new_optimizer(self) -> ShardedAdamW:
-        sharded, config = self._sharded, self._config.optimizer
+        sharded, config, draft = self._sharded, self._config.optimizer, self._draft
+        heads = frozenset(name for name in sharded.learned if name.startswith(DRAFT))
         made = partial(
             ShardedAdamW if config.name != "muon" else self._muon,
             config,
             sharded.shards(),
             decays={name for name, p in sharded.learned.items() if p.dim() > 1},
             critic=self._critic_names,
+            aside=Aside(heads, draft.lr, draft.every) if draft else None,
             moments_on_host=self.layout.offload != "none",
         )
         return made()
@@ -217,7 +224,8 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
 
     def _fill_weights(self, source: Tensors | None, types: dict[str, torch.dtype]) -> None:
         """Master weights start from the values that the engine computes with, not from finer ones: from `types`."""
-        own = self._sharded.places(self._sharded.weight_names, types)
+        names = [name for name in self._sharded.weight_names if name in types]
+        own = self._sharded.places(names, types)
         distribute(self._ranks, own, source.read if source else None)
 
     def _fill(self, names: Many[str], read: Read | None) -> None:

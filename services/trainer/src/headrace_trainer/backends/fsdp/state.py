@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 from headrace_modelkit.critic import Critic, critic_section, hidden_size
+from headrace_modelkit.families.drafts import DRAFT, add_draft, open_draft
 from headrace_modelkit.families.routing import router_biases
 from headrace_modelkit.loading import body_of, body_prefix, load_architecture
 from headrace_modelkit.lora import add_adapters, compute_merged, quantize_frozen
@@ -76,8 +77,15 @@ class FsdpState(ShardedBackend, LanguageModel):
             section = critic_section(self._config.model, plan.path)
             body = empty_model(section)
             body_source, body_types = open_source(self._ranks, section, body), types_of(body)
+        draft = self._draft
+        head = add_draft(model, draft, self._config.model)
+        drawn: Tensors | None = None
+        if draft is not None and head is not None and self._ranks.leads:
+            drawn = open_draft(draft, self._config.model, head, self._config.seed)
         self._shard(model, self._critic_of(body))
         self._fill_weights(source, types)
+        if head is not None:
+            self._fill_draft(drawn)
         if body is not None:
             before, prefix = f"{CRITIC}body.", body_prefix(body)
             names = {
@@ -102,6 +110,7 @@ class FsdpState(ShardedBackend, LanguageModel):
             model, source, types = self._read_model()
         else:
             model = empty_model(self._config.model, dtype=torch.float32)
+            add_draft(model, self._draft, self._config.model)
             self._freeze(model)
         self._shard(model, self._empty_critic())
         if self._lora:
@@ -113,6 +122,14 @@ class FsdpState(ShardedBackend, LanguageModel):
             self._fill(self._sharded.critic_names, reader.critic_weight if reader else None)
         self._fill_moments(reader)
         self._check_forms()
+
+    def _fill_draft(self, source: Tensors | None) -> None:
+        """As the other weights, from the values that the engine computes with."""
+        own = [name for name in self._sharded.weight_names if name.startswith(DRAFT)]
+        types = {name: self._dtype if name in self._sharded.parameters else torch.long for name in own}
+        places = self._sharded.places(own, types)
+        found = [replace(place, name=place.name.removeprefix(DRAFT)) for place in places]
+        distribute(self._ranks, found, source.read if source else None)
 
     def _read_model(self) -> tuple[PreTrainedModel, Tensors | None, dict[str, torch.dtype]]:
         """The configured model on meta, its own weights frozen where adapters learn; where to read them, and in which

@@ -79,6 +79,11 @@ class TokenFigures:
         for name, value in (("balanced", 1.0), ("balance_loss", loss), ("busiest_expert", busiest)):
             self._sums[name] = self._sums.get(name, 0.0) + value
 
+    def add_drafts(self, drafted: Tensor) -> None:
+        """Adds what `drafting.draft_loss` gives of a micro-batch."""
+        for name, value in zip(("draft_loss", "draft_overlap", "draft_tokens"), drafted[1:], strict=True):
+            self._sums[name] = self._sums.get(name, 0.0) + value.double()
+
     def reroute(self, changed: float, forced: float) -> None:
         """Adds forced choices of experts, and how many of them the routers would have made otherwise."""
         for name, value in (("routes", forced), ("routes_changed", changed)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace_modelkit.critic import Critic
+from headrace_modelkit.families.drafts import DRAFT, add_draft
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.lora import add_adapters, is_adapter
 from headrace_modelkit.vision import vision_tower
@@ -22,14 +23,15 @@ ALPHA = "alpha"
 
 
 def check_fit(reader: StateReader, config: TrainerConfig, critic: Critic | None) -> None:
-    """Raises Refusal CHECKPOINT_MISMATCH with `key` model.path, optimizer.name, trainer.lora, trainer.freeze or
-    algorithm.options.critic.
+    """Raises Refusal CHECKPOINT_MISMATCH with `key` model.path, optimizer.name, trainer.lora, trainer.freeze,
+    trainer.draft or algorithm.options.critic.
 
     Raises ModelNotReadable too. A checkpoint's critic is left out where the run has none.
     """
     model, lora = load_model(config.model, weights=False), config.trainer.lora
     if lora is not None:
         add_adapters(model, lora, config.seed, vision=not config.trainer.freezes_vision)
+    _check_draft(reader, wanted=add_draft(model, config.trainer.draft, config.model) is not None)
     check_weights(reader, model, lora, repr(config.model.path), optimizer=config.optimizer)
     if lora is None and (tower := vision_tower(model)) is not None:
         own_tower = {*tower.parameters()}
@@ -59,6 +61,17 @@ def check_weights(
         )
     if lora is not None:
         _check_adapters(reader, {each: shapes[each] for each in shapes if is_adapter(each)}, lora)
+
+
+def _check_draft(reader: StateReader, *, wanted: bool) -> None:
+    found = any(name.startswith(DRAFT) for name in reader.weight_shapes())
+    if found != wanted:
+        has, fix = ("a head that drafts", "give") if found else ("no head that drafts", "leave out")
+        raise _mismatch(
+            "trainer.draft",
+            f"the checkpoint has {has}; {fix} trainer.draft, or export the checkpoint's model and name that as "
+            "model.path",
+        )
 
 
 def _check_vision(reader: StateReader, tower: set[str], config: TrainerConfig) -> None:

@@ -20,6 +20,8 @@ class Forward(NamedTuple):
     entropy_K: Tensor
     values_K: Tensor | None = None
     top_log_probs_KM: Tensor | None = None
+    drafted: Tensor | None = None
+    """What `drafting.draft_loss` gives, of a model with a head that drafts."""
 
 
 def supervised(found_K: Forward, batch: MicroBatch) -> Tensor:
@@ -29,7 +31,7 @@ def supervised(found_K: Forward, batch: MicroBatch) -> Tensor:
 
 def token_batch(found_K: Forward, batch: MicroBatch) -> TokenBatch:
     """The trained tokens of a micro-batch as an algorithm's loss takes them."""
-    log_probs_K, entropy_K, values_K, top_KM = found_K
+    log_probs_K, entropy_K, values_K, top_KM, _ = found_K
     own_K = log_probs_K.detach()
     old_K, teacher_UM = batch.columns_K.get(OLD_LOG_PROBS), batch.teacher_log_probs_UM
     return TokenBatch(

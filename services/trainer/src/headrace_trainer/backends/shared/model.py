@@ -14,6 +14,7 @@ from collections.abc import Sequence as Many
 import msgspec
 import torch
 from headrace_modelkit.devices import used_bytes
+from headrace_modelkit.families.drafts import DRAFT
 from headrace_modelkit.families.mixtures import ExpertShape
 from headrace_modelkit.families.routing import Counts, Routing
 from headrace_modelkit.pinned import rooms_of
@@ -134,9 +135,11 @@ class LearnedModel(Backend):
     ) -> tuple[float, float]:
         """Reduce, clip and step; the global norms before clipping. One that is not finite changes nothing.
 
-        The critic's own weights are clipped apart, so that a bad critic does not slow the policy.
+        The critic's own weights are clipped apart, so that a bad critic does not slow the policy; so are those of a
+        head that drafts, whose gradient is a mean over the tokens that it learns from, and 0 where it is not finite.
         """
         gradients, critic = self._reduced()
+        draft = {name: gradients.pop(name) for name in [*gradients] if name.startswith(DRAFT)}
         beside = {name: gradient for name, gradient in gradients.items() if name in critic}
         own = {name: gradient for name, gradient in gradients.items() if name not in critic}
         norm = self._global_norm(own) / denominator
@@ -145,11 +148,22 @@ class LearnedModel(Backend):
             clip, critic_clip = self._clip(norm), self._clip(critic_norm)
             for gradient in beside.values():
                 gradient.mul_(critic_clip / clip)
-            optimizer.step(gradients, denominator / clip, rate, critic_rate)
+            self._scale_draft(draft, denominator / clip)
+            optimizer.step(gradients | draft, denominator / clip, rate, critic_rate)
             self._stepped()
             self._spread()
         self._drop_gradients()
         return norm, critic_norm
+
+    def _scale_draft(self, draft: dict[str, Tensor], divisor: float) -> None:
+        """Makes its gradients, which the optimizer divides like all others, what they are to be."""
+        if not draft:
+            return
+        own = self._figures.sums().get("draft_tokens", 0.0)
+        tokens = max(1.0, self._ranks.sum({"tokens": own})["tokens"])
+        norm = self._global_norm(draft) / tokens
+        for gradient in draft.values():
+            gradient.mul_(self._clip(norm) * divisor / tokens) if math.isfinite(norm) else gradient.zero_()
 
     @override
     def use(self, optimizer: OptimizerSection) -> None:

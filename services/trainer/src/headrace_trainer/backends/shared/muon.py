@@ -55,15 +55,13 @@ class ShardedMuon(ShardedAdamW):
         *,
         shapes: Mapping[str, tuple[int, ...]],
         through_wholes: ThroughWholes,
-        decays: set[str],
-        critic: frozenset[str] = frozenset(),
-        moments_on_host: bool = False,
+        **options: Any,
     ) -> None:
-        """`shapes`: of the whole matrices, or of a stack of experts."""
+        """`shapes`: of the whole matrices, or of a stack of experts. `options`: AdamW's, of all else."""
         self._shapes, self._through_wholes = shapes, through_wholes
         self._matrices = {name: shards[name] for name in shapes}
         """Also those that have no row here: all ranks put all of them together."""
-        super().__init__(config, shards, decays=decays, critic=critic, moments_on_host=moments_on_host)
+        super().__init__(config, shards, **options)
 
     @override
     def kinds_of(self, name: str) -> tuple[str, ...]:

@@ -30,6 +30,19 @@ class AdamWState:
     steps: int
 
 
+@dataclass(frozen=True)
+class Aside:
+    """Weights with a rate of their own, which take one step of every few."""
+
+    names: frozenset[str]
+    rate: float
+    every: int
+
+    def steps(self, steps: int) -> int:
+        """How many steps they have taken where the others took so many."""
+        return -(-steps // self.every)
+
+
 class ShardedAdamW:
     """AdamW (arXiv 1711.05101) on the ranks' own shards: plain tensors, one fused kernel.
 
@@ -47,10 +60,12 @@ class ShardedAdamW:
         *,
         decays: set[str],
         critic: frozenset[str] = frozenset(),
+        aside: Aside | None = None,
         moments_on_host: bool = False,
     ) -> None:
         self._moments_on_host = moments_on_host
         self._config = config
+        self._aside = aside or Aside(frozenset(), 0.0, 1)
         self._coded = decays if config.name == "adamw_8bit" else set[str]()
         """Whose moments are in a byte each."""
         self._shards = {name: nn.Parameter(shard) for name, shard in shards.items() if shard.numel()}
@@ -68,12 +83,12 @@ class ShardedAdamW:
                     for name, p in self._shards.items()
                     if self.kinds_of(name) == MOMENTS
                     and (name in decays) is decayed
-                    and (name in self._critic) is of_critic
+                    and self._owner(name) == owner
                 ],
                 "weight_decay": config.weight_decay if decayed else 0.0,
-                "critic": of_critic,
+                "owner": owner,
             }
-            for of_critic in (False, True)
+            for owner in ("policy", "critic", "aside")
             for decayed in (True, False)
         ]
         return torch.optim.AdamW(
@@ -88,6 +103,16 @@ class ShardedAdamW:
         """What is kept of a weight."""
         return MOMENTS
 
+    def _owner(self, name: str) -> str:
+        if name in self._aside.names:
+            return "aside"
+        return "critic" if name in self._critic else "policy"
+
+    @property
+    def learns_aside(self) -> bool:
+        """Whether the next step is one that those aside take."""
+        return bool(self._aside.names) and self.steps % self._aside.every == 0
+
     def use(self, config: OptimizerSection) -> None:
         """Steps with other parameters from now on; moments and counters stay."""
         self._config, state = config, self._adamw.state
@@ -98,15 +123,17 @@ class ShardedAdamW:
         self, gradients: dict[str, Tensor], divisor: float, rate: float, critic_rate: float = 0.0
     ) -> None:
         """One step with gradients / divisor, in place on the shards."""
+        rates = {"policy": rate, "critic": critic_rate, "aside": self._aside.rate}
+        resting = frozenset() if self.learns_aside else self._aside.names
         for group in self._adamw.param_groups:
-            group["lr"] = critic_rate if group["critic"] else rate
+            group["lr"] = rates[group["owner"]]
         device = next(iter(self._shards.values())).device
         # The fused kernel divides by this as it does for a gradient scaler.
         self._adamw.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)
         self._adamw.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         for names in self._parts():
             for name in names:
-                self._shards[name].grad = gradients[name]
+                self._shards[name].grad = None if name in resting else gradients[name]
             if self._moments_on_host or self._coded:
                 self._bring(names, device)
             self._adamw.step()  # of weights that have a gradient now
@@ -184,7 +211,8 @@ class ShardedAdamW:
             if self._moments_on_host:
                 own = {kind: self._on_host(name, kind, value) for kind, value in own.items()}
             if kinds == MOMENTS:
-                own["step"] = torch.full((), float(steps), dtype=torch.float32, device=shard.device)
+                taken = self._aside.steps(steps) if name in self._aside.names else steps
+                own["step"] = torch.full((), float(taken), dtype=torch.float32, device=shard.device)
             self._adamw.state[shard] = own
 
     def copy(self, to_host: Callable[[Tensor], Tensor]) -> AdamWState:

@@ -212,6 +212,10 @@ FIGURES: dict[str, tuple[str, Callable[[RunView], float | None]]] = {
         "Tokens per second of the last step",
         lambda run: getattr(run.last_step, "tokens_per_s", None),
     ),
+    "headrace_run_draft_acceptance": (
+        "Share of the last step's drafted tokens that were accepted",
+        lambda run: getattr(run.last_step, "figures", {}).get("draft_acceptance"),
+    ),
     "headrace_run_step_seconds": (
         "Seconds of the last step",
         lambda run: getattr(run.last_step, "wall_s", None),

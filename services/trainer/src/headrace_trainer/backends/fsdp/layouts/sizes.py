@@ -6,7 +6,7 @@ shapes and no elements, and what autograd keeps of them is counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from headrace_modelkit.critic import critic_section, load_critic
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import take_routers
+from headrace_modelkit.families.drafts import add_draft
 from headrace_modelkit.families.mixtures import expert_blocks
 from headrace_modelkit.loading import DTYPES, body_of, load_architecture, load_model
 from headrace_modelkit.logprobs import GPU_CHUNK_ELEMENTS
@@ -131,6 +132,7 @@ class Sizes:
             if config.trainer.lora is not None:
                 vision = not config.trainer.freezes_vision
                 add_adapters(policy, config.trainer.lora, config.seed, vision=vision)
+            add_draft(policy, config.trainer.draft, config.model)
             bodies: list[nn.Module] = [policy]
             layers = layers_of(policy)
             plan = algorithm.critic
@@ -140,6 +142,7 @@ class Sizes:
                 layers += layers_of(critic.body)
             reference = _reference_weights(config, algorithm)
         base, layer = _activations(config)
+        base += _draft_activations(config)
         tokens = _tokens(config)
         text = policy.config.get_text_config()
         width = DTYPES[config.model.dtype].itemsize
@@ -281,6 +284,17 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
         model
     )  # as the trainer computes experts; transformers' products take no fake tensors in fp32
     _attend_as_on_a_gpu(model)
+    tokens = torch.zeros((1, _tokens(config)), dtype=torch.long, device="cpu")
+
+    def compute() -> None:
+        with _ExpertsOfAnyType():
+            body_of(model)(input_ids=tokens, use_cache=False)
+
+    return _saved_bytes(model, compute)
+
+
+def _saved_bytes(model: nn.Module, compute: Callable[[], object]) -> int:
+    """What autograd keeps of a forward, without the weights."""
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -289,10 +303,25 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
             kept[storage._cdata] = tensor  # it must live, so that no other storage gets its address
         return tensor
 
-    tokens = torch.zeros((1, _tokens(config)), dtype=torch.long, device="cpu")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _ExpertsOfAnyType():
-        body_of(model)(input_ids=tokens, use_cache=False)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compute()
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _draft_activations(config: TrainerConfig) -> int:
+    """Bytes of what a head reads of one micro-batch, and of what autograd keeps where it is unrolled."""
+    draft, tokens = config.trainer.draft, _tokens(config)
+    if draft is None:
+        return 0
+    with FakeTensorMode():
+        head = add_draft(load_model(config.model, weights=False, layers=1), draft, config.model)
+        assert head is not None
+        embeds = torch.zeros(
+            1, tokens, head.config.hidden_size, dtype=DTYPES[config.model.dtype], device="cpu"
+        )
+        read = embeds.repeat(1, 1, 3)
+        kept = _saved_bytes(head, lambda: list(head.unrolled(read, embeds, draft.unrolled)))
+    return kept + read.nbytes + embeds.nbytes
 
 
 def _in_any_layer(lora: LoraSection, model: PreTrainedModel, *, vision: bool) -> LoraSection:
