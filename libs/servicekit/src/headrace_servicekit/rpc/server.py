@@ -42,13 +42,18 @@ HEALTH_PREFIX = "/grpc.health.v1.Health/"
 MOST_CALLS, OF_CONNECTION = 4096, 512
 """At work at the same time; others wait for a place, those of one connection at their caller."""
 PENDING_CALLS = 65_536
+ARRIVING, ARRIVAL_S = 8, 60.0
+"""Requests of users that are read at the same time, and seconds that one may take."""
+Users = Callable[[Any], Awaitable[ServiceError | None]]
+"""Why the caller of a context may not call; None where it shows a good token."""
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Admits, counts and ends the calls of one server. `token` None admits everybody, `fleet` None every role.
 
     With a fleet's name, which is that of the server's certificate, the table of `roles` says whose certificate may
-    call what. Calls are counted once they have shown the token: what a stranger sends takes the place of nobody.
+    call what. With `users`, callers are people: each has a token of its own, and no message is read before it is known.
+    Calls are counted once they have shown the token: what a stranger sends takes the place of nobody.
     `on_applied` gets the CommandHeader of each unary command that succeeded.
     """
 
@@ -58,8 +63,10 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         instance: str,
         on_applied: Callable[[Any], None] = lambda header: None,
         most: int = MOST_CALLS,
+        users: Users | None = None,
     ) -> None:
         self.callers = Callers()
+        self._users, self._arriving = users, asyncio.Semaphore(ARRIVING)
         self.fleet: str | None = None
         self._checks = HealthChecks()
         self._places = asyncio.Semaphore(most)
@@ -87,6 +94,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
             RPCS.labels(self._instance, "(refused)", refusal.code.name).inc()
             return self._refuse(refusal)
         handler = await continuation(handler_call_details)
+        if handler and self._users is not None and not handler.request_streaming:
+            return self._wrap_for_users(handler, method, work, self._users)
         return handler and self._wrap(handler, method, work)
 
     def _refusal(self, details: grpc.HandlerCallDetails, work: bool) -> ServiceError | None:
@@ -158,6 +167,29 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         if handler.response_streaming:
             behaviour = respond_many  # type: ignore[assignment]
         return make(behaviour, tolerant(handler.request_deserializer), handler.response_serializer)
+
+    def _wrap_for_users(
+        self, handler: grpc.RpcMethodHandler[Any, Any], method: str, work: bool, users: Users
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Reads the one request itself, as a stream: gRPC would read it before anybody is asked for a token."""
+
+        async def respond(requests: Any, context: Any) -> Any:
+            if (refusal := await users(context)) is not None:
+                RPCS.labels(self._instance, "(refused)", refusal.code.name).inc()
+                self.callers.refuse(context.peer())
+                await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
+            async with self._call(method, None, context, work):
+                try:
+                    async with self._arriving, asyncio.timeout(ARRIVAL_S):
+                        request = await anext(aiter(requests))
+                except (TimeoutError, StopAsyncIteration) as error:
+                    message = f"no request within {ARRIVAL_S:.0f} s; send it at once"
+                    raise ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "TOO_SLOW", message) from error
+                assert handler.unary_unary is not None
+                return await handler.unary_unary(decoded(request, method), context)  # type: ignore[misc]
+
+        decode = tolerant(handler.request_deserializer)
+        return grpc.stream_unary_rpc_method_handler(respond, decode, handler.response_serializer)  # type: ignore[arg-type]
 
     @asynccontextmanager
     async def _call(self, method: str, request: Any, context: Any, work: bool) -> AsyncIterator[Admission]:
@@ -266,7 +298,8 @@ class GrpcServer:
     """One listening gRPC server.
 
     `listen` is host:port, port 0 picks a free one; `token` is the bearer token every caller must show (but for
-    a Check of its health); beyond loopback there must be one.
+    a Check of its health); beyond loopback there must be one. `users` asks each caller for a token of its own in
+    place of that one, and for no certificate.
     """
 
     def __init__(
@@ -279,13 +312,14 @@ class GrpcServer:
         metrics_port: int | None = None,
         max_concurrent_rpcs: int = MOST_CALLS,
         on_applied: Callable[[Any], None] = lambda header: None,
+        users: Users | None = None,
     ) -> None:
-        self._listen = listen
+        self._listen, self._users = listen, users
         self._token = token
         self._reflection = reflection
         self._metrics_port = metrics_port
         self._stop_metrics: Callable[[], None] | None = None
-        self._guard = CallGuard(token, instance, on_applied, max_concurrent_rpcs)
+        self._guard = CallGuard(None if users else token, instance, on_applied, max_concurrent_rpcs, users)
         self._port = 0
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names: list[str] = []
@@ -317,12 +351,12 @@ class GrpcServer:
         return host_port(host, port)
 
     def _bind(self) -> int:
-        credentials = server_credentials()
+        credentials = server_credentials(of_clients=self._users is None)
         try:
             if credentials is None:
                 port = self._server.add_insecure_port(self._listen)
             else:
-                self._guard.fleet = own_fleet()
+                self._guard.fleet = own_fleet() if self._users is None else None
                 port = self._server.add_secure_port(self._listen, credentials)
         except RuntimeError:
             port = 0

@@ -64,8 +64,11 @@ def client_changes() -> Callable[[], bool]:
     return _changes(folder / CERTIFICATE) if folder else lambda: False
 
 
-def server_credentials() -> grpc.ServerCredentials | None:
-    """What a server shows and takes from clients: at each handshake the newest files. Raises ServiceError TLS_FILES."""
+def server_credentials(*, of_clients: bool = True) -> grpc.ServerCredentials | None:
+    """What a server shows, and asks of its clients, if it does: at each handshake the newest files.
+
+    Raises ServiceError TLS_FILES.
+    """
     folder = tls_dir()
     if folder is None:
         return None
@@ -77,7 +80,7 @@ def server_credentials() -> grpc.ServerCredentials | None:
     changed = _changes(folder / CERTIFICATE)
     # None: as before. gRPC's types do not know it.
     fetch = lambda: read() if changed() else None  # noqa: E731
-    return grpc.dynamic_ssl_server_credentials(read(), fetch, require_client_authentication=True)  # type: ignore[arg-type,return-value]
+    return grpc.dynamic_ssl_server_credentials(read(), fetch, of_clients)  # type: ignore[arg-type,return-value]
 
 
 def server_context(folder: Path) -> ssl.SSLContext:
