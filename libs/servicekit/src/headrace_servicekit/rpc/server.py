@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace_servicekit.descriptors import for_callers
 from headrace_servicekit.logs import get_logger, set_log_context
-from headrace_servicekit.rpc.addresses import host_port, is_loopback, split_address
+from headrace_servicekit.rpc.addresses import host_port, split_address
 from headrace_servicekit.rpc.client import MAX_MESSAGE_BYTES
 from headrace_servicekit.rpc.doors import DOORS, Callers
 from headrace_servicekit.rpc.errors import ServiceError
@@ -35,7 +35,7 @@ from headrace_servicekit.rpc.requests import (
     tolerant,
 )
 from headrace_servicekit.rpc.roles import caller, check
-from headrace_servicekit.rpc.tls import CERTIFICATE, server_credentials, tls_dir
+from headrace_servicekit.rpc.tls import check_listen, own_fleet, server_credentials
 from headrace_servicekit.tracing import incoming, is_tracing, span
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
@@ -271,29 +271,6 @@ _logger = get_logger(__name__)
 STOP_S = 5.0
 
 
-def check_listen(listen: str, token: str | None) -> str:
-    """The host that a server listens on.
-
-    Raises ServiceError TOKEN_REQUIRED beyond loopback without a token, CERTIFICATE_REQUIRED without TLS's files.
-    """
-    host, _ = split_address(listen)
-    if not token and not is_loopback(host):
-        raise ServiceError(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "TOKEN_REQUIRED",
-            f"refusing to listen on {listen} without a token: set --token-file "
-            "(HEADRACE_TOKEN_FILE) to a file with a secret that the fleet shares, or listen on 127.0.0.1",
-        )
-    if tls_dir() is None and not is_loopback(host):
-        raise ServiceError(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "CERTIFICATE_REQUIRED",
-            f"refusing to listen on {listen} without a certificate: set HEADRACE_TLS_DIR to a directory that "
-            "python -m headrace_servicekit.rpc.certificates makes for this role, or listen on 127.0.0.1",
-        )
-    return host
-
-
 class GrpcServer:
     """One listening gRPC server.
 
@@ -387,18 +364,6 @@ class GrpcServer:
         if self._stop_metrics is not None:
             self._stop_metrics()
             self._stop_metrics = None
-
-
-def own_fleet() -> str:
-    """The fleet of this process's certificate. Raises ServiceError TLS_FILES where it names none."""
-    from headrace_servicekit.rpc.certificates import fleet_of  # takes `cryptography` along
-
-    folder = tls_dir()
-    assert folder is not None
-    if not (fleet := fleet_of((folder / CERTIFICATE).read_bytes())):
-        message = f"{folder / CERTIFICATE} has no URI spiffe://FLEET/ROLE/HOST among its names"
-        raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "TLS_FILES", message)
-    return fleet
 
 
 def _server_options() -> list[tuple[str, int]]:

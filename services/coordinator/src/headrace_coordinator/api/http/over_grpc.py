@@ -50,7 +50,7 @@ class SessionServicer:
     def __init__(self, app: FastAPI, coordinator: Coordinator, doors: Doors) -> None:
         self._app, self._doors = app, doors
         routes = (each for each in session_routes(coordinator).routes if isinstance(each, APIRoute))
-        self._paths = {route.name: (next(iter(route.methods)), route.path) for route in routes}
+        self._paths = {route.name: (next(iter(route.methods or ())), route.path) for route in routes}
 
     def __getattr__(self, rpc: str) -> Callable[[Any, Any], Awaitable[Any]]:
         if rpc not in SERVICE.methods_by_name:
