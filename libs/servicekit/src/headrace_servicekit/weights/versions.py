@@ -226,7 +226,7 @@ def manifest_of(
     """The manifest that a body of this layout with tensors of these digests has."""
     entries = entries_of(layout)
     for entry in entries:
-        entry.digest = digests.get(entry.name) or tensor_digest(b"")
+        entry.digest = digests.get(entry.name) or tensor_digest(memoryview(b""))
     return _manifest(entries, adapter)
 
 

@@ -98,7 +98,7 @@ def _cast_stretch(
                 "published, and the run goes on from its last checkpoint; a lower optimizer.lr may prevent it",
             )
         written = room[: last - first] if target is None else room[first:last]
-        digest.update(written.copy_(part).view(torch.uint8).numpy())
+        digest.update(written.copy_(part).view(torch.uint8).numpy().data)
     parts[place] = digest.digest()
 
 
