@@ -14,7 +14,7 @@ from headrace_modelkit.presets.tiny_vision import write_tiny_vision
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_rollout.engines.samples import Distribution, Finish, Stream
 from headrace_rollout.sessions import session as sessions
-from headrace_rollout.wire import fill_trajectory
+from headrace_rollout.streams.trajectories import fill_trajectory
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import digest_bytes, trajectory_digest
 from PIL import Image
