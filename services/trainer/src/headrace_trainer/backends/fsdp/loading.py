@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from headrace_modelkit.families.mixtures import own_modules
 from headrace_modelkit.tensor_files import Box, volume, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,9 +20,8 @@ from transformers import PreTrainedModel
 def layers_of(model: PreTrainedModel | None) -> list[nn.Module]:
     """The layers that are gathered one after another."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
-    return (
-        [module for module in model.modules() if type(module).__name__ in kinds] if model is not None else []
-    )
+    modules = own_modules(model) if model is not None else ()
+    return [module for module in modules if type(module).__name__ in kinds]
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
