@@ -142,6 +142,38 @@ class TensorFiles(Tensors):
         return found
 
 
+class SourceFiles(Tensors, Protocol):
+    """Tensors of files by their names there."""
+
+    def kind(self, name: str) -> str:
+        """Which numbers a tensor has, as safetensors says it: "BF16"."""
+
+
+class Renamed(Tensors):
+    """Tensors of files under other names, which `names` gives them."""
+
+    def __init__(self, files: Tensors, names: Mapping[str, str]) -> None:
+        self._files, self._names = files, names
+
+    @override
+    def names(self) -> Iterable[str]:
+        return self._names.keys()
+
+    @override
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files.shape(self._names[name])
+
+    def kind(self, name: str) -> str:
+        """As `SourceFiles.kind`."""
+        untyped: Any = self._files
+        kind: str = untyped.kind(self._names[name])
+        return kind
+
+    @override
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        return self._files.read(self._names[name], box)
+
+
 def open_file(file: Path) -> Any:
     """A safetensors file, to be used in a `with`. Raises OSError, and TornTensor where it is damaged."""
     try:

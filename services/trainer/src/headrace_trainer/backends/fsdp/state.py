@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import torch
 from headrace_modelkit.critic import Critic, critic_section, hidden_size
-from headrace_modelkit.families.drafts import DRAFT, add_draft, open_draft
+from headrace_modelkit.families.draft_files import add_draft, open_draft
+from headrace_modelkit.families.drafts import DRAFT
 from headrace_modelkit.families.routing import router_biases
 from headrace_modelkit.loading import body_of, body_prefix, load_architecture
 from headrace_modelkit.lora import add_adapters, compute_merged, quantize_frozen
@@ -81,7 +82,7 @@ class FsdpState(ShardedBackend, LanguageModel):
         head = add_draft(model, draft, self._config.model)
         drawn: Tensors | None = None
         if draft is not None and head is not None and self._ranks.leads:
-            drawn = open_draft(draft, self._config.model, head, self._config.seed)
+            drawn = open_draft(draft, self._config.model, model, self._config.seed)
         self._shard(model, self._critic_of(body))
         self._fill_weights(source, types)
         if head is not None:
@@ -126,7 +127,8 @@ class FsdpState(ShardedBackend, LanguageModel):
     def _fill_draft(self, source: Tensors | None) -> None:
         """As the other weights, from the values that the engine computes with."""
         own = [name for name in self._sharded.weight_names if name.startswith(DRAFT)]
-        types = {name: self._dtype if name in self._sharded.parameters else torch.long for name in own}
+        buffers = self._sharded.buffers
+        types = {name: buffers[name].dtype if name in buffers else self._dtype for name in own}
         places = self._sharded.places(own, types)
         found = [replace(place, name=place.name.removeprefix(DRAFT)) for place in places]
         distribute(self._ranks, found, source.read if source else None)
