@@ -244,6 +244,8 @@ def test_lines_of_a_log_are_short_and_can_be_of_one_instance(headrace, long_run)
         ("run_state_changed", {"state": "PAUSED", "reason": "pause asked for"}, "PAUSED: pause asked for"),
         ("run_state_changed", {"state": "RUNNING", "reason": ""}, "RUNNING"),
         ("noted", {"text": "trainer-0 is slow"}, "trainer-0 is slow"),
+        ("version_restored", {"checkpoint": "step-4", "ordinal": 4}, "goes on from step 4 (step-4)"),
+        ("version_restored", {"checkpoint": "c", "ordinal": 4, "recovery": True}, "rewound to step 4 (c)"),
         (
             "stage_ended",
             {"what": "rollout-0 starts its engine", "seconds": 41.26},
