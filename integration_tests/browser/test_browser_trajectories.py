@@ -131,14 +131,15 @@ def test_tokens_are_coloured_over_the_text(crowd, opened):
         ("log-prob", "lowest -4.6 nats"),
         ("advantage", "made"),
         ("version", "version 11: 10 tokens"),
+        ("ratio", "against that when it was sampled: 0.779 to 1.284"),
     ):
         colours.get_by_label(name, exact=True).check()
         assert says in colours.inner_text()
         assert answer.text_content() == HOSTILE, "no token is lost, and none is cut in a character"
         pieces = answer.locator(".token")
         seen.append(pieces.evaluate_all("all => all.map((each) => getComputedStyle(each).backgroundColor)"))
-    by_log_prob, by_advantage, by_version = seen
-    assert len(set(by_log_prob)) > 3
+    by_log_prob, by_advantage, by_version, by_ratio = seen
+    assert len(set(by_log_prob)) > 3 and len(set(by_ratio)) == 2, "likelier or less likely, by as much"
     assert len(by_advantage) == 1 and len(by_version) == 2
     page.get_by_text("Its group side by side").first.click()
     page.locator(".side article").nth(3).wait_for()

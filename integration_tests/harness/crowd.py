@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
@@ -98,6 +99,9 @@ class Crowd:
 
     def refused_s(self, caller: Principal) -> tuple[str, float]:
         return "", 0.0
+
+    def stream(self, caller: Principal) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def usage(self, caller: Principal) -> list[UsageView]:
         return []

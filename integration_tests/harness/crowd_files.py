@@ -59,6 +59,7 @@ def settled(step: int, prompt: int, sample: int, text: str, better: int = 0) -> 
         finish_reason="EOS", tokens=24,
         versions=[(step - 1, 10), (step, 14)] if step > 1 else [(step, 24)],
         log_probs=[-(n * 7 % 24) / 5 for n in range(24)], text_bytes=places(text, 24), advantage=sample % 4 / 2 - 0.75,
+        new_log_probs=[-(n * 7 % 24) / 5 + (n % 3 - 1) / 4 for n in range(24)],
         read=[[f"<|user|>Q{prompt}: {text}<|assistant|>"]],
     )  # fmt: skip
 

@@ -224,6 +224,7 @@ class Step:
         self._first_kl_is_zero(certificate.ordinal, response.figures.get("reference_kl"))
         view = step_view(context, certificate, response, slots, self._timer, self._trajectories)
         self.view = view
+        self._trajectories.rate(response.rated)
         self.learned_after_s = self._timer.after("learn", "generate")
         context.keep_time("step", certificate.ordinal, self._timer)
         await self._event_log.commit(
