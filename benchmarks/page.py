@@ -14,6 +14,7 @@ as a coordinator reads it; Chromium without a screen opens the list of runs and 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import subprocess
 import sys
@@ -128,6 +129,10 @@ def served(directory: Path, runs: int, steps: int) -> Any:
             """Of the long run as a coordinator reads them."""
             if run_id != LONG:
                 return await super().curves(run_id, points)
+            return await asyncio.to_thread(self.read, points)
+
+        def read(self, points: int) -> Any:
+            """In a thread, as a coordinator does."""
             with RunFiles.opened(history) as files:
                 return read_curves(files, points)
 
@@ -144,8 +149,7 @@ def served(directory: Path, runs: int, steps: int) -> Any:
         def seconds_of_curves(self) -> float:
             """Of thinning the whole history out as the page asks for it."""
             began = time.monotonic()
-            with RunFiles.opened(history) as files:
-                read_curves(files, 500)
+            self.read(500)
             return time.monotonic() - began
 
     others = [(f"many-{number}", "SUCCEEDED") for number in range(runs - 1)]
