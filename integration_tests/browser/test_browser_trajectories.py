@@ -152,6 +152,9 @@ def test_a_robots_episodes_are_told_in_words_of_robots(crowd, open_page):
     found = lines.all_inner_texts()
     assert "episode succeeded after 12 steps, return 0.96" in found[0] and "24 actions" in found[0]
     assert "did not succeed after 24 steps" in found[1] and "lost: its process was killed" in found[2]
+    assert "Return" in page.locator("main").inner_text().split()
+    shown = page.evaluate("getComputedStyle(document.querySelector('.trajectory .excerpt bdi')).unicodeBidi")
+    assert shown == "isolate", "a mark of direction in a prompt turns nothing beside it"
     lines.first.click()
     shown = page.locator(".trajectory .body").first.inner_text()
     assert "Log-prob of each action" in shown and "Actions\n24" in shown

@@ -6,6 +6,7 @@ import io
 import json
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,7 @@ def evaluated(fleet: Fleet, directory: Path, **source: Any) -> tuple[str, float,
     )
     assert found.state == "SUCCEEDED", found.reason
     assert found.result is not None and found.answers == 6
+    assert found.versions["gymnasium"] == version("gymnasium"), "what it was made in"
     (greedy,) = found.result.modes
     return found.weights_digest, greedy.score, found.result.tokens_mean
 

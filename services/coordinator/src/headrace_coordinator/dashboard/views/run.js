@@ -117,7 +117,7 @@ function runHeader(element, path, signal) {
     const until = run.finished_at ?? Date.now() / 1000;
     figures.replaceChildren(facts([
       ["Owner", `${run.owner}${run.team ? ` of ${run.team}` : ""}, seen by ${{ private: "the owner", team: "the team", fleet: "everybody" }[run.visibility]}`],
-      ...(given ? [["Loss", number(run.last_step?.figures.loss)]] : [["Reward", number(run.last_step?.reward_mean)]]),
+      ...(given ? [["Loss", number(run.last_step?.figures.loss)]] : [[["embodied", "episodes"].includes(run.spec.workflow) ? "Return" : "Reward", number(run.last_step?.reward_mean)]]),
       ...(run.last_step && "reward_accuracy" in run.last_step.figures ? [["Accuracy of pairs", number(run.last_step.figures.reward_accuracy)]] : []),
       [best.at(-1)?.measure ? `Held-out ${best.at(-1).measure.replaceAll("_", " ")}` : "Score", best.length > 1 ? `${number(best[0].score)} → ${number(best.at(-1).score)}` : number(best[0]?.score)],
       ...episodeFacts(best.at(-1)),

@@ -35,7 +35,7 @@ export async function trajectories(root, context) {
   const on = h("button", { type: "button", onclick: () => turn(1) }, "Next");
   const fresh = h("button", { type: "button", onclick: () => { tokens.length = 1; load(); } }, "Refresh");
   root.append(h("form", { class: "row filters", onsubmit: (event) => { event.preventDefault(); go(); } },
-    search, step.element, prompt.element, finish.element, failed.element, h("label", { for: "order" }, "Order"), order,
+    search, step.element, prompt.element, finish.element, failed.element, h("span", { class: "pair" }, h("label", { for: "order" }, "Order"), order),
     h("button", { type: "submit", class: "main" }, "Show"), h("a", { class: "button", href: address }, "Clear"), fresh),
   wrong, count, list, h("div", { class: "row pager" }, back, on));
 
@@ -101,7 +101,7 @@ export async function trajectories(root, context) {
   function line(each) {
     const details = h("details", { class: "trajectory", ontoggle: () => { if (details.open && details.children.length === 1) details.append(body(context, each, group(each))); } },
       h("summary", {}, rewardChip(each.reward), h("span", { class: "muted" }, `step ${each.step} · prompt ${each.prompt_ordinal} · sample ${each.sample_index}`),
-        h("span", { class: "excerpt" }, middle(each.prompt, 80), h("b", {}, " → "), said(each).slice(0, 160) || "(nothing)"),
+        h("span", { class: "excerpt" }, h("bdi", {}, middle(each.prompt, 80)), h("b", {}, " → "), h("bdi", {}, said(each).slice(0, 160) || "(nothing)")),
         h("span", { class: "muted" }, `${plural(each.tokens, unit(each))}, ${each.finish_reason}`)));
     return details;
   }

@@ -191,6 +191,8 @@ class EvaluationProgressed(RunEvent, frozen=True, kw_only=True):
 
     answers: int
     digest: str
+    versions: dict[str, str] = {}
+    """Of the simulators that answered, by package."""
 
 
 class SuiteEvaluated(RunEvent, frozen=True, kw_only=True):
