@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from headrace.client import Certificate, Event, Instance, Leases, Step, Trajectory
 from headrace.client.errors import HeadraceError, Problem
-from headrace_cli.commands.options import complete_run
+from headrace_cli.commands.options import complete_key, complete_run
 from headrace_cli.errors import refused
 from headrace_cli.output import console, error_console, styled
 from headrace_cli.show.fleet import devices_table, instances_table
@@ -46,6 +46,13 @@ def test_version(headrace):
 
 def test_completion_is_offered(headrace):
     assert "--install-completion" in headrace("--help").stdout
+
+
+def test_keys_of_specs_are_completed():
+    assert ("optimizer.", "The optimizer.") in [(word, text[:14]) for word, text in complete_key("opt")]
+    found = dict(complete_key("trainer.lora.r"))
+    assert "rank" in found["trainer.lora.rank="] and all(word.startswith("trainer.lora.r") for word in found)
+    assert complete_key("no.such") == [] and len(complete_key("")) > 20
 
 
 def test_run_ids_are_completed(coordinator):
