@@ -101,6 +101,17 @@ def test_a_start_state_is_replayed_from_its_words_or_its_video(of_states):
         assert asked.sampling.temperature == 1.0
 
 
+def test_seeds_begin_where_the_runs_do_unless_it_says_otherwise():
+    asked = replay_of("reach, seed 7", first_seed=0)
+    assert open_suite("episodes", asked.suite.options).first_seed == 0
+    spec = {"workflow": "embodied", "model": {"policy": {"kind": "mlp"}}, "environment": ENVIRONMENT}
+    spec["algorithm"] = {"name": "ppo", "group_size": 1}
+    resolved = RunSpec.model_validate(spec).model_dump(mode="json")
+    found = replayed(SimpleNamespace(id="push-1", spec=resolved, suite=None), "reach, seed 7")
+    (item,) = Dataset.open(open_suite("episodes", found.suite.options).data(), seed=0).asked()
+    assert item.question == "reach, seed 7"
+
+
 def test_of_an_evaluation_the_newest_version_of_its_policy_plays_as_it_did():
     checkpoint = {"run": "push-0", "step": 20, "policy": ""}
     asked = {"model": None, "checkpoint": checkpoint, "seed": 3, "sampling": {"temperature": 0.0}}

@@ -67,8 +67,8 @@ def replayed(run: RunView, start: str) -> EvaluationSpec:
     if spec.environment is None or spec.speaks_with_environments or spec.data.source != "episodes":
         reason = f"{run.id} acts from no start states of environments"
         raise Impossible([problem("start", reason, "name a run with workflow: embodied")])
-    options = {"tasks": spec.environment.tasks, **spec.data.options}
-    found = Episodes.model_validate(options).named(start_of(start) or start)
+    source = Episodes.model_validate({"tasks": spec.environment.tasks, **spec.data.options})
+    found = source.named(start_of(start) or start)
     if found is None:
         fix = (
             "use the words that its trajectories have in place of a prompt, or the name of one of its videos"
@@ -76,8 +76,8 @@ def replayed(run: RunView, start: str) -> EvaluationSpec:
         raise Impossible([problem("start", f"{run.id} has no start state {start!r}", fix)])
     task, number = found
     environment = spec.environment.model_copy(update={"tasks": [task], "count": 1, "videos": None})
-    suite = {**options, "environment": environment.model_dump(mode="json"), "only": number, "videos": 1}
-    del suite["tasks"]
+    suite = source.model_dump(exclude={"tasks"})  # its defaults are not the suite's
+    suite |= {"environment": environment.model_dump(mode="json"), "only": number, "videos": 1}
     sampling = {"temperature": 0.0 if spec.evaluation.greedy else 1.0}
     asked: dict[str, Any] = {"checkpoint": {"run": run.id}, "sampling": sampling}
     if run.suite is not None:
