@@ -119,7 +119,7 @@ async function demonstration(path, each, fps, signal) {
     const url = await file(`${path}/films/${encodeURIComponent(name)}`, signal);
     return film(url, (step) => from + (Math.min(step, last) + 0.5) / fps, (s) => Math.floor((s - from) * fps), label);
   }));
-  return episode(path, steps, together(screens), signal);
+  return episode(path, steps, joined(screens), signal);
 }
 
 // What the slider moves, and what moves it: `secondOf` a step, `stepOf` a second of the film.
@@ -159,7 +159,7 @@ function pictures(label, fetched) {
   return { elements: [shown], seek(step) { wanted = step; if (!busy) turn(); }, follow() {}, end() { wanted = null; } };
 }
 
-function together(screens) {
+function joined(screens) {
   return {
     elements: screens.flatMap((each) => each.elements),
     seek: (step) => screens.forEach((each) => each.seek(step)),
