@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ from typing import Any
 from headrace_modelkit.errors import ModelNotReadable
 from pydantic import ValidationError
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from headrace_robots.policies.directory import save_policy, tokenizer_files
+from headrace_robots.policies.directory import load_policy, save_policy, tokenizer_files
 from headrace_robots.policies.policy import RobotPolicy
-from headrace_robots.policies.published import Wanted, read_json
+from headrace_robots.policies.published import Checkpoint, Wanted, read_json
 
 FAMILIES = ("openvla", "pi", "smolvla", "act", "diffusion")
 """Packages whose `published` module reads checkpoints: `recognises` a config.json, and `read` the policy."""
@@ -38,8 +41,35 @@ def convert(published: Path, target: Path, wanted: Wanted) -> None:
     save_policy(policy, target, tokenizer=source if policy.config.reads else None)
 
 
+def deploy(published: Path, trained: Path, target: Path, wanted: Wanted) -> None:
+    """Writes `target` as the checkpoint is, with the weights of a policy directory that was trained from it.
+
+    LeRobot and openpi read it as they read `published`. Raises ModelNotReadable.
+    """
+    if target.exists():
+        raise ModelNotReadable(f"{target} is there already; name a directory that is not")
+    policy = load_policy(trained)
+    wanted = replace(
+        wanted, base=wanted.base or trained, chosen={"cameras": policy.config.cameras, **wanted.chosen}
+    )
+    weights = read_published(published, wanted).with_weights(policy)
+    weight_files = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+    shutil.copytree(published, target, ignore=shutil.ignore_patterns(*weight_files, ".cache", ".git"))
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
 def load_published(published: Path, wanted: Wanted) -> RobotPolicy:
-    """The policy of a checkpoint, by the family that its config.json is of. Raises ModelNotReadable."""
+    """The policy of a checkpoint. Raises ModelNotReadable."""
+    try:
+        return read_published(published, wanted).policy()
+    except ModelNotReadable:
+        raise
+    except ValueError as error:
+        raise ModelNotReadable(f"cannot read a checkpoint from {str(published)!r}: {error}") from error
+
+
+def read_published(published: Path, wanted: Wanted) -> Checkpoint:
+    """A checkpoint, by the family that its config.json is of. Raises ModelNotReadable."""
     stated = read_json(published / "config.json")
     modules: list[Any] = [
         import_module(f"headrace_robots.policies.{family}.published") for family in FAMILIES
@@ -50,7 +80,7 @@ def load_published(published: Path, wanted: Wanted) -> RobotPolicy:
             f"{published / 'config.json'} is of no family that is read: {', '.join(FAMILIES)}"
         )
     try:
-        found: RobotPolicy = family.read(published, wanted)
+        found: Checkpoint = family.read(published, wanted)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -65,6 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m headrace_robots.convert", description=__doc__)
     parser.add_argument("published", type=Path, help="directory of the checkpoint, as the hub serves it")
     parser.add_argument("policy", type=Path, help="directory to write; one that is there is replaced")
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="TRAINED",
+        help="a policy directory that was trained from the checkpoint, such as a run's export: POLICY is then written "
+        "as the checkpoint is, with its weights, for LeRobot or openpi to deploy",
+    )
     parser.add_argument(
         "--base",
         type=Path,
@@ -122,7 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         clip = None if asked.clip is None else (asked.clip[0], asked.clip[1])
         wanted = Wanted(chosen, asked.base, asked.statistics, asked.unnorm_key, clip)
-        convert(asked.published, asked.policy, wanted)
+        if asked.weights:
+            deploy(asked.published, asked.weights, asked.policy, wanted)
+        else:
+            convert(asked.published, asked.policy, wanted)
     except ModelNotReadable as error:
         sys.stderr.write(f"{error}\n")
         return 1
