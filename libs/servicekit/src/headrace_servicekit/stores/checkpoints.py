@@ -90,10 +90,10 @@ class RemoteRun:
             if known is not None and known.files == digests and _complete(known, before):
                 return known
             self._store.remove([f"{below}/{MANIFEST}"])
-        counter().begin(sum(int(each["size"]) for each in digests.values()), "bytes")
+        counter().begin(sum(file.stat().st_size for file in sources.values()), "bytes")
         for own, file in sources.items():
             self._upload_one(file, f"{below}/{own}", str(digests[own]["digest"]))
-            counter().add(int(digests[own]["size"]))
+            counter().add(file.stat().st_size)
         sealed = {"name": name, "base": _base(lineage), **facts, "files": digests}
         data = json.dumps(sealed, sort_keys=True).encode()
         failpoint_sync("stores.before_manifest")
