@@ -1,4 +1,4 @@
-// Specs to start from: shorter than those of the repository's examples/, where more stand.
+// Shorter than those of examples/, where more stand.
 
 const TINY = `name: tiny
 steps: 200
@@ -94,13 +94,11 @@ model:
   path: Qwen/Qwen2.5-1.5B-Instruct   # a folder, or a name on the hub
 environment:
   tasks: ["./game.py:Game"]          # a class with reset and step; see docs/agents.md
-  count: 32
   max_episode_steps: 4               # turns
 data: {heldout: 32}
 sampling: {max_new_tokens: 128}      # of one turn
-algorithm: {name: grpo, prompts_per_step: 8, group_size: 8}
+algorithm: {prompts_per_step: 8}
 optimizer: {lr: 1.0e-6}
-evaluation: {every: 20}
 `;
 
 const SESSION = `name: loop
@@ -115,10 +113,10 @@ session:
 export const EXAMPLES = [
   ["reasoning", "a tiny model, in seconds", TINY],
   ["reasoning", "own data and reward", OWN],
-  ["reasoning", "the same with LoRA", OWN.replace("name: own-data", "name: own-data-lora").replace("reward:\n", "trainer:\n  lora: {rank: 16, alpha: 32}\nreward:\n").replace("1.0e-6", "2.0e-5")],
+  ["reasoning", "the same with LoRA", OWN.replace("own-data", "lora").replace("reward:\n", "trainer:\n  lora: {rank: 16, alpha: 32}\nreward:\n").replace("1.0e-6", "2.0e-5")],
   ["supervised", "given answers", GIVEN],
   ["preference", "pairs of answers (DPO)", PAIRS],
-  ["reward_model", "a judge from pairs of answers", PAIRS.replace("workflow: preference", "workflow: reward_model").replace("name: prefer", "name: reward-model").replace("name: dpo                          # or ipo, simpo, orpo, kto", "name: bradley_terry")],
+  ["reward_model", "a judge from pairs of answers", PAIRS.replace("workflow: preference", "workflow: reward_model").replace("name: prefer", "name: reward-model").replace(/name: dpo.*/, "name: bradley_terry")],
   ["agentic", "an environment or tools of one's own", AGENT],
   ["embodied", "a policy in a simulator", ROBOT],
   ["session", "a loop of one's own", SESSION],

@@ -81,7 +81,7 @@ const SHADES = {
     return values.length ? mix("--c2", steps(Math.min(1, -Math.min(...values) / 4.4), levels)) : "";
   },
   advantage: (each) => (piece, levels) => (piece.to > piece.from ? mix(each.advantage < 0 ? "--c2" : "--c1", steps(Math.min(1, Math.abs(each.advantage) / 2), levels)) : ""),
-  // The furthest of a piece from 1: likelier than when it was sampled, or less likely; twice, or half, is the darkest.
+  // The furthest of a piece from 1; twice, or half, is the darkest.
   ratio: (each) => (piece, levels) => {
     const furthest = logRatios(each).slice(piece.from, piece.to).filter((value) => value !== null).reduce((most, value) => (Math.abs(value) > Math.abs(most) ? value : most), 0);
     return mix(furthest < 0 ? "--c2" : "--c1", steps(Math.min(1, Math.abs(furthest) / Math.LN2), levels));

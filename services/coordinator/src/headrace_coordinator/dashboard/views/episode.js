@@ -26,10 +26,9 @@ export async function recorded(path, signal, ...above) {
   return [h("section", { class: "panel" }, h("h2", {}, "Videos"), ...above, h("div", { class: "row" }, h("span", { class: "muted" }, `${plural(videos.length, "episode")}, ${failed} without success`), h("label", { for: "failures-first" }, failures, " failures first")), list)];
 }
 
-// Plays an episode again from its start state, with the newest checkpoint of the run's policy; leads to it. `start`:
-// the words of the start state, or the name of a video.
+// Plays an episode again with the newest checkpoint. `start`: words of its start state, or a video's name.
 export function again(run, start) {
-  return h("button", { type: "button", title: "From the same start state, with the newest checkpoint of its policy", "aria-label": `Play again: ${start}`, onclick: async ({ currentTarget: button }) => {
+  return h("button", { type: "button", "aria-label": `Play again: ${start}`, onclick: async ({ currentTarget: button }) => {
     button.disabled = true;
     try {
       location.hash = `#/evaluations/${encodeURIComponent((await post(`/v1/evaluations:replay?${new URLSearchParams({ run, start })}`)).id)}`;
@@ -82,7 +81,7 @@ async function opened(path, signal) {
   return episode(path, steps, film(url, (step, video) => ((step + 0.5) / frames) * video.duration, (s, video) => Math.floor((s / video.duration) * frames)), signal);
 }
 
-// The demonstrations that a run's policy imitates, browsed as episodes are; null where there are none.
+// The demonstrations that a run's policy imitates.
 export async function demonstrations(root, { path, run, signal }) {
   const tokens = [""];
   const told = h("p", { class: "muted wrap" });
@@ -122,7 +121,7 @@ async function demonstration(path, each, fps, signal) {
   return episode(path, steps, joined(screens), signal);
 }
 
-// What the slider moves, and what moves it: `secondOf` a step, `stepOf` a second of the film.
+// `secondOf` a step, `stepOf` a second of the film.
 function film(url, secondOf, stepOf, label = "Video of the episode") {
   const video = h("video", { src: url, controls: true, muted: true, playsinline: true, "aria-label": label });
   const lost = h("p", { class: "muted", hidden: true }, "This browser does not play the video (H.264): the steps are below.");
@@ -141,7 +140,7 @@ function film(url, secondOf, stepOf, label = "Video of the episode") {
   };
 }
 
-// A picture a step; of those asked for while one comes, the newest is fetched next.
+// A picture a step: the newest that was asked for comes next.
 function pictures(label, fetched) {
   const shown = h("img", { alt: label });
   let wanted = null;
