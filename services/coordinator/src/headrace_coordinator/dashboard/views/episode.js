@@ -77,7 +77,7 @@ function order([one, other]) {
 
 async function opened(path, signal) {
   const [steps, url] = await Promise.all([get(`${path}/steps`, signal), file(path, signal)]);
-  const frames = steps.actions.length + 1; // One of the start, and one behind each action.
+  const frames = steps.actions.length + 1;
   return episode(path, steps, film(url, (step, video) => ((step + 0.5) / frames) * video.duration, (s, video) => Math.floor((s / video.duration) * frames)), signal);
 }
 
@@ -167,7 +167,6 @@ function joined(screens) {
   };
 }
 
-// Shows the episode below the table that the button is in; at another press, hides it.
 async function watch(button, path, signal, make = (place) => opened(place, signal)) {
   const panel = button.closest("section");
   const shown = panel.querySelector(".episode");
@@ -187,7 +186,7 @@ async function watch(button, path, signal, make = (place) => opened(place, signa
 
 // `screen` shows a step: a film, or pictures.
 function episode(path, steps, screen, signal) {
-  const last = steps.actions.length; // The frame behind the last action.
+  const last = steps.actions.length;
   const over = new AbortController();
   signal.addEventListener("abort", () => over.abort());
   const slider = h("input", { type: "range", min: 0, max: last, value: 0 });
@@ -196,10 +195,10 @@ function episode(path, steps, screen, signal) {
   const look = { label: "step", smoothing: 0, log: false, marked: "shown is step" };
   const actions = new Chart(size < (steps.actions[0]?.length ?? 0) ? `Actions (the first ${size} numbers)` : "Actions", Array.from({ length: size }, (_, index) => ({ label: `${index}` })), { look, signal: over.signal });
   const valued = steps.values ? [{ label: "value", right: true, points: true }] : [];
-  const earned = steps.rewards.length > 0; // A demonstration may state none.
+  const earned = steps.rewards.length > 0;
   const rewards = new Chart("Rewards", [{ label: "reward" }, { label: "return", right: true }, ...valued], { look, signal: over.signal });
   const returns = steps.rewards.reduce((sums, reward) => [...sums, reward + (sums.at(-1) ?? 0)], []);
-  const chunked = steps.chunk_starts.length < last; // Not where each action is a chunk of its own.
+  const chunked = steps.chunk_starts.length < last;
   const xs = Array.from({ length: last + 1 }, (_, index) => index);
   const behind = (values) => [null, ...values]; // What action k led to stands at step k + 1.
   const values = xs.map(() => null);
