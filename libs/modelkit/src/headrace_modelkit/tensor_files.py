@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from headrace_schema.progress import counter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from typing_extensions import override
@@ -104,6 +105,8 @@ class TensorFiles(Tensors):
                         f"{file.name}: {name} has the shape {list(shape)} there and {other} elsewhere"
                     )
                 self._pieces.setdefault(name, []).append(_Piece(file, key, box))
+        read = {piece.file for pieces in self._pieces.values() for piece in pieces}
+        counter().begin(sum(file.stat().st_size for file in read), "bytes")
         for name, pieces in self._pieces.items():
             found = sum(volume(piece.box) for piece in pieces)
             if found != (needed := math.prod(self._shapes[name])):
@@ -137,6 +140,7 @@ class TensorFiles(Tensors):
                     found = torch.empty([end - first for first, end in wanted], dtype=part.dtype)
                 if common is not None:
                     found[slices(common, wanted)] = part
+                counter().add(part.nbytes)
                 del part  # The mapping ends with the last view of it.
         assert found is not None
         return found

@@ -108,7 +108,14 @@ class Space(_message.Message):
     def __init__(self, name: _Optional[str] = ..., data_type: _Optional[_Union[_common_pb2.DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., low: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., high: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., categories: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenPoolResponse(_message.Message):
-    __slots__ = ("pool", "pool_incarnation", "observation_spaces", "action_space", "init_state_count", "instruction", "conversation", "roles", "images", "agents")
+    __slots__ = ("pool", "pool_incarnation", "observation_spaces", "action_space", "init_state_count", "instruction", "conversation", "roles", "images", "agents", "versions")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     POOL_FIELD_NUMBER: _ClassVar[int]
     POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     OBSERVATION_SPACES_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +126,7 @@ class OpenPoolResponse(_message.Message):
     ROLES_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     AGENTS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     pool: str
     pool_incarnation: str
     observation_spaces: _containers.RepeatedCompositeFieldContainer[Space]
@@ -129,7 +137,8 @@ class OpenPoolResponse(_message.Message):
     roles: _containers.RepeatedScalarFieldContainer[str]
     images: bool
     agents: bool
-    def __init__(self, pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., observation_spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., action_space: _Optional[_Union[Space, _Mapping]] = ..., init_state_count: _Optional[int] = ..., instruction: _Optional[str] = ..., conversation: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., images: _Optional[bool] = ..., agents: _Optional[bool] = ...) -> None: ...
+    versions: _containers.ScalarMap[str, str]
+    def __init__(self, pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., observation_spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., action_space: _Optional[_Union[Space, _Mapping]] = ..., init_state_count: _Optional[int] = ..., instruction: _Optional[str] = ..., conversation: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., images: _Optional[bool] = ..., agents: _Optional[bool] = ..., versions: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
     __slots__ = ("header", "pool", "pool_incarnation", "operations")

@@ -12,6 +12,7 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2 as pb
 from headrace.coordinator.v1 import fleet_pb2_grpc
+from headrace_schema.progress import Progress
 from headrace_servicekit.contained.settings import FACET, TRUST_VARIABLE
 from headrace_servicekit.instance_config import KINDS, kind_name
 from headrace_servicekit.rpc.addresses import split_address
@@ -36,6 +37,7 @@ from headrace_coordinator.fleet.sessions import ForeignInstance, InstanceUsage, 
 
 log = logging.getLogger(__name__)
 MAX_NAMES = 4096
+MAX_WORD = 40
 USERS_CODE = ("reward", "simulator")
 """Services whose children run users' code."""
 MAX_CAPABILITY = 65_536
@@ -330,7 +332,14 @@ def _supervisor_command(command: str, body: Any) -> pb.SuperviseResponse:
 
 def _usage(beat: pb.Heartbeat) -> InstanceUsage:
     gpus = [(gpu.device, gpu.busy, gpu.used_memory_bytes) for gpu in beat.gpus[:MAX_NAMES]]
-    return InstanceUsage(beat.resident_memory_bytes, beat.busy_cores, tuple(gpus))
+    far = Progress(
+        max(0, beat.progress.done),
+        max(0, beat.progress.total),
+        beat.progress.unit[:MAX_WORD],
+        beat.progress.note[:MAX_WORD],
+    )
+    progress = far if beat.HasField("progress") else None
+    return InstanceUsage(beat.resident_memory_bytes, beat.busy_cores, tuple(gpus), progress)
 
 
 @contextlib.asynccontextmanager

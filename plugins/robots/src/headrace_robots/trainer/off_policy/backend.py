@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from headrace_modelkit.pinned import rooms_of
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.progress import counter
 from headrace_servicekit.rpc.episodes import STATE
 from headrace_trainer.backends._base import CommitReport, StatePart, StateReader, WarmUp
 from headrace_trainer.backends.shared.figures import TokenFigures
@@ -332,8 +333,10 @@ class OffPolicyRobot(WholeRobot):
         warmup, figures = self._config.trainer.warmup, defaultdict[str, float](float)
         shown = self._shown or self._read_demonstrations()
         self._set_rates(warmup.lr)
+        counter().begin(warmup.steps, "steps")
         for step in range(warmup.steps):
             self._update(-1 - step, shown, shown, warmup.batch, figures)
+            counter().add()
         if not self.parts.finite:
             reason = "an update of the warm-up is not finite; lower it"
             raise invalid(f"trainer.warmup.lr: {reason}", key="trainer.warmup.lr")

@@ -18,6 +18,7 @@ from headrace_modelkit.families.mixtures import ExpertShape
 from headrace_modelkit.families.routing import Counts, Routing
 from headrace_modelkit.pinned import rooms_of
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.progress import counter
 from headrace_schema.sections.learning import OptimizerSection
 from torch import Tensor
 from typing_extensions import override
@@ -293,6 +294,7 @@ class LanguageModel(LearnedModel, BalancingBackend):
         warmup = self._config.trainer.warmup
         batches = SupervisedBatches(self._config, self.replica, self.replicas)
         optimizer = self._new_optimizer()
+        counter().begin(warmup.steps, "steps")
         for step in range(warmup.steps):
             work, tokens = batches.step(step, shared=self.shares_prefixes)
             rounds = int(self._ranks.maximum({"rounds": float(len(work))})["rounds"])
@@ -300,6 +302,7 @@ class LanguageModel(LearnedModel, BalancingBackend):
                 self._backward(work[index] if index < len(work) else [], supervised)
             own = float(tokens) if self.speaks else 0.0
             self._apply(optimizer, self._ranks.sum({"tokens": own})["tokens"], warmup.lr)
+            counter().add()
         self.zero()
         self._warmed_up()
         return WarmUp(warmup.steps)
