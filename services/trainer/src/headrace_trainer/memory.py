@@ -26,7 +26,7 @@ COPY = "checkpoint copy"
 """Part of the host's memory: what a rank writes behind training, as it was at the step's end."""
 LENT = "lent versions"
 """Part of the leader's GPU: copies that engines of its host map (`cuda_ipc`), of the version they read and the next."""
-LEADERS = {"published versions", "kept groups"}
+LEADERS = {"published versions", "published base", "kept groups"}
 """Parts that the leader alone has."""
 VALUE_BYTES = 40
 """Of a token's value of a column, an advantage or a return: entry and float in a list, a float64 in a tensor."""
@@ -106,6 +106,8 @@ class Rooms:
 
     host: Room
     device: Room | None
+    base: bool | None = None
+    """Whether frozen weights that the host's processes share are there already; None where they are not shared."""
 
 
 def rooms_on(device: torch.device) -> Rooms:
