@@ -24,7 +24,7 @@ from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import build_backend
 from headrace_trainer.backends.fsdp import state as state_module
 from headrace_trainer.errors import Refusal
-from headrace_trainer.memory import COPY, GIB, Room, Rooms, check_rooms
+from headrace_trainer.memory import COPY, GIB, Room, Rooms, check_room, check_rooms
 
 LORA = {"rank": 4, "alpha": 8}
 ROOMY = Rooms(Room("host memory", 2**50, 2**50), None)
@@ -206,7 +206,13 @@ def test_the_plan_counts_frozen_weights_once_and_the_next_tenant_is_refused_by_n
     assert caught.value.reason == "MEMORY_SHORT" and caught.value.message.startswith(
         "trainer.ranks: a rank needs"
     )
-    assert "frozen weights 0.00" in caught.value.message
+    assert (
+        "frozen weights 0.00" in caught.value.message and "fewer runs at a time there" in caught.value.message
+    )
+    with pytest.raises(
+        Refusal, match="fewer runs at a time there, each of which has frozen weights of its own"
+    ):
+        check_room({"frozen weights": 3 * GIB}, Room("GPU memory", 2 * GIB, 8 * GIB))
 
 
 async def test_the_service_publishes_the_shared_file_and_the_last_run_takes_it_along(

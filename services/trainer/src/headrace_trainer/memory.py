@@ -195,7 +195,7 @@ def check_room(
     )
     message = (
         f"trainer.ranks: {who or 'a rank needs'} at least {_gib(total)} GiB of {room.name}, and {has} ({parts}); "
-        f"{_fixes(needed, would_fit, room)}"
+        f"{_fixes(needed, would_fit, room, short=not never)}"
     )
     if len(tried) > 1:
         message += f". Tried, the cheapest first:\n{_table(tried)}"
@@ -211,7 +211,7 @@ def _table(tried: Sequence[Tried]) -> str:
     )
 
 
-def _fixes(needed: Mapping[str, int], would_fit: str | None, room: Room) -> str:
+def _fixes(needed: Mapping[str, int], would_fit: str | None, room: Room, *, short: bool) -> str:
     ranks = would_fit or "give more ranks, which share the model's state"
     fixes = [f"give more {room.name}: more ranks alone do not help" if would_fit is None else ranks]
     if needed.get("activations", 0) + needed.get("head", 0) > sum(needed.values()) // 4:
@@ -224,6 +224,11 @@ def _fixes(needed: Mapping[str, int], would_fit: str | None, room: Room) -> str:
         fixes.append("checkpoint.enabled: false, which copies nothing")
     if needed.get("kept groups"):
         fixes.append("fewer algorithm.prompts_per_step or sampling.max_new_tokens")
+    if short:
+        own = room.name == "GPU memory" and needed.get("frozen weights")
+        fixes.append(
+            f"fewer runs at a time there{', each of which has frozen weights of its own' if own else ''}"
+        )
     return "; or ".join(fixes)
 
 

@@ -26,12 +26,16 @@ from headrace_trainer.backends.shared.casting import DATA_TYPES, cast_into
 from headrace_trainer.group.group import TrainerGroup
 
 
+def shares_base(config: TrainerConfig, ranks: int, *, on_gpu: bool) -> bool:
+    """Whether a run's frozen weights are the host's, for which it has to be one rank on a CPU."""
+    section = config.trainer
+    plain = section.lora is not None and section.lora.quantization is None and section.draft is None
+    return plain and ranks == 1 and not on_gpu
+
+
 def base_mark(config: TrainerConfig, ranks: TrainerGroup) -> str | None:
     """What tells, without reading them, whether a run's frozen weights are resident; None where they are not shared."""
-    lora, device = config.trainer.lora, ranks.device
-    if lora is None or lora.quantization is not None or config.trainer.draft is not None:
-        return None
-    if ranks.world_size > 1 or device.type != "cpu":
+    if not shares_base(config, ranks.world_size, on_gpu=ranks.device.type != "cpu"):
         return None
     found = fingerprint(config.model)
     return found and f"{found}-{config.model.dtype}"
