@@ -13,8 +13,8 @@ seconds at the trainer's commit (`version_stage_ratio`), alone over merged; `mer
 has learned, the bytes that a receiver of the version before is sent, over those of the version.
 `engines_one_memory_gb`, `engines_each_memory_gb`: of two policies of one base in a rollout on the CPU, resident memory
 with one built-in engine (`rollout.enable_lora`), and with an engine for each, after both have said something.
-`sessions_shared_memory_gb`, `sessions_own_memory_gb`: of each of three sessions at once, with one base for all and with a
-base each: PSS above that before the model was read, shared memory aside, and the files on the tmpfs. A session is a
+`sessions_shared_memory_gb`, `sessions_own_memory_gb`: of each of three sessions at once, with one base for all and with
+one each: PSS above that before the model was read, shared memory aside, and the files on the tmpfs. A session is a
 trainer that has published a step, and a built-in engine (`rollout.enable_lora`) that has answered, in one process.
 """
 
