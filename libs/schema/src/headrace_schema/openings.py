@@ -134,6 +134,8 @@ class TrainerConfig(Opening):
     seed: Seed = 0
     steps: Count = 10
     deterministic: bool = False
+    installed: bool = True
+    """Somebody takes the versions that are made; else their digests are made alone, and none of their bytes kept."""
     warmup_examples: list[GivenAnswer] = Field(default_factory=list)
     instruction: str = "{question}"
     """How the task of a demonstration is rendered for a policy that reads language."""
@@ -144,6 +146,7 @@ class TrainerConfig(Opening):
             spec.rollout.enable_lora
         ):  # whole weights have no adapters to compute with: it says so as the run opens
             more["weights"] = spec.weights.model_copy(update={"lora": "adapter"})
+        more["installed"] = spec.generates or spec.trainer.helpers > 0
         return super().of(spec, played=spec.played, **more)
 
     def of_policy(self, name: str) -> TrainerConfig:

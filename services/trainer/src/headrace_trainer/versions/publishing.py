@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from headrace.common.v1 import common_pb2
@@ -15,7 +15,7 @@ from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.weights import CheckpointNames, state_tensors, weight_layout
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.weights.store import WeightStore
-from headrace_servicekit.weights.versions import PendingWeights, StoredWeights
+from headrace_servicekit.weights.versions import PendingWeights, StoredWeights, manifest_of
 from torch import Tensor
 
 from headrace_trainer.backends.shared.casting import DATA_TYPES, cast_into
@@ -85,7 +85,7 @@ class Publisher:
         pending = self._store.begin(self._run, number, layout)
         try:
             digests: dict[str, str] = {}
-            for parts in self._named(weights):
+            for parts in _named(self._names, weights):
                 rooms = [(name, tensor, pending.buffer(name)) for name, tensor in parts]
                 digests |= cast_into(rooms, self._types)
         except BaseException:
@@ -105,20 +105,8 @@ class Publisher:
     def _same(self, held: StoredWeights, weights: Iterator[tuple[str, Tensor]]) -> str:
         """The digest of a version that stays published, where these are its weights; empty where one differs."""
         digests = {entry.name: entry.digest for entry in held.manifest.entries}
-        same = True
-        for parts in self._named(weights):
-            rooms = [
-                (name, tensor, memoryview(bytearray(tensor.numel() * self._types[name].itemsize)))
-                for name, tensor in parts
-            ]
-            found = cast_into(rooms, self._types)
-            same = all(digest == digests[name] for name, digest in found.items()) and same
-        return str(held.manifest.digest) if same else ""
-
-    def _named(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-        """The parts that a checkpoint has of each of the model's tensors, which may hold until the next ones come."""
-        for name, tensor in weights:
-            yield [each for each in self._names.split(name, tensor) if each[1].numel()]
+        found = _digests(self._names, self._types, weights)
+        return str(held.manifest.digest) if found.items() <= digests.items() else ""
 
     def publish(self, version: Version) -> StoredWeights:
         """Makes the staged version visible, drops all but it and the one before. A retry finds it."""
@@ -147,6 +135,57 @@ class Publisher:
         """Drops everything of the run."""
         self.discard()
         self._store.keep(self._run, set())
+
+
+class Unread:
+    """The versions of a run that nobody takes: their digests are made, and nothing is kept of their bytes."""
+
+    def __init__(self, layout: Layout, names: CheckpointNames) -> None:
+        self._names, named = names, names.layout(layout)
+        self._layout = [(name, DATA_TYPES[data_type], shape) for name, data_type, shape in named]
+        self._types = {name: getattr(torch, data_type) for name, data_type, _ in named}
+        self.tensors, self.stage_seconds = len(named), 0.0
+        self._manifests: dict[int, common_pb2.WeightManifest] = {}
+        """Of the last two that were staged."""
+
+    def stage(
+        self,
+        number: int,
+        weights: Iterator[tuple[str, Tensor]],
+        below: common_pb2.AdapterBase | None = None,
+    ) -> str:
+        """The digest that the weights would be published under."""
+        started = time.monotonic()
+        manifest = manifest_of(self._layout, _digests(self._names, self._types, weights), below)
+        self._manifests = dict([*self._manifests.items(), (number, manifest)][-2:])
+        self.stage_seconds = time.monotonic() - started
+        return str(manifest.digest)
+
+    def publish(self, version: Version) -> common_pb2.WeightManifest:
+        """The manifest of one that is staged."""
+        if (found := self._manifests.get(version.number)) is None:
+            raise Refusal("NOT_OPEN", f"version {version.number} is not staged: restore or commit it first")
+        return found
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _named(
+    names: CheckpointNames, weights: Iterator[tuple[str, Tensor]]
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The parts that a checkpoint has of each of the model's tensors, which may hold until the next ones come."""
+    for name, tensor in weights:
+        yield [each for each in names.split(name, tensor) if each[1].numel()]
+
+
+def _digests(
+    names: CheckpointNames, types: Mapping[str, torch.dtype], weights: Iterator[tuple[str, Tensor]]
+) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for parts in _named(names, weights):
+        found |= cast_into([(name, tensor, None) for name, tensor in parts], types)
+    return found
 
 
 def published_tensors(manifest: common_pb2.WeightManifest, body: memoryview) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from headrace_trainer.ranks.messages import Gathered
 from headrace_trainer.ranks.rank import Rank
 from headrace_trainer.ranks.rounds import Rounds
 from headrace_trainer.versions.parts import staged_parts
-from headrace_trainer.versions.publishing import Publisher
+from headrace_trainer.versions.publishing import Publisher, Unread
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,19 @@ class RunVersions:
                 key="weights.lora",
             )
         self._store, self._run = store, run
-        self._by_ranks = rank.config.weights.publish == "ranks" and alone is None
+        self._read = rank.config.installed
+        """Whether somebody takes them."""
+        self._by_ranks = rank.config.weights.publish == "ranks" and alone is None and self._read
         self._parts: dict[int, tuple[list[common_pb2.WeightManifest], float]] = {}
         """Versions of which each rank has a part, with the seconds that their cast took."""
-        self._base: Publisher | None = None
+        self._base: Publisher | Unread | None = None
         self._below: common_pb2.AdapterBase | None = None
-        if alone is None:
+        self._own: Publisher | Unread
+        if not self._read:
+            base = [each for each in layout if not own_name(each[0])[0]]
+            self._base = None if alone is None else Unread(base, names)
+            self._own = Unread(layout, names) if alone is None else Unread(adapters, alone)
+        elif alone is None:
             self._own = Publisher(store, run, layout, names=names)
         else:
             base = [each for each in layout if not own_name(each[0])[0]]  # every policy's, once
@@ -76,17 +83,20 @@ class RunVersions:
             return _staged(rounds, self._own, number, "merged")
         if self._below is None:
             shared = rounds.rank.backends.base
-            digest = self._adopted(shared) if shared else _staged(rounds, self._base, BASE_NUMBER, "base")
-            self._base.publish(Version(BASE_NUMBER, 0, 0, digest))
+            if shared is not None:
+                digest = self._adopted(shared)
+            else:
+                digest = _staged(rounds, self._base, BASE_NUMBER, "base")
+                self._base.publish(Version(BASE_NUMBER, 0, 0, digest))
             self._below = common_pb2.AdapterBase(digest=digest, scales=self._scales)
         return _staged(rounds, self._own, number, "adapters", self._below)
 
     def _adopted(self, base: StoredWeights) -> str:
         """Holds frozen weights that lie in shared memory already; their digest."""
-        name = base_name(self._run)
-        assert base.path is not None
-        self._store.keep(name, set())
-        self._store.adopt(name, base.version, base.manifest, base.path, base.segment, base.body)
+        if self._read and base.path is not None:
+            name = base_name(self._run)
+            self._store.keep(name, set())
+            self._store.adopt(name, base.version, base.manifest, base.path, base.segment, base.body)
         return str(base.version.digest)
 
     def _stage_parts(self, rounds: Rounds, number: int) -> str:
@@ -101,6 +111,9 @@ class RunVersions:
     def publish(self, rounds: Rounds, version: Version) -> Published:
         """Makes a staged version visible."""
         if version.number not in self._parts:
+            if isinstance(self._own, Unread):
+                manifest, source = self._own.publish(version), common_pb2.WeightSource()
+                return Published(_message(version, manifest), manifest, source, self._own.stage_seconds)
             stored = self._own.publish(version)
             source = self._store.source(self._run, version.number)
             return Published(stored.version, stored.manifest, source, self._own.stage_seconds)
@@ -114,10 +127,7 @@ class RunVersions:
         sources = [common_pb2.WeightSource.FromString(own) for own in rounds.lead(shown) if own]
         for part, own in zip(held, sources, strict=True):
             source.parts.add(source=own, tensors=len(part.entries))
-        message = common_pb2.PolicyVersion(
-            number=version.number, parent=version.parent, ordinal=version.ordinal, digest=manifest.digest
-        )
-        return Published(message, manifest, source, seconds)
+        return Published(_message(version, manifest), manifest, source, seconds)
 
     def close(self) -> None:
         """Drops everything of the run."""
@@ -126,9 +136,15 @@ class RunVersions:
             self._base.close()
 
 
+def _message(version: Version, manifest: common_pb2.WeightManifest) -> common_pb2.PolicyVersion:
+    return common_pb2.PolicyVersion(
+        number=version.number, parent=version.parent, ordinal=version.ordinal, digest=manifest.digest
+    )
+
+
 def _staged(
     rounds: Rounds,
-    publisher: Publisher,
+    publisher: Publisher | Unread,
     number: int,
     what: Gathered,
     below: common_pb2.AdapterBase | None = None,

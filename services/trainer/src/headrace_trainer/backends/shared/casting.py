@@ -29,9 +29,10 @@ CAST_ELEMENTS = 1 << 19
 
 
 def cast_into(
-    tensors: Iterable[tuple[str, Tensor, memoryview]], types: Mapping[str, torch.dtype]
+    tensors: Iterable[tuple[str, Tensor, memoryview | None]], types: Mapping[str, torch.dtype]
 ) -> dict[str, str]:
-    """Writes each tensor's elements in its type into its room, in several threads; the digests of the bytes written.
+    """Writes each tensor's elements in its type into its room, in several threads; the digests of the bytes. Where
+    there is no room, of those that would be written.
 
     Raises Refusal NONFINITE_WEIGHTS.
     """
@@ -39,12 +40,12 @@ def cast_into(
     acts: list[Callable[[], None]] = []
     for name, tensor, room in tensors:
         flat, dtype = tensor.detach().reshape(-1), types[name]
-        target = torch.frombuffer(room, dtype=dtype, count=len(flat))
+        target = None if room is None else torch.frombuffer(room, dtype=dtype, count=len(flat))
         parts = [b""] * len(bounds := stretches(len(flat) * dtype.itemsize))
         found.append((name, parts))
         for place, (begin, end) in enumerate(bounds):
             own = slice(begin // dtype.itemsize, end // dtype.itemsize)
-            acts.append(partial(_cast_stretch, name, flat, target, own, room[begin:end], parts, place))
+            acts.append(partial(_cast_stretch, name, flat, target, dtype, own, parts, place))
     threads = torch.get_num_threads()
     try:
         in_threads(acts)
@@ -56,16 +57,17 @@ def cast_into(
 def _cast_stretch(
     name: str,
     flat: Tensor,
-    target: Tensor,
+    target: Tensor | None,
+    dtype: torch.dtype,
     own: slice,
-    written: memoryview,
     parts: list[bytes],
     place: int,
 ) -> None:
     """One stretch of a tensor, in this thread alone."""
     if torch.get_num_threads() > 1:
         torch.set_num_threads(1)
-    digest, size = StretchDigest(), target.dtype.itemsize
+    digest = StretchDigest()
+    room = torch.empty(min(CAST_ELEMENTS, own.stop - own.start), dtype=dtype) if target is None else target
     for first in range(own.start, own.stop, CAST_ELEMENTS):
         last = min(first + CAST_ELEMENTS, own.stop)
         part = flat[first:last]
@@ -76,8 +78,6 @@ def _cast_stretch(
                 f"tensor {name} has {nans} NaN among its elements {first} to {last - 1}: this version is not "
                 "published, and the run goes on from its last checkpoint; a lower optimizer.lr may prevent it",
             )
-        target[first:last].copy_(part)
-        with written[(first - own.start) * size : (last - own.start) * size] as bytes_:
-            digest.update(bytes_)
-    written.release()
+        written = room[: last - first] if target is None else room[first:last]
+        digest.update(written.copy_(part).view(torch.uint8).numpy().data)
     parts[place] = digest.digest()

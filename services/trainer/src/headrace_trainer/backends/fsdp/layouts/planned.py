@@ -206,11 +206,11 @@ def plan_memory(
         published = -(-published // ranks)
     host = {
         # In shared memory of the leader's host: what rollouts install, and one that a commit casts or the one before.
-        "published versions": VERSIONS * published,
+        "published versions": VERSIONS * published * config.installed,
         "hold": shard * FP32 + moments if algorithm.passes.several else 0,
         "kept groups": kept_bytes(config, algorithm) if sizes.answers else 0,
     }
-    if alone and base is None:  # Else it is the file that is computed with.
+    if alone and base is None and config.installed:  # Else it is the file that is computed with.
         host["published base"] = sizes.frozen * width
     if config.checkpoint.enabled:
         host[COPY] = shard * FP32 + saved_moments + own_frozen + coded * width
@@ -218,7 +218,7 @@ def plan_memory(
         host[INPUTS] = sum(unit.inputs for unit in layers)
     if not on_gpu:
         return MemoryPlan(device | host, {})
-    if lent := lent_bytes(config, published):
+    if config.installed and (lent := lent_bytes(config, published)):
         device[LENT] = lent
     # Between the infer rounds that use it, a reference lies in host memory.
     host["reference"] = device["reference"]
