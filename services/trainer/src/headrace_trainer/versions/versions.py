@@ -93,10 +93,10 @@ class RunVersions:
 
     def _adopted(self, base: StoredWeights) -> str:
         """Holds frozen weights that lie in shared memory already; their digest."""
-        if self._read and base.path is not None:
-            name = base_name(self._run)
-            self._store.keep(name, set())
-            self._store.adopt(name, base.version, base.manifest, base.path, base.segment, base.body)
+        name = base_name(self._run)
+        assert base.path is not None
+        self._store.keep(name, set())
+        self._store.adopt(name, base.version, base.manifest, base.path, base.segment, base.body)
         return str(base.version.digest)
 
     def _stage_parts(self, rounds: Rounds, number: int) -> str:

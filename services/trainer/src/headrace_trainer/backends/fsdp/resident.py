@@ -27,10 +27,10 @@ from headrace_trainer.group.group import TrainerGroup
 
 
 def shares_base(config: TrainerConfig, ranks: int, *, on_gpu: bool) -> bool:
-    """Whether a run's frozen weights are the host's, for which it has to be one rank on a CPU."""
+    """Whether a run's frozen weights are the host's, for which it has to be one rank on a CPU, with rollouts."""
     section = config.trainer
     plain = section.lora is not None and section.lora.quantization is None and section.draft is None
-    return plain and ranks == 1 and not on_gpu
+    return plain and config.installed and ranks == 1 and not on_gpu
 
 
 def base_mark(config: TrainerConfig, ranks: TrainerGroup) -> str | None:
