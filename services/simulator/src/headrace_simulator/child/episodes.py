@@ -259,6 +259,7 @@ class Episodes:
         outcome.reward = float(sum(each.reward for each in done))
         outcome.success = any(each.success for each in done)
         outcome.terminated, outcome.truncated = last.terminated, last.truncated
+        write_interventions(done, outcome)
         if not self._rules.without_info:
             outcome.info_json = _info_json(last.info)
         observation = last.observation
@@ -332,6 +333,17 @@ def write_chunk(done: Sequence[Transition], outcome: simulator_pb2.EnvironmentOu
     """Reward and success of each executed action, which the outcome of a chunk has."""
     write_tensor(outcome.rewards, np.array([each.reward for each in done]))
     write_tensor(outcome.successes, np.array([bool(each.success) for each in done]))
+
+
+def write_interventions(done: Sequence[Transition], outcome: simulator_pb2.EnvironmentOutcome) -> None:
+    """What a person did in place of some of the actions, and who."""
+    persons = [each for each in done if each.done is not None]
+    if not persons:
+        return
+    size = int(np.size(persons[0].done))
+    rows = [np.full(size, np.nan) if each.done is None else np.reshape(each.done, size) for each in done]
+    write_tensor(outcome.interventions, np.stack(rows).astype(np.float32))
+    outcome.author = persons[-1].author
 
 
 def _info_json(info: Mapping[str, Any]) -> str:
