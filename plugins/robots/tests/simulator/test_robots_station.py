@@ -79,6 +79,13 @@ def test_an_episode_acts_at_the_rate_and_ends_as_the_setup_judges(stations):
         station.act(owner, row(0))
 
 
+def test_a_reset_shows_what_it_has_led_to(stations):
+    robot = Arm()
+    station = stations(robot=robot, on_reset=lambda seed: robot.position.update({"turn.pos": seed / 10}))
+    for seed in (3, 4):
+        assert station.reset(station, seed).observation["state"][1] == pytest.approx(seed / 10)
+
+
 def test_without_actions_the_robot_holds_and_then_the_episode_is_given_up(stations):
     station, owner = stations(silence_s=0.5), object()
     station.reset(owner, 0)

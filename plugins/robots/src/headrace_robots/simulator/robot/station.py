@@ -200,7 +200,8 @@ class Station:
             return
         events = self._events()
         self._answer(observation)
-        self._take_up()
+        if self._take_up():
+            return  # what is seen now is of before it
         if self.state == RESET:
             self._prepare(observation, now)
         elif self.state != ACTING:
@@ -213,20 +214,21 @@ class Station:
         else:
             self._pause(now)
 
-    def _take_up(self) -> None:
-        """Begins the next reset: the owner's own at once, another's when no episode goes on."""
+    def _take_up(self) -> bool:
+        """Begins the next reset, if any: the owner's own at once, another's when no episode goes on."""
         with self._changed:
             for asked in self._resets:
                 if self.state == IDLE or (self.state == ACTING and asked.owner is self._owner):
                     self._resets.remove(asked)
                     self.state, self.why, self._marks = RESET, "", Marks()
                     self._asked, self._owner = asked, asked.owner
-                    self._before = self.body.holding(self._seen)
+                    self._before = self._holding = None
                     break
             else:
-                return
+                return False
         if self.setup.on_reset is not None:
-            self.setup.on_reset(self._asked.seed)
+            self.setup.on_reset(asked.seed)
+        return True
 
     def _prepare(self, observation: Observation, now: float) -> None:
         """Moves the robot home, then waits for a person."""
