@@ -15,9 +15,17 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from headrace.simulator.v1 import simulator_pb2
+from harness.wires import wire
+from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
+from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
+from headrace_servicekit.instance import Instance, InstanceConfig
+from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import message_of
+from headrace_servicekit.rpc.relay import listen_for
+from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.rpc.tensors import decode_tensor
+from headrace_simulator.__main__ import mount
+from services_simulator_conftest import SimulatorClient
 
 OK, LOST = simulator_pb2.OUTCOME_STATUS_OK, simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
 FILE = Path(__file__).with_name("robot_arm.py")
@@ -168,3 +176,70 @@ async def test_a_robot_file_that_is_wrong_is_named_as_a_pool_is_opened(port, sim
         await simulator.open("make_arm", backend="robot")
     text = message_of(refused.value)
     assert "HEADRACE_SIMULATOR_ROBOT" in text and "limits: 'turn.pos'" in text, text
+
+
+class Coordinator(fleet_pb2_grpc.FleetServiceServicer):
+    """Listens for instances as the real one does, and knows nothing else."""
+
+    def __init__(self):
+        self.registered = asyncio.get_running_loop().create_future()
+
+    async def Register(self, request, context):
+        if not self.registered.done():
+            self.registered.set_result(request.address)
+        return fleet_pb2.RegisterResponse(coordinator_epoch=1)
+
+    async def Relay(self, request_iterator, context):
+        async for response in listen_for(request_iterator, "127.0.0.1"):
+            yield response
+
+
+@pytest.fixture
+async def behind_a_wire(port, tmp_path, monkeypatch):
+    """A robot's host that only dials, by a wire that a test cuts; a client that only knows the coordinator's address."""
+    monkeypatch.setenv("ARM_SILENCE_S", "0.5")
+    coordinator, server = Coordinator(), GrpcServer("127.0.0.1:0", token=None, instance="coordinator")
+    add = fleet_pb2_grpc.add_FleetServiceServicer_to_server
+    server.add_service(add, coordinator, "headrace.coordinator.v1.FleetService")
+    async with wire(await server.start()) as cable:
+        fields = {"shm_dir": tmp_path / "shm", "data_dir": tmp_path / "data"}
+        instance = Instance(
+            InstanceConfig(kind="simulator", coordinator=cable.address, outgoing=True, **fields)
+        )
+        close = await mount(instance)
+        await instance.start()
+        channel = dial(await coordinator.registered, token=None)
+        yield SimulatorClient(simulator_pb2_grpc.SimulatorServiceStub(channel)), cable
+        await channel.close()
+        cable.mend()
+        await close()
+        await instance.stop(0.5)
+    await server.drain(0)
+
+
+async def test_a_lost_link_holds_the_robot_and_what_was_given_up_is_told_after_it(behind_a_wire, port):
+    simulator, cable = behind_a_wire
+    pool = await simulator.open("make_arm", backend="robot")
+    assert (await pool.reset()).status == OK
+    assert (await pool.act(row(0.1))).status == OK
+    operator = await asyncio.to_thread(Operator, port)
+    cable.cut()
+    acting = asyncio.create_task(pool.act(row(0.2)))
+    told = await operator.sees("idle")
+    assert "no action came for" in told["why"] and not acting.done()
+    cable.mend()
+    lost = await acting
+    assert lost.status == LOST and "no action came for" in lost.detail
+    again = await pool.reset()  # the robot has held, and goes on from there
+    assert again.status == OK
+    np.testing.assert_allclose(decode_tensor(again.observation["state"], max_bytes=99), [0.1, 0], atol=1e-6)
+    cable.reset()  # the connection itself is gone: it is made anew, at the same address
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                listed = await simulator.stub.ListEnvironments(simulator_pb2.ListEnvironmentsRequest(), timeout=5)
+                break
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.05)
+    assert listed.environments[0].name == "make_arm"
+    assert (await pool.reset()).status == OK, "the pool is still there"
