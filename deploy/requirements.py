@@ -20,9 +20,9 @@ COORDINATOR = (
 )  # the scaler runs in it too
 ROBOTS = "plugins/robots[policies]"
 IMAGES = {
-    "coordinator": (*COORDINATOR, "services/coordinator"),
-    "coordinator-reasoning-gym": (*COORDINATOR, "services/coordinator[reasoning-gym]"),
-    "coordinator-data": (*COORDINATOR, "services/coordinator[reasoning-gym,datasets,vision]"),
+    "coordinator": (*COORDINATOR, "services/coordinator[oidc]"),
+    "coordinator-reasoning-gym": (*COORDINATOR, "services/coordinator[oidc,reasoning-gym]"),
+    "coordinator-data": (*COORDINATOR, "services/coordinator[oidc,reasoning-gym,datasets,vision]"),
     "reward": (*COMMON, "services/reward[math,reasoning-gym]"),
     "simulator": (
         *COMMON,

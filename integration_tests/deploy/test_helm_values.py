@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 
 import pytest
 from harness.chart import helm, objects_of, variables, workloads
 from harness.processes import ROOT
-from headrace_servicekit.rpc.certificates import (
-    certify,
-    check_files,
-    make_authority,
-    put_certificate,
-    request_certificate,
-)
-from headrace_servicekit.rpc.server import own_fleet
 
 DEVICES = ("rollout", "trainer")
 PRIVILEGED = "--set=podSecurity=privileged"
@@ -54,6 +45,11 @@ PRIVILEGED = "--set=podSecurity=privileged"
             "podSecurity=baseline,storage.weights.hostPath=/dev/shm/headrace",
             "`baseline` refuses storage.weights",
         ),
+        ("usersCode.trust=closed", "'open', 'contained'"),
+        ("usersCode.allow.data=x", "/usersCode/allow/data"),
+        ("usersCode.network=none", "'required', 'best_effort'"),
+        ("oidc.audience=headrace", "issuer"),
+        ("oidc.issuer=login.example.com,oidc.audience=headrace", "/oidc/issuer"),
         ("usersCode.ownUser=true", "`restricted` refuses usersCode.ownUser"),
         ("trainer.rdma.resource=rdma/hca", "`restricted` refuses trainer.rdma"),
         ("podSecurity=privileged,trainer.hostNetwork=true", "networkPolicy.nodes: trainer.hostNetwork"),
@@ -274,66 +270,6 @@ def test_an_upgrade_keeps_the_coordinator_until_the_trainers_have_saved(render):
         if each["kind"] == "Service" and each["metadata"]["name"] == "post-coordinator"
     ]
     assert service["spec"]["publishNotReadyAddresses"], "pods that end stay reachable"
-
-
-@pytest.mark.parametrize("http", ["false", "true"])
-def test_every_pod_has_the_certificate_of_its_role_alone(render, http):
-    given = f"--set=tls.existing=ours,tls.http={http},scaler.enabled=true,metrics.monitors=true"
-    objects = render("8-gpu", given)
-    assert not [each for each in objects if each["kind"] in ("Certificate", "Issuer")]
-    for kind, pod in workloads(objects).items():
-        spec, (container,) = pod["spec"], pod["spec"]["containers"]
-        files = [each["secret"] for each in spec["volumes"] if each["name"] == "tls"]
-        if kind in ("redis", "models"):
-            assert not files
-            continue
-        (secret,) = files
-        assert secret["secretName"] == f"ours-{kind}"
-        assert {item["key"]: item["path"] for item in secret["items"]} == {
-            "ca.crt": "ca.pem",
-            "tls.crt": "host.pem",
-            "tls.key": "host-key.pem",
-        }
-        given = variables(pod)
-        assert given["HEADRACE_TLS_DIR"] == "/tls"
-        assert given.get("HEADRACE_ENCRYPT_ALL", "") == ("1" if http == "true" else "")
-        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            asked = container.get(probe, {})
-            assert "grpc" not in asked, f"{kind}: kubelet's own probe shows no certificate"
-            assert ("scheme" in asked.get("httpGet", {})) is ("httpGet" in asked and http == "true")
-    (monitor,) = [each for each in objects if each["kind"] == "ServiceMonitor"]
-    assert monitor["spec"]["endpoints"][0].get("scheme", "http") == ("https" if http == "true" else "http")
-
-
-@pytest.mark.parametrize("issuer", ["", "ours"])
-def test_cert_manager_is_asked_for_a_certificate_that_the_services_take(
-    render, issuer, tmp_path, monkeypatch
-):
-    """What it is asked for, signed by an authority, is what a server of that role checks itself by."""
-    objects = render("", f"--set=tls.issuer.name={issuer}")
-    asked = [each["spec"] for each in objects if each["kind"] == "Certificate"]
-    issuers = {each["metadata"]["name"] for each in objects if each["kind"] == "Issuer"}
-    assert issuers == (set() if issuer else {"post-self-signed", "post-authority"})
-    mounted = {
-        volume["secret"]["secretName"]: kind
-        for kind, pod in workloads(objects).items()
-        for volume in pod["spec"]["volumes"]
-        if volume["name"] == "tls"
-    }
-    roles = [each for each in asked if not each.get("isCA")]
-    assert mounted.keys() <= {each["secretName"] for each in roles}
-    make_authority(tmp_path / "authority", "post-coordinator", "post")
-    for spec in roles:
-        assert spec["issuerRef"]["name"] == (issuer or "post-authority")
-        names = [name for name in spec["dnsNames"] if name != "post-coordinator.training"]
-        role = spec["secretName"].removeprefix("post-tls-")
-        request = request_certificate(tmp_path / role, [*spec["uris"], *names])
-        shutil.copy(tmp_path / "authority/ca.pem", tmp_path / role)
-        put_certificate(tmp_path / role, certify(tmp_path / "authority", request))
-        check_files(tmp_path / role, role)
-        assert mounted.get(spec["secretName"], role) == role
-        monkeypatch.setenv("HEADRACE_TLS_DIR", str(tmp_path / role))
-        assert own_fleet() == "post"
 
 
 def test_kueue_admits_the_trainers_as_one_group_and_no_pod_without_devices_of_a_run(render):

@@ -87,10 +87,12 @@ def test_every_command_of_the_page_is_checked_somewhere():
     assert len(of("helm")) >= 10 and len(of("kubectl")) >= 6
 
 
-def test_objects_of_the_page_are_what_the_chart_asks_for(tools):
+def test_objects_of_the_page_are_what_the_chart_asks_for_and_values_are_taken(tools, tmp_path):
     """The coordinator's certificate has the names by which instances, users and KEDA know it."""
-    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    shown = yaml.safe_load(text)["spec"]
+    blocks = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
+    (shown,) = [each["spec"] for each in blocks if "kind" in each]
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump_all(each for each in blocks if "kind" not in each))
+    objects_of(helm(tools, "--values", tmp_path / "values.yaml"))
     objects = objects_of(helm(tools, "--set=tls.http=true,autoscaling.rollout.by=keda"))
     (made,) = [
         each["spec"]

@@ -6,6 +6,7 @@ The code is a worker's, as scorers, environments and agents are.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -33,7 +34,7 @@ from headrace_servicekit.process.worker_pipes import JSON_CODEC
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and cgroups are Linux'")
 MIB = 1 << 20
 NORMAL = 12345
-BOUNDS = {"processes": 40, "memory_bytes": 256 * MIB, "cores": 0.5}
+BOUNDS = {"processes": 40, "memory_bytes": 256 * MIB, "cores": 0.5, "file_bytes": 32 * MIB}
 CODE = """
 import os, socket, time, urllib.request
 from headrace_servicekit.process.worker_pipes import become_worker, decode_json, encode_json, frame, read_frame
@@ -97,6 +98,17 @@ def memory():
     kept = [b"x" * (1 << 24) for _ in range(64)]
     return len(kept)
 
+def files():
+    written, errors = 0, []
+    for folder in (os.environ["HOME"], "/tmp", "/var/tmp", "/dev/shm"):
+        try:
+            with open(folder + "/headrace-fills", "wb", buffering=0) as file:
+                for _ in range(64):
+                    written += file.write(b"x" * (1 << 20))
+        except OSError as error:
+            errors.append(error.errno)
+    return {"written": written, "errors": errors, "seen": os.listdir("/tmp")}
+
 def spin():
     for _ in range(3):
         if os.fork() == 0:
@@ -106,7 +118,7 @@ def spin():
 if asked["what"] == "reach":
     say({name: tried(do) for name, do in REACHED.items()})
 else:
-    say({"found": {"forks": forks, "memory": memory, "spin": spin}[asked["what"]]()})
+    say({"found": {"forks": forks, "memory": memory, "spin": spin, "files": files}[asked["what"]]()})
 time.sleep(600)
 """
 
@@ -207,6 +219,15 @@ async def test_all_memory_is_its_own(tmp_path):
     async with Contained(tmp_path) as contained:
         with pytest.raises(WorkerGone):
             await contained.asked("memory")
+
+
+async def test_its_files_are_bounded_and_its_own_wherever_every_user_writes(tmp_path):
+    async with Contained(tmp_path) as contained:
+        found = (await contained.asked("files"))["found"]
+    assert found["errors"] == [errno.ENOSPC] * 4, found
+    assert 0 < found["written"] <= BOUNDS["file_bytes"]
+    assert "headrace-fills" in found["seen"]
+    assert not any(Path(each, "headrace-fills").exists() for each in ("/tmp", "/var/tmp", "/dev/shm"))
 
 
 async def test_without_a_cgroup_each_process_is_limited(tmp_path, monkeypatch):

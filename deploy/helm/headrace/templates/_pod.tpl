@@ -24,12 +24,15 @@ Keys of the service in values.yaml stand above those of `pod`.
 {{- $set := mustMergeOverwrite (deepCopy $root.Values.pod) (deepCopy (index $root.Values $kind)) -}}
 {{- $is := index (include "headrace.pods" $root | fromYaml) $kind -}}
 {{- $about := dict "root" $root "kind" $kind "set" $set "is" $is "tls" (not (has $kind (list "redis" "models"))) -}}
+{{- if eq $kind "coordinator" }}{{ $_ := set $about "access" (include "headrace.access" $root | fromYaml) }}{{ end -}}
 {{- $mounts := include "headrace.mounts" $about -}}
 metadata:
   labels:
     {{- include "headrace.labels" . | nindent 4 }}
     {{- with $set.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
-  {{- with $set.podAnnotations }}
+  {{- $annotations := deepCopy $set.podAnnotations }}
+  {{- with $about.access }}{{ $_ := set $annotations "headrace/access" (toYaml . | sha256sum) }}{{ end }}
+  {{- with $annotations }}
   annotations: {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
@@ -163,6 +166,9 @@ capabilities: {drop: [ALL]{{ with $kept }}, add: [{{ join ", " . }}]{{ end }}}
 {{- if .tls }}
 - {name: tls, mountPath: /tls, readOnly: true}
 {{- end }}
+{{- if .access }}
+- {name: access, mountPath: /access, readOnly: true}
+{{- end }}
 {{- if .is.tmp }}
 - {name: tmp, mountPath: /tmp}
 {{- end }}
@@ -202,6 +208,10 @@ capabilities: {drop: [ALL]{{ with $kept }}, add: [{{ join ", " . }}]{{ end }}}
     secretName: {{ include "headrace.certificate" (dict "root" $root "role" .kind) }}
     defaultMode: 0440
     items: [{key: ca.crt, path: ca.pem}, {key: tls.crt, path: host.pem}, {key: tls.key, path: host-key.pem}]
+{{- end }}
+{{- if .access }}
+- name: access
+  configMap: {name: {{ include "headrace.name" $root }}-access}
 {{- end }}
 {{- if .is.tmp }}
 - name: tmp
@@ -256,6 +266,30 @@ capabilities: {drop: [ALL]{{ with $kept }}, add: [{{ join ", " . }}]{{ end }}}
   value: "1"
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* Files of the coordinator that say whose tokens it takes and what specs of a contained fleet may hold, as YAML. */}}
+{{- define "headrace.access" -}}
+{{- $code := .Values.usersCode -}}
+{{- with .Values.oidc }}
+oidc.yaml: {{ toYaml . | quote }}
+{{- end }}
+{{- if eq $code.trust "contained" }}
+allow.yaml: {{ toYaml (dict "allow" $code.allow) | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* What a service with users' code, and the coordinator, are told of a contained fleet. */}}
+{{- define "headrace.trust" -}}
+{{- $code := .root.Values.usersCode -}}
+{{- if and (eq $code.trust "contained") (has .kind (list "coordinator" "reward" "simulator")) -}}
+- name: HEADRACE_TRUST
+  value: contained
+- name: HEADRACE_CONTAINED_NETWORK
+  value: {{ $code.network }}
+- name: HEADRACE_CONTAINED_REACH
+  value: {{ join "," $code.reach | quote }}
+{{- end -}}
 {{- end -}}
 
 {{/* Variables of `env` and `extraEnv`, after all others: the last one of a name counts. */}}

@@ -12,113 +12,10 @@ from dataclasses import dataclass
 
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.rules import absent
 from headrace_schema.rules import asked as f
 from headrace_schema.rules.features import Feature, Resolved, key
-from headrace_schema.sections.generating import RolloutSection, SamplingSection, quantized
-
-_WHOLE_PROMPTS = "the environment's first messages are the prompt"
-_TURNS_ELSEWHERE = "a conversation that a rollout has begun does not go on at another one"
-_OF_CONVERSATIONS = {
-    "data.prompt.template": _WHOLE_PROMPTS,
-    "data.prompt.system": _WHOLE_PROMPTS,
-    "data.prompt.prefill": _WHOLE_PROMPTS,
-    "evaluation.baseline_prefill": _WHOLE_PROMPTS,
-    "trainer.warmup.steps": "there are no right answers to imitate",
-    "rollout.chunk_tokens": "a conversation is sent when it has ended",
-    "rollout.helpers": _TURNS_ELSEWHERE,
-    "trainer.helpers": _TURNS_ELSEWHERE,
-    "environment.alternating": "turns of all conversations are decoded together",
-    "environment.reward": "a turn's reward is what the environment's step returns",
-    "environment.stop_on_success": "a conversation ends when the environment's step says so",
-    "environment.state": "the environment's messages are what the policy reads",
-    "environment.cameras": "the environment's messages are what the policy reads",
-    "environment.instructions": "the environment's first messages say what is asked for",
-    "environment.videos": "a conversation has no pictures, and all of it is among the run's trajectories",
-    "environment.variants": "give the environment options of its own in environment.options",
-}
-"""Keys that an agentic run does not have, and why."""
-_OWN_DISTRIBUTION = "a robot policy draws actions from its own distribution"
-_ON_ONE_DEVICE = "an episode does not go on elsewhere, so no device is released inside a step"
-_OWN_ENGINE = "a robot policy runs in the rollout service itself"
-_BOUNDED = "environment.max_episode_steps bounds an episode"
-_OF_TEXT = {
-    **{f"sampling.{name}": _OWN_DISTRIBUTION for name in SamplingSection.model_fields},
-    "data.prompt.system": "a policy's instruction has no system message",
-    "data.prompt.longest": "an instruction is no prompt",
-    "data.prompt.prefill": "an episode begins with an observation",
-    "data.exclude": "start states are no questions",
-    "trainer.reference": "no term of it is computed for robot policies",
-    "trainer.helpers": _ON_ONE_DEVICE,
-    "trainer.draft": "actions are not drafted",
-    "rollout.helpers": _ON_ONE_DEVICE,
-    "trainer.shared_prefix": "episodes have no common beginning",
-    "trainer.backend_options.compile": "it compiles the layers of a language model",
-    "trainer.backend_options.offload_activations": "it moves the inputs of a language model's layers",
-    "trainer.backend_options.expert_parallel": "a robot policy has no experts",
-    "rollout.engine": _OWN_ENGINE,
-    "rollout.engine_options": _OWN_ENGINE,
-    "rollout.chunk_tokens": "episodes come whole",
-    "evaluation.data": "data.options name the start states; headrace eval FILE judges a policy on others",
-    "evaluation.temperature": _OWN_DISTRIBUTION,
-    "evaluation.max_new_tokens": _BOUNDED,
-    "evaluation.baseline_prefill": "an episode begins with an observation",
-    "algorithm.truncated": "an episode that is cut counts with the value of what follows",
-    "reward.give": "an episode has no tokens, and its answer no text",
-    "reward.truncated_reward": "an episode that is cut keeps its rewards",
-    "model.gguf_file": "a robot policy is policy.json and model.safetensors",
-    "model.max_context": _BOUNDED,
-}
-"""Keys of runs of text, and why an embodied run has none of them."""
-_NOTHING_SAMPLED, _NO_ROLLOUT = "its answers are the data's, and none is sampled", "no rollout takes part"
-_NO_SCORER, _EVALUATED = (
-    "no scorer takes part",
-    "a held-out answer is read by the trainer, and none is sampled",
-)
-_OF_GENERATED = {
-    **{f"sampling.{name}": _NOTHING_SAMPLED for name in SamplingSection.model_fields},
-    **{f"rollout.{name}": _NO_ROLLOUT for name in RolloutSection.model_fields if name != "helpers"},
-    **{f"reward.{name}": _NO_SCORER for name in ("evaluation", "stages", "give", "truncated_reward")},
-    **{
-        f"evaluation.{name}": _EVALUATED
-        for name in ("temperature", "samples", "max_new_tokens", "baseline_prefill")
-    },
-    "placement.rollout": _NO_ROLLOUT,
-}
-"""Keys of runs in which a rollout takes part, and why one whose data gives the answers has none without
-`evaluation.data`."""
-_OF_SAMPLED = {
-    "rollout.helpers": "they decode in its steps, and none does",
-    "algorithm.max_staleness": _NOTHING_SAMPLED,
-    "algorithm.truncated": "no limit cuts an answer",
-    "data.curriculum": "it chooses prompts by how many sampled answers pass",
-    "data.prompt.longest": "leave long rows out with data.options.longest_question",
-    "trainer.helpers": "they learn while rollouts generate",
-    "trainer.warmup.steps": "the run itself is what a warm-up is the short form of",
-}
-"""Keys of runs that sample answers, and why a run whose data gives them has none."""
-
-
-_EACH_SAYS, _LOOP_JUDGES = "each sample says how it is drawn", "its loop judges samples by itself"
-_OF_RUNS_BY_THEMSELVES = {
-    **{f"sampling.{name}": _EACH_SAYS for name in SamplingSection.model_fields},
-    **{f"reward.{name}": _LOOP_JUDGES for name in ("evaluation", "stages", "give", "truncated_reward")},
-    **{
-        f"evaluation.{name}": _LOOP_JUDGES
-        for name in ("every", "temperature", "samples", "max_new_tokens", "baseline_prefill", "data")
-    },
-    "data.heldout": _LOOP_JUDGES,
-    "data.curriculum": "its loop chooses what is asked",
-    "algorithm.max_staleness": "its loop says which version samples",
-    "algorithm.truncated": "its loop says which tokens count",
-    "rollout.chunk_tokens": "samples come whole",
-    "rollout.helpers": "its loop says when samples are made",
-    "trainer.helpers": "its loop says when gradients are made",
-    "trainer.reference": "open a session of the reference, and ask it for log-probs",
-    "trainer.warmup.steps": "its loop makes such steps with cross_entropy",
-    "trainer.draft": "its loop names all that learns",
-    "optimizer.schedule": "each step brings its learning rate",
-}
-"""Keys of runs that make their steps by themselves, and why a session has none of them."""
+from headrace_schema.sections.generating import quantized
 
 
 @dataclass(frozen=True)
@@ -177,7 +74,7 @@ _AWAY = "runs that share give their devices away while they generate, and "
 _SEES = "{run.images}, and "
 _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.ROBOT: {
-        **{key(name): f"an embodied run has none: {why}" for name, why in _OF_TEXT.items()},
+        **{key(name): f"an embodied run has none: {why}" for name, why in absent.OF_TEXT.items()},
         f.NO_ENVIRONMENT: "an embodied run acts in one",
         f.BESIDE: "an episode is made with one version",
         f.OTHER_BACKEND: (
@@ -192,7 +89,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.NOT_PLAIN_ADAMW: "a robot policy's learner has AdamW with fp32 moments alone",
     },
     f.AGENTIC: {
-        **{key(name): f"an agentic run has none: {why}" for name, why in _OF_CONVERSATIONS.items()},
+        **{key(name): f"an agentic run has none: {why}" for name, why in absent.OF_CONVERSATIONS.items()},
         f.NO_ENVIRONMENT: (
             "an agentic run speaks with one",
             "give environment.tasks: [path/to/file.py:Class], or [tools], or an agent",
@@ -201,13 +98,13 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.BESIDE: "a conversation is made with one version",
     },
     f.GIVEN: {
-        **{key(name): f"such a run has none: {why}" for name, why in _OF_SAMPLED.items()},
+        **{key(name): f"such a run has none: {why}" for name, why in absent.OF_SAMPLED.items()},
         f.SHARE: "it would share its devices while rollouts generate, and none does",
         f.IN_TURNS: ("the trainers have the devices all the time", "leave it out"),
     },
     f.READS_ALONE: {
-        **{key(name): f"such a run has none: {why}" for name, why in _OF_GENERATED.items()},
-        f.GIVEN_SCORERS: f"such a run has none: {_NO_SCORER}",
+        **{key(name): f"such a run has none: {why}" for name, why in absent.OF_GENERATED.items()},
+        f.GIVEN_SCORERS: f"such a run has none: {absent.NO_SCORER}",
     },
     f.IMITATES: {
         f.NOT_SFT: "supervised runs imitate the answers of the data, and {spec.algorithm.name} learns from rewards",
@@ -226,8 +123,8 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.OF_PAIRS: {f.TWO_ANSWERS: "a row has two answers that are compared"},
     f.OF_STEPS: {f.ONE_ANSWER: "a row has one answer, in steps"},
     f.ASKED: {
-        **{key(name): f"a session has none: {why}" for name, why in _OF_RUNS_BY_THEMSELVES.items()},
-        f.GIVEN_SCORERS: f"a session has none: {_LOOP_JUDGES}",
+        **{key(name): f"a session has none: {why}" for name, why in absent.OF_RUNS_BY_THEMSELVES.items()},
+        f.GIVEN_SCORERS: f"a session has none: {absent.LOOP_JUDGES}",
         f.NOT_ASKED_LOSSES: "in a session each call names its loss",
         f.ONE_ANSWER: "in a session a call brings any number of sequences",
         f.MORE_PROMPTS: "in a session a step takes what its loop sends",

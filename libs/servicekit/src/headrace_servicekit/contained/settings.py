@@ -47,6 +47,10 @@ class ContainedSettings(BaseModel):
         default_factory=lambda: host_memory().total // 2,
         description="memory of one worker; default: half of the host's",
     )
+    file_bytes: PositiveInt = Field(
+        1 << 30,
+        description="files of one worker at its home and in /tmp, /var/tmp and /dev/shm, which are memory of its own",
+    )
     cores: PositiveFloat = Field(
         default_factory=lambda: max(1.0, (os.cpu_count() or 1) / 2),
         description="cores of one worker; default: half of the host's",

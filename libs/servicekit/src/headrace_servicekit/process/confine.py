@@ -14,6 +14,7 @@ import site
 import stat
 import struct
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ _DAEMONS = (
     *("/run/systemd/private", "/run/snapd.socket"),
 )
 """Ways to have something done outside: cgroups of the user, D-Bus, daemons that start containers."""
+_PUBLIC = ("/tmp", "/var/tmp", "/dev/shm")
+"""Where every user may write."""
 _ENTRIES_READ = 1_000
 _FIRST_ID, _ANY_ID, _GROUP = 0x7F000000, 65533, 65533
 """Users of users' code: one for each service's process where ids are plenty, else one for all."""
@@ -55,6 +58,9 @@ class Confinement:
     processes: int = 0
     """Most processes of the user, and bytes of memory of each; 0: as many as the service may have."""
     memory_bytes: int = 0
+    home: str = ""
+    file_bytes: int = 0
+    """Most bytes of the files at its home and where every user may write, in memory of its own; 0: on the machine's."""
 
 
 class NotConfined(RuntimeError):
@@ -148,6 +154,7 @@ def installation() -> list[str]:
 
 
 def _arrange(mounts: Mounts, given: Confinement) -> None:
+    own = _own_files(mounts, given) if given.file_bytes else {}
     hidden = {os.path.realpath(path) for path in (*given.hidden, *_DAEMONS) if os.path.lexists(path)}
     kept = dict.fromkeys(map(os.path.realpath, installation()), False)
     # What is open to that user stays as open as it is; what is opened for it is read alone.
@@ -159,7 +166,7 @@ def _arrange(mounts: Mounts, given: Confinement) -> None:
         if os.path.exists(path)
     }
     for path, opened in is_open.items():
-        if not opened or _in_the_way(path, hidden, given.user):
+        if not opened or _in_the_way(path, {*hidden, *own}, given.user):
             kept[path] = bool(given.user) and opened
     kept |= dict.fromkeys((os.path.realpath(path) for path in given.write if os.path.exists(path)), True)
     kept = {path: writable for path, writable in kept.items() if path not in hidden}
@@ -169,12 +176,25 @@ def _arrange(mounts: Mounts, given: Confinement) -> None:
     closed = {each for path in kept if (each := closed_above(path, given.user)) and each not in kept}
     for path, writable in kept.items():
         mounts.take(path, writable=writable, as_user=given.user if path in as_owner else 0)
+    for path, source in own.items():
+        mounts.take(source, writable=True, place=path)
+    kept |= dict.fromkeys(own, True)
     for path in sorted({*hidden, *closed, *kept}, key=lambda each: (each.count("/"), each)):
         if path in kept:
             mounts.place(path)
         else:
             mounts.hide(path)
     mounts.finish()
+
+
+def _own_files(mounts: Mounts, given: Confinement) -> dict[str, str]:
+    """Bounds the home; where every user may write, and the folder of the home that stands for it."""
+    mounts.bound(given.home, given.file_bytes)
+    own = {}
+    for path in filter(os.path.isdir, _PUBLIC):
+        own[path] = tempfile.mkdtemp(prefix=".public-", dir=given.home)
+        os.chmod(own[path], 0o1777)
+    return own
 
 
 def _in_the_way(path: str, hidden: set[str], user: int) -> bool:

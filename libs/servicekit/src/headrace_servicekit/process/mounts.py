@@ -7,6 +7,8 @@ import os
 import signal
 import stat
 import struct
+import tarfile
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +21,7 @@ _READ_ONLY, _NO_SETUID, _MAPPED_IDS = 1, 2, 0x00100000
 
 
 class Mounts:
-    """Take what stays, then place and hide by path, from the top down."""
+    """Bound and take what stays, then place and hide by path, from the top down."""
 
     def __init__(self, libc: ctypes.CDLL) -> None:
         self._libc = libc
@@ -40,8 +42,24 @@ class Mounts:
         checked(libc.mount(None, b"/", None, flags, None), "mount /")
         return cls(libc)
 
-    def take(self, path: str, *, writable: bool, as_user: int = 0) -> None:
-        """Keeps a path as it is now; `as_user` has its owner's rights there, where the file system can map ids."""
+    def bound(self, path: str, most_bytes: int) -> None:
+        """What a folder has lies in memory from now on, where all that is written to it has this size at most."""
+        found = os.stat(path)
+        with tempfile.TemporaryFile() as kept:
+            with tarfile.open(fileobj=kept, mode="w") as archive:
+                archive.add(path, ".")
+            given = f"mode={stat.S_IMODE(found.st_mode):o},uid={found.st_uid},gid={found.st_gid},size={most_bytes}"
+            flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
+            checked(self._libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", flags, given.encode()), path)
+            kept.seek(0)
+            with tarfile.open(fileobj=kept) as archive:
+                archive.extractall(path, numeric_owner=True, filter="fully_trusted")
+
+    def take(self, path: str, *, writable: bool, as_user: int = 0, place: str = "") -> None:
+        """Keeps a path as it is now, for its own place or another one.
+
+        `as_user` has its owner's rights there, where the file system can map ids.
+        """
         flags = _CLONE_TREE | os.O_CLOEXEC | _RECURSIVE
         handle = int(self._libc.syscall(_OPEN_TREE, _HERE, os.fsencode(path), ctypes.c_uint(flags)))
         checked(handle, path)
@@ -52,10 +70,10 @@ class Mounts:
                 users = _namespace_of_ids(self._libc, owner.st_uid, owner.st_gid, as_user)
                 self._set(handle, attributes | _MAPPED_IDS, users)
                 os.close(users)
-                self._taken[path] = handle
+                self._taken[place or path] = handle
                 return
         self._set(handle, attributes)
-        self._taken[path] = handle
+        self._taken[place or path] = handle
 
     def place(self, path: str) -> None:
         """Puts what was taken at its path, whatever lies there now."""

@@ -131,7 +131,12 @@ class Worker(Generic[Message]):
             confinement = _confinement(code, scratch)
             if containment:
                 outlet = Outlet(containment.hosts) if containment.network else None
-                confinement = replace(confinement, link=outlet.link if outlet else -1)
+                confinement = replace(
+                    confinement,
+                    link=outlet.link if outlet else -1,
+                    home=str(scratch),
+                    file_bytes=containment.settings.file_bytes,
+                )
                 if not containment.groups:
                     bounds = containment.settings.bounds
                     confinement = replace(
