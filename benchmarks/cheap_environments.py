@@ -1,13 +1,13 @@
 """Environment steps a second where an environment costs next to nothing: `python benchmarks/cheap_environments.py`.
 
-CartPole × 8 with a small policy of categories. One side is the rollout's own path: the engine, episodes, turns and pools of
-`headrace_robots.rollout`, against `python -m headrace_simulator` in a process of its own over its socket. The other is a
-bare loop over gymnasium's SyncVectorEnv (which resets by itself) that asks the same policy, with seeds, for all rows of a
-step and keeps what a learner needs of it. Both take turns; the figure is the median of the rounds' ratios.
+CartPole × 8 with a small policy of categories. One side is the rollout's own path: the engine, episodes, turns and
+pools of `headrace_robots.rollout`, against `python -m headrace_simulator` in a process of its own over its socket. The
+other is a bare loop over gymnasium's SyncVectorEnv (which resets by itself) that asks the same policy, with seeds, for
+all rows of a step and keeps what a learner needs. Both take turns; the figure is the median of the rounds' ratios.
 
-Prints one JSON line: `times_slower` (bare over ours, steps a second), `bare_steps_per_s`, `steps_per_s`, and the same of
-environments in processes of their own (`times_slower_apart`, `vectorized: false`). `cpu_times_more` compares the CPU seconds
-of all processes for a step, which others on the machine change less. `--profile` says where ours spends it.
+Prints one JSON line: `times_slower` (bare over ours, steps a second), `bare_steps_per_s`, `steps_per_s`, and the same
+of environments in processes of their own (`times_slower_apart`, `vectorized: false`). `cpu_times_more` compares the CPU
+seconds of all processes for a step, which others on the machine change less. `--profile` says where ours spends it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,16 @@ OPEN_S = 120.0
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=8_000, help="environment steps of a round of each side")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds")
     parser.add_argument(
-        "--parts", type=int, default=1, help="environment.alternating, and processes of the simulator where it is vectorized"
+        "--parts",
+        type=int,
+        default=1,
+        help="environment.alternating, and processes of the simulator where it is vectorized",
     )
     parser.add_argument("--profile", action="store_true", help="functions of ours that take the most")
     options = parser.parse_args()
@@ -75,9 +80,15 @@ async def compared(options: argparse.Namespace) -> dict[str, float]:
                     ratios.append(plain / own)
                     ours.append(own)
                     bare.append(plain)
-                    costs.append((sum(ended) - sum(between)) / steps / ((between[0] - begun[0]) / options.steps))
-                    say(f"CPU us a step: bare {(between[0] - begun[0]) / options.steps * 1e6:.0f}, ours "
-                        + ", ".join(f"{(b - a) / steps * 1e6:.0f}" for a, b in zip(between, ended, strict=True)))
+                    costs.append(
+                        (sum(ended) - sum(between)) / steps / ((between[0] - begun[0]) / options.steps)
+                    )
+                    say(
+                        f"CPU us a step: bare {(between[0] - begun[0]) / options.steps * 1e6:.0f}, ours "
+                        + ", ".join(
+                            f"{(b - a) / steps * 1e6:.0f}" for a, b in zip(between, ended, strict=True)
+                        )
+                    )
             if options.profile and vectorized:
                 with cProfile.Profile(time.process_time) as profile:
                     await run(options.steps)
@@ -86,7 +97,9 @@ async def compared(options: argparse.Namespace) -> dict[str, float]:
         figures[f"steps_per_s{suffix}"] = median(ours)
         figures[f"cpu_times_more{suffix}"] = median(costs)
         figures.setdefault("bare_steps_per_s", median(bare))
-        say(f"vectorized {vectorized}: ours {median(ours):.0f}/s, bare {median(bare):.0f}/s, {median(ratios):.2f} times")
+        say(
+            f"vectorized {vectorized}: ours {median(ours):.0f}/s, bare {median(bare):.0f}/s, {median(ratios):.2f} times"
+        )
     return figures
 
 
@@ -110,7 +123,9 @@ def bare_rate(steps: int) -> float:
         chunk = own.act(Observation(torch.from_numpy(seen)), [step * COUNT + row for row in range(COUNT)])
         actions = chunk.executed_BCA[:, 0, 0].numpy()
         following, rewards, terminated, truncated, _ = envs.step(actions)
-        kept.append((seen, chunk.sampled, chunk.log_probs_BCA, chunk.values_B, rewards, terminated, truncated))
+        kept.append(
+            (seen, chunk.sampled, chunk.log_probs_BCA, chunk.values_B, rewards, terminated, truncated)
+        )
         seen = following
     seconds = time.perf_counter() - began
     envs.close()
@@ -120,11 +135,11 @@ def bare_rate(steps: int) -> float:
 @asynccontextmanager
 async def rollout(vectorized: bool, parts: int) -> Any:
     """Runs episodes by the rollout's own path: steps a second of about so many."""
-    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: ASYNC240 - before anything runs
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-", dir=shared) as folder:
         address = f"127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", "headrace_simulator", "--listen", address, "--shm-dir", folder]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 - before anything runs
         try:
             engine, pool = await opened(address, Path(folder), vectorized, parts)
             yield lambda steps: episodes(engine, pool, steps), psutil.Process(process.pid)

@@ -4,16 +4,21 @@
         headrace join HEAD --token-file head-token --outgoing --rollout 0 --simulator 1
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from headrace_robots.simulator.robot import Limit, RobotSetup
 
 
-def pick():
+def pick() -> RobotSetup:
     from lerobot.cameras.opencv import OpenCVCameraConfig
     from lerobot.robots.so101_follower import SO101Follower, SO101FollowerConfig
     from lerobot.teleoperators.so101_leader import SO101Leader, SO101LeaderConfig
 
     camera = OpenCVCameraConfig(index_or_path=0, width=320, height=240, fps=30)
-    follower = SO101Follower(SO101FollowerConfig(port="/dev/ttyACM0", id="follower", cameras={"front": camera}))
+    follower = SO101Follower(
+        SO101FollowerConfig(port="/dev/ttyACM0", id="follower", cameras={"front": camera})
+    )
     leader = SO101Leader(SO101LeaderConfig(port="/dev/ttyACM1", id="leader"))
     joints = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll")
     # In LeRobot's units: -100 to 100 of each joint's calibrated range, the gripper 0 to 100.
@@ -33,7 +38,7 @@ def pick():
     )
 
 
-def above_the_table(seen, action):
+def above_the_table(seen: Mapping[str, Any], action: Mapping[str, float]) -> str | None:
     """The two joints that lower the hand, together."""
     if action["shoulder_lift.pos"] + action["elbow_flex.pos"] > 120:
         return "the hand would go below the table"

@@ -40,7 +40,13 @@ def join(head: Host, host: Host, robot: str, *more: str) -> subprocess.Completed
     shutil.copy(head.data_dir / "token", host.data_dir / "head-token")
     variable = f"HEADRACE_SIMULATOR_ROBOT={ROOT}/examples/robots/stand_in.py:{robot}"
     words = ["env", variable, sys.executable, "-m", "headrace_cli", "join", head.address, "--name", host.name]
-    words += ["--token-file", str(host.data_dir / "head-token"), "--data-dir", str(host.data_dir), "--outgoing"]
+    words += [
+        "--token-file",
+        str(host.data_dir / "head-token"),
+        "--data-dir",
+        str(host.data_dir),
+        "--outgoing",
+    ]
     words += [*options({"simulator": 1}), "--devices", "cpu:1", *more, "--json"]
     run = {"env": clean_environment(), "cwd": ROOT, "capture_output": True, "text": True, "timeout": 240}
     return subprocess.run(host.command(*words), stdin=subprocess.DEVNULL, **run)  # type: ignore[call-overload,no-any-return]
@@ -58,7 +64,14 @@ def listening(host: Host) -> set[str]:
 def test_a_robot_behind_a_nat_learns_and_its_cut_link_loses_nothing(tmp_path: Path) -> None:
     name, more = task()
     with hosts(tmp_path, "head", "robot") as (head, robot):
-        head.json("up", "--listen", head.address, "--devices", "cpu:0", *options({"trainer": 1, "rollout": 1, "reward": 1}))
+        head.json(
+            "up",
+            "--listen",
+            head.address,
+            "--devices",
+            "cpu:0",
+            *options({"trainer": 1, "rollout": 1, "reward": 1}),
+        )
         done = join(head, robot, name, *more)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{robot.logs()}"
         found = ready(head, "trainer-0", "rollout-0", "reward-0", "simulator-0.robot")["simulator-0.robot"]

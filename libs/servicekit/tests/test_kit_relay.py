@@ -4,12 +4,13 @@ import asyncio
 
 import grpc
 import pytest
-from conftest import FLEET, REWARD, Fleet, GrpcServer
 from headrace.coordinator.v1 import fleet_pb2_grpc
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.relay import listen_for
+
+from conftest import FLEET, REWARD, Fleet, GrpcServer
 
 
 class Relaying(Fleet):
@@ -60,7 +61,10 @@ async def test_callers_come_through_the_coordinator_many_at_once_and_with_much(r
         body = "x" * (24 << 20)  # in hundreds of pieces
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.OpenRun(reward_pb2.OpenRunRequest(config_json=f"refuse:{body}"), timeout=60)
-        assert refused.value.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert refused.value.code() in (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+        )
 
 
 async def test_a_relay_that_broke_comes_back_at_the_same_address(relayed, until):
@@ -81,7 +85,7 @@ async def test_a_relay_that_broke_comes_back_at_the_same_address(relayed, until)
                 return None
 
         async with asyncio.timeout(60):
-            while not await answered():
+            while not await answered():  # noqa: ASYNC110 - another process's word
                 await asyncio.sleep(0.1)
     finally:
         await other.drain(0)

@@ -140,7 +140,7 @@ def join(
         bool,
         typer.Option(
             "--outgoing",
-            help="This host connects to the head and nobody to it, as behind a NAT: for simulators (robots) and scorers.",
+            help="This host connects to the head and nobody to it, as behind a NAT: for robots and scorers.",
         ),
     ] = False,
     ca_file: Annotated[
@@ -204,7 +204,9 @@ def _check_outgoing(options: JoinOptions, listen: str) -> None:
             problem = "others fetch weights from these, and nobody reaches a host with --outgoing"
             raise user_error(option, problem, f"write {option} 0, and --simulator 1 or --reward 1")
     if listen:
-        raise user_error("--listen", "is where others reach this host, and with --outgoing nobody does", "leave it out")
+        raise user_error(
+            "--listen", "is where others reach this host, and with --outgoing nobody does", "leave it out"
+        )
 
 
 def down(data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:

@@ -70,10 +70,16 @@ class Operator:
         except urllib.error.HTTPError as error:
             return error.code
 
+    def look(self):
+        with urllib.request.urlopen(f"{self.url}/state", timeout=20) as answer:
+            return json.loads(answer.read())
+
     async def sees(self, state):
         async with asyncio.timeout(30):
             while True:
-                text = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{self.url}/state", timeout=20).read())
+                text = await asyncio.to_thread(
+                    lambda: urllib.request.urlopen(f"{self.url}/state", timeout=20).read()
+                )
                 if json.loads(text)["state"] == state:
                     return json.loads(text)
                 await asyncio.sleep(0.01)
@@ -103,7 +109,7 @@ async def test_a_pool_acts_by_the_robots_process_and_the_host_opens_nothing_else
             await simulator.open(name, backend=backend)
         assert words in message_of(refused.value)
     with pytest.raises(grpc.aio.AioRpcError, match="stop_file"):
-        await simulator.open("make_arm", backend="robot", options={"stop_file": "/tmp/other"})
+        await simulator.open("make_arm", backend="robot", options={"stop_file": "elsewhere"})
 
 
 async def test_only_a_person_on_the_host_stops_clears_and_confirms(confirmed, port, simulator, arrays):
@@ -196,7 +202,7 @@ class Coordinator(fleet_pb2_grpc.FleetServiceServicer):
 
 @pytest.fixture
 async def behind_a_wire(port, tmp_path, monkeypatch):
-    """A robot's host that only dials, by a wire that a test cuts; a client that only knows the coordinator's address."""
+    """A robot's host that only dials, by a wire that a test cuts; a client that knows the coordinator alone."""
     monkeypatch.setenv("ARM_SILENCE_S", "0.5")
     coordinator, server = Coordinator(), GrpcServer("127.0.0.1:0", token=None, instance="coordinator")
     add = fleet_pb2_grpc.add_FleetServiceServicer_to_server
@@ -217,7 +223,7 @@ async def behind_a_wire(port, tmp_path, monkeypatch):
     await server.drain(0)
 
 
-async def test_a_lost_link_holds_the_robot_and_what_was_given_up_is_told_after_it(behind_a_wire, port):
+async def test_a_lost_link_holds_the_robot_and_what_failed_is_told_after_it(behind_a_wire, port):
     simulator, cable = behind_a_wire
     pool = await simulator.open("make_arm", backend="robot")
     assert (await pool.reset()).status == OK
@@ -237,7 +243,9 @@ async def test_a_lost_link_holds_the_robot_and_what_was_given_up_is_told_after_i
     async with asyncio.timeout(60):
         while True:
             try:
-                listed = await simulator.stub.ListEnvironments(simulator_pb2.ListEnvironmentsRequest(), timeout=5)
+                listed = await simulator.stub.ListEnvironments(
+                    simulator_pb2.ListEnvironmentsRequest(), timeout=5
+                )
                 break
             except grpc.aio.AioRpcError:
                 await asyncio.sleep(0.05)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from robot_arm import Arm, Events, Leader, arm_setup
 from headrace_robots.simulator.robot import Limit
 from headrace_robots.simulator.robot.body import Fault
 from headrace_robots.simulator.robot.setup import read_setup
 from headrace_robots.simulator.robot.station import ACTING, IDLE, RESET, STOPPED, Clocks, Station
 from headrace_simulator.backends.base import BackendError
 from pydantic import ValidationError
+from robot_arm import Arm, Events, Leader, arm_setup
 
 WAIT_S = 30.0
 
@@ -86,7 +86,7 @@ def test_a_reset_shows_what_it_has_led_to(stations):
         assert station.reset(station, seed).observation["state"][1] == pytest.approx(seed / 10)
 
 
-def test_without_actions_the_robot_holds_and_then_the_episode_is_given_up(stations):
+def test_without_actions_the_robot_holds_and_then_the_episode_fails(stations):
     station, owner = stations(silence_s=0.5), object()
     station.reset(owner, 0)
     station.act(owner, row(0.1))
@@ -104,9 +104,15 @@ def test_without_actions_the_robot_holds_and_then_the_episode_is_given_up(statio
     ("action", "words"),
     [
         (row(0, 1.5), r"limits\.turn\.pos: 1\.5 is outside of -1 to 1; lower the policy's bounds"),
-        (row(0.9), r"limits\.lift\.pos\.speed: 0\.9 after 0 is 90 a second, above 20; raise it, set slow_down"),
+        (
+            row(0.9),
+            r"limits\.lift\.pos\.speed: 0\.9 after 0 is 90 a second, above 20; raise it, set slow_down",
+        ),
         (row(np.nan), r"limits\.lift\.pos: nan is outside"),
-        (row(0.1, -0.9), r"workspace: it would hit the table; the action was lift\.pos 0\.1, turn\.pos -0\.9"),
+        (
+            row(0.1, -0.9),
+            r"workspace: it would hit the table; the action was lift\.pos 0\.1, turn\.pos -0\.9",
+        ),
     ],
 )
 def test_an_action_outside_of_the_limits_moves_nothing_and_names_the_key(stations, action, words):
@@ -191,7 +197,7 @@ def test_what_a_person_does_is_told_with_the_author_and_within_the_limits(statio
         assert "ended" in str(fault)
 
 
-def test_an_episode_that_the_person_wants_again_is_given_up(stations):
+def test_an_episode_that_the_person_wants_again_fails(stations):
     station, owner = stations(), object()
     station.reset(owner, 0)
     station.say("again", "ada")
@@ -261,11 +267,14 @@ def test_the_episodes_of_two_callers_come_one_after_the_other(stations):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"limits": {"lift.pos": Limit(low=-1, high=1)}}, "limits: 'turn.pos' of the robot's action_features has none"),
+        (
+            {"limits": {"lift.pos": Limit(low=-1, high=1)}},
+            "limits: 'turn.pos' of the robot's action_features has none",
+        ),
         ({"robot": object()}, "object has no observation_features, which LeRobot's interface of a Robot has"),
         ({"teleoperator": object()}, "LeRobot's interface of a Teleoperator"),
         ({"home": {"lift.pos": 3.0, "turn.pos": 0.0}}, r"home: lift\.pos 3 is outside of limits\.lift\.pos"),
-        ({"watchdog_s": 90.0}, "watchdog_s: the robot holds before its episode is given up"),
+        ({"watchdog_s": 90.0}, "watchdog_s: the robot holds before its episode fails"),
         ({"rate": 3}, "rate"),
     ],
 )
@@ -282,7 +291,7 @@ def test_a_robot_that_does_not_show_what_holds_it_needs_the_action():
         def observation_features(self):
             return {"angle": float}
 
-    with pytest.raises(ValidationError, match="hold: the robot shows no 'lift.pos'"):
+    with pytest.raises(ValidationError, match=r"hold: the robot shows no 'lift\.pos'"):
         arm_setup(robot=Torques())
 
 

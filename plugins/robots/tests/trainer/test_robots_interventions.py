@@ -76,7 +76,10 @@ async def test_a_policy_imitates_the_person_and_nothing_else(
         nonlocal version
         number = version.number + 1
         episodes = robots.play(policy, [robots.Reach(horizon=24) for _ in range(4)], range(4), number)
-        groups = [robots.settled(10 * number + place, [change(each)], version) for place, each in enumerate(episodes)]
+        groups = [
+            robots.settled(10 * number + place, [change(each)], version)
+            for place, each in enumerate(episodes)
+        ]
         await client.begin(version.ordinal, 1, version.number, number)
         await client.learn(version.ordinal, 1, groups)
         reply = await client.commit(version.ordinal, 1, version.number, number, settled_digest(groups))
@@ -117,9 +120,7 @@ def test_a_persons_chunks_carry_no_loss_of_an_on_policy_algorithm(robots):
         masked=False,
         episode=episode,
     )
-    scores = EpisodeScores(
-        (0, 0), Packed.of(episode.log_probs_TCA), Packed.of(np.zeros(6, np.float32)), 0.0
-    )
+    scores = EpisodeScores((0, 0), Packed.of(episode.log_probs_TCA), Packed.of(np.zeros(6, np.float32)), 0.0)
     algorithm = build_episode_algorithm(AlgorithmSection(name="ppo"))
     mask_NC = plan_credit([[_kept(member, scores, 0)]], algorithm).data.mask_NC.array()
     assert mask_NC.any(1).tolist() == [False, True] * 3

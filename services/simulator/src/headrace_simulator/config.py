@@ -25,6 +25,7 @@ class SimulatorSettings(BaseModel):
         "on; that episode is then lost",
     )
     robot: str = Field(
-        "", description="PATH.py:FUNCTION of this host's robot file: the instance is that robot, and opens nothing else"
+        "",
+        description="PATH.py:FUNCTION of this host's robot file: the instance is that robot, and opens nothing else",
     )
     open_timeout_s: PositiveFloat = Field(300.0, description="limit of making one process's environments")

@@ -1,14 +1,14 @@
 """Connections to an instance that nobody can reach, carried by one call that it makes: both ends of it.
 
-The coordinator listens in the instance's place and numbers who connects; bytes pass unread, so that encryption is between
-the caller and the instance. A call that ends takes its connections along.
+The coordinator listens in the instance's place and numbers who connects; bytes pass unread, so that encryption is
+between the caller and the instance. A call that ends takes its connections along.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -86,7 +86,7 @@ class Connections:
 
 async def listen_for(
     requests: AsyncIterator[fleet_pb2.RelayRequest], host: str
-) -> AsyncIterator[fleet_pb2.RelayResponse]:
+) -> AsyncGenerator[fleet_pb2.RelayResponse]:
     """The coordinator's end: listens at `host` while the call lasts, at the port of before where it is free."""
     first = await anext(aiter(requests), None)
     if first is None:

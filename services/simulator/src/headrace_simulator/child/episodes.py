@@ -337,13 +337,14 @@ def write_chunk(done: Sequence[Transition], outcome: simulator_pb2.EnvironmentOu
 
 def write_interventions(done: Sequence[Transition], outcome: simulator_pb2.EnvironmentOutcome) -> None:
     """What a person did in place of some of the actions, and who."""
-    persons = [each for each in done if each.done is not None]
-    if not persons:
+    theirs = {place: np.ravel(each.done) for place, each in enumerate(done) if each.done is not None}
+    if not theirs:
         return
-    size = int(np.size(persons[0].done))
-    rows = [np.full(size, np.nan) if each.done is None else np.reshape(each.done, size) for each in done]
-    write_tensor(outcome.interventions, np.stack(rows).astype(np.float32))
-    outcome.author = persons[-1].author
+    rows = np.full((len(done), len(next(iter(theirs.values())))), np.nan, np.float32)
+    for place, row in theirs.items():
+        rows[place] = row
+    write_tensor(outcome.interventions, rows)
+    outcome.author = done[max(theirs)].author
 
 
 def _info_json(info: Mapping[str, Any]) -> str:

@@ -179,7 +179,9 @@ def _payload(frame: tuple[Kind, bytes]) -> bytes:
     return payload
 
 
-async def list_environments(timeout_s: float, robot: str = "") -> tuple[list[tuple[str, str]], dict[str, str]]:
+async def list_environments(
+    timeout_s: float, robot: str = ""
+) -> tuple[list[tuple[str, str]], dict[str, str]]:
     """Backend and name of every environment, and modules of brokers by backend; see `child.__main__.catalogue`.
 
     Of a `robot`'s host: of that alone.

@@ -1,4 +1,4 @@
-"""The robot of this host as an environment: what a pool asks is asked of the robot's process. Runs in child processes."""
+"""The robot of this host as an environment: what a pool asks, the robot's process is asked. For child processes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ class Body:
         self._setup = setup
         features = setup.robot.observation_features
         self._numbers = [name for name, kind in features.items() if not isinstance(kind, tuple | list)]
-        self._images = {name: tuple(kind) for name, kind in features.items() if isinstance(kind, tuple | list)}
+        self._images = {
+            name: tuple(kind) for name, kind in features.items() if isinstance(kind, tuple | list)
+        }
         self.names = list(setup.robot.action_features)
         low, high = (
             np.array([getattr(setup.limits[name], side) for name in self.names], np.float32)
@@ -44,7 +46,9 @@ class Body:
     def arrays(self, seen: Mapping[str, Any]) -> Observation:
         """The observation by name: all numbers as `state`, and each camera. Raises Fault."""
         if missing := [name for name in (*self._numbers, *self._images) if name not in seen]:
-            raise Fault(f"observation {missing[0]!r}, which the robot's observation_features name, is missing")
+            raise Fault(
+                f"observation {missing[0]!r}, which the robot's observation_features name, is missing"
+            )
         numbers = [float(seen[name]) for name in self._numbers]
         for name, value in zip(self._numbers, numbers, strict=True):
             if not math.isfinite(value):
@@ -53,7 +57,9 @@ class Body:
         for name, shape in self._images.items():
             image = np.asarray(seen[name])
             if image.shape != shape or image.dtype != np.uint8:
-                raise Fault(f"observation {name!r} is {image.dtype} of shape {image.shape}, not uint8 of {shape}")
+                raise Fault(
+                    f"observation {name!r} is {image.dtype} of shape {image.shape}, not uint8 of {shape}"
+                )
             found[name] = image
         return found
 
@@ -84,7 +90,9 @@ class Body:
             found[name] = before[name] + min(max(action[name] - before[name], -most), most)
         return found
 
-    def check(self, action: Mapping[str, float], before: Mapping[str, float], seen: Mapping[str, Any]) -> None:
+    def check(
+        self, action: Mapping[str, float], before: Mapping[str, float], seen: Mapping[str, Any]
+    ) -> None:
         """Raises Fault for an action that is outside of the limits, too fast after the one before, or not allowed."""
         for name in self.names:
             value, limit = action[name], self._setup.limits[name]

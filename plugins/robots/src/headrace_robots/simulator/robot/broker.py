@@ -1,6 +1,7 @@
 """The robot's process: `python -m headrace_robots.simulator.robot.broker`, which the simulator service starts.
 
-It has the robot from its start to the service's end, whatever pools are opened and whichever of their processes is killed.
+It has the robot from its start to the service's end, whatever pools are opened and whichever of their processes is
+killed.
 """
 
 from __future__ import annotations

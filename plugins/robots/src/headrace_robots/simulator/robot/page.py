@@ -27,7 +27,8 @@ _PAGE = """<!doctype html><meta charset="utf-8"><title>Robot</title>
 #stop{background:#c00;color:#fff;width:100%;font-size:40px}</style>
 <button id="stop" onclick="say('stop')">STOP (space)</button>
 <p>The robot <b id="state"></b>. <span id="why"></span></p>
-<p><button onclick="say('clear')">Clear the stop</button><button onclick="say('confirmed')">The scene is ready: begin</button></p>
+<p><button onclick="say('clear')">Clear the stop</button>
+<button onclick="say('confirmed')">The scene is ready: begin</button></p>
 <p><button onclick="say('success')">Success</button><button onclick="say('failure')">Failure</button>
 <button onclick="say('again')">Do it again</button></p>
 <p><button onclick="say('take')">I take over</button><button onclick="say('give')">The policy goes on</button>
@@ -36,7 +37,8 @@ _PAGE = """<!doctype html><meta charset="utf-8"><title>Robot</title>
 const key = "SECRET", show = (id, text) => { document.getElementById(id).textContent = text; };
 const say = what => fetch("/" + what, {method: "POST", headers: {"X-Robot-Key": key},
   body: new URLSearchParams({operator: document.getElementById("operator").value})});
-document.onkeydown = e => { if (e.code === "Space" && e.target.tagName !== "INPUT") { e.preventDefault(); say("stop"); } };
+document.onkeydown = e => {
+  if (e.code === "Space" && e.target.tagName !== "INPUT") { e.preventDefault(); say("stop"); } };
 const look = () => fetch("/state").then(r => r.json()).then(s => { show("state", s.state); show("why", s.why); })
   .catch(() => show("state", "does not answer: its process has ended"));
 setInterval(look, 300); look();

@@ -21,7 +21,14 @@ from pydantic import (
 )
 
 VARIABLE = "HEADRACE_SIMULATOR_ROBOT"
-_ROBOT = ("observation_features", "action_features", "connect", "get_observation", "send_action", "disconnect")
+_ROBOT = (
+    "observation_features",
+    "action_features",
+    "connect",
+    "get_observation",
+    "send_action",
+    "disconnect",
+)
 _TELEOPERATOR = ("action_features", "connect", "get_action", "disconnect")
 
 
@@ -58,25 +65,30 @@ class RobotSetup(BaseModel):
     limits: Mapping[str, Limit] = Field(description="of each of the robot's action_features")
     teleoperator: Any = Field(None, description="an object with LeRobot's interface of a Teleoperator")
     operator: str = Field(
-        "operator", min_length=1, max_length=100, description="who intervenes, until another says so on the page"
+        "operator",
+        min_length=1,
+        max_length=100,
+        description="who intervenes, until another says so on the page",
     )
     instruction: str = Field("", description="the task in words")
     rate_hz: float = Field(20.0, gt=0, le=1000, description="observations and actions a second")
     watchdog_s: PositiveFloat = Field(
         0.1, description="without an action for so long the robot holds its position"
     )
-    silence_s: PositiveFloat = Field(5.0, description="without an action for so long the episode is given up")
+    silence_s: PositiveFloat = Field(5.0, description="without an action for so long the episode fails")
     leap_s: PositiveFloat = Field(
         0.5, description="a clock that leaps by more ends the episode, and so does a tick that is so late"
     )
     slow_down: bool = Field(
-        False, description="slow an action of the policy that is too fast down, in place of ending the episode"
+        False,
+        description="slow an action of the policy that is too fast down, in place of ending the episode",
     )
     workspace: Callable[[Mapping[str, Any], Mapping[str, float]], str | None] | None = Field(
         None, description="why an action may not be done, by what is seen and the action; None where it may"
     )
     hold: Mapping[str, float] | None = Field(
-        None, description="the action that holds; default: the observations of the same names as the action's numbers"
+        None,
+        description="the action that holds; default: the observations of the same names as the action's numbers",
     )
     home: Mapping[str, float] | None = Field(
         None, description="where a reset moves the robot first, at its limits' speeds"
@@ -89,7 +101,8 @@ class RobotSetup(BaseModel):
         None, description="called with the seed as a reset begins, before the robot moves home"
     )
     on_stop: Callable[[], None] | None = Field(
-        None, description="called once at an emergency stop, such as to cut the motors' power; default: the robot holds"
+        None,
+        description="called once at an emergency stop, such as to cut the motors' power; default: the robot holds",
     )
     stop_file: Path | None = Field(
         None, description="while it exists the robot is stopped; default: ~/.headrace-stop-NAME"
@@ -109,12 +122,16 @@ class RobotSetup(BaseModel):
     @model_validator(mode="after")
     def _of_one_robot(self) -> Self:
         if self.watchdog_s >= self.silence_s:
-            raise ValueError("watchdog_s: the robot holds before its episode is given up; give less than silence_s")
+            raise ValueError("watchdog_s: the robot holds before its episode fails; give less than silence_s")
         names, seen = list(self.robot.action_features), set(self.robot.observation_features)
         if missing := [name for name in names if name not in self.limits]:
-            raise ValueError(f"limits: {missing[0]!r} of the robot's action_features has none; give low and high")
+            raise ValueError(
+                f"limits: {missing[0]!r} of the robot's action_features has none; give low and high"
+            )
         if other := [name for name in self.limits if name not in names]:
-            raise ValueError(f"limits: {other[0]!r} is none of the robot's action_features ({', '.join(names)})")
+            raise ValueError(
+                f"limits: {other[0]!r} is none of the robot's action_features ({', '.join(names)})"
+            )
         for key in ("hold", "home"):
             self._check_action(key, names)
         if self.hold is None and (unseen := [name for name in names if name not in seen]):
@@ -144,7 +161,9 @@ class RobotSetup(BaseModel):
 def _with_all(found: Any, names: tuple[str, ...], kind: str) -> Any:
     # A property is asked of the class: that of an object may need a connection.
     if missing := [name for name in names if not hasattr(type(found), name) and not hasattr(found, name)]:
-        raise ValueError(f"{type(found).__name__} has no {missing[0]}, which LeRobot's interface of {kind} has")
+        raise ValueError(
+            f"{type(found).__name__} has no {missing[0]}, which LeRobot's interface of {kind} has"
+        )
     return found
 
 
@@ -154,7 +173,7 @@ def task_name(place: str) -> str:
 
 
 def read_setup(place: str) -> RobotSetup:
-    """The setup that PATH.py:FUNCTION returns. Raises BackendError with the key; whatever the file raises goes through."""
+    """The setup that PATH.py:FUNCTION returns. Raises BackendError with the key, and whatever the file raises."""
     try:
         found = load_factory(place, "make_robot")()
     except BackendError as error:

@@ -1,7 +1,7 @@
 """The loop that holds a robot: at a fixed rate it looks, then acts, holds or does what a person does.
 
-Who asks for an action waits for what it led to. Nothing that is asked from outside ends a stop, begins an episode that no
-person has confirmed, or moves the robot beyond its limits. Knows no wire.
+Who asks for an action waits for what it led to. Nothing that is asked from outside ends a stop, begins an episode that
+no person has confirmed, or moves the robot beyond its limits. Knows no wire.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ _LOOK_S = 0.5
 """How often one that waits looks whether its caller is still there."""
 
 
+NOTHING = Verdict()
+
+
 @dataclass(frozen=True)
 class Seen:
     """What an action, or a reset, led to. `done_A` is what a person, `author`, did in place of the action."""
 
     observation: Observation
-    verdict: Verdict = Verdict()
+    verdict: Verdict = NOTHING
     done_A: np.ndarray | None = None
     author: str = ""
 
@@ -274,7 +277,7 @@ class Station:
             asked.sent, asked.done_A, asked.author = True, self.body.row(own), self.operator
 
     def _pause(self, now: float) -> None:
-        """No action has come: the robot holds, and after a while the episode is given up."""
+        """No action has come: the robot holds, and after a while the episode fails."""
         silent = now - self._acted_at
         if silent > self.setup.silence_s:
             raise Fault(

@@ -224,7 +224,9 @@ class OffPolicyRobot(WholeRobot):
         figures: dict[str, float] = defaultdict(float)
         try:
             for data in pending:
-                self.store.insert(stored_of(data, self._policy, self.store.spaces, self._options.reward_scale))
+                self.store.insert(
+                    stored_of(data, self._policy, self.store.spaces, self._options.reward_scale)
+                )
             self._set_rates(learning_rate)
             for number in due:
                 self._update(number, self.store, self._shown, self._options.batch_size, figures)

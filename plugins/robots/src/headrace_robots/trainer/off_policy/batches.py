@@ -63,7 +63,7 @@ def stored_of(data: EpisodeData, policy: RobotPolicy, spaces: Spaces, scale: flo
     states, actions = states[:, :size].astype(np.float32), data.sampled[ACTIONS].array()
     shown_T = np.zeros(length, np.bool_)
     if "intervened" in outcome:
-        shown_T = outcome["intervened"].any(1)
+        shown_T |= outcome["intervened"].any(1)
         done_TCA = policy.head.drawn_of(torch.from_numpy(outcome["executed"][shown_T]))  # type: ignore[operator, union-attr]
         actions = actions.astype(np.float32)
         actions[shown_T] = done_TCA.float().numpy()

@@ -28,7 +28,8 @@ ACTOR = "actor"
 class Batch:
     """Drawn transitions. `actions_BCA` is what was drawn, as the policy draws; `count` the batch's size over all ranks.
 
-    `successes_B` and `returns_B` are of the whole episode; `shown_B` is true at demonstrations, and where a person acted.
+    `successes_B` and `returns_B` are of the whole episode; `shown_B` is true at demonstrations, and where a person
+    acted.
     """
 
     seen: Observation

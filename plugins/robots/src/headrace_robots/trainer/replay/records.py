@@ -35,7 +35,9 @@ CREATE TABLE IF NOT EXISTS pictures (
   episode INTEGER NOT NULL, place INTEGER NOT NULL, camera TEXT NOT NULL, body BLOB NOT NULL,
   PRIMARY KEY (episode, place, camera)) WITHOUT ROWID;
 """
-COLUMNS = "id, prompt, sample, version, added, evicted, first, chunks, terminated, success, total, shown, author"
+COLUMNS = (
+    "id, prompt, sample, version, added, evicted, first, chunks, terminated, success, total, shown, author"
+)
 
 
 class StoreProblem(Exception):

@@ -65,7 +65,7 @@ class Ring:
         *,
         terminated: bool,
         priorities: np.ndarray,
-        shown: bytes = b"",
+        shown_T: np.ndarray | None = None,
     ) -> np.ndarray:
         """Appends an episode, for which there must be room; the places of its rows."""
         length = len(rewards)
@@ -76,8 +76,8 @@ class Ring:
         self.left_N[at] = np.arange(length, -1, -1)
         self.terminated_N[at], self.episodes_N[at] = terminated, episode
         self.shown_N[at] = False
-        if shown:
-            self.shown_N[at[:-1]] = np.frombuffer(shown, np.bool_)
+        if shown_T is not None:
+            self.shown_N[at[:-1]] = shown_T
         self.priorities_N[at[:-1]], self.priorities_N[at[-1]] = priorities, 0
         self.end += length + 1
         return at

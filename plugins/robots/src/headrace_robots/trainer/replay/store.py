@@ -302,7 +302,7 @@ class ReplayStore:
             *self._split(body, kept.chunks),
             terminated=bool(kept.terminated),
             priorities=priorities,
-            shown=kept.shown,
+            shown_T=np.frombuffer(kept.shown, np.bool_) if kept.shown else None,
         )
         self._drawer.changed(at)
 
