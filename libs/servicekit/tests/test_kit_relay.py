@@ -4,23 +4,28 @@ import asyncio
 
 import grpc
 import pytest
-from headrace.coordinator.v1 import fleet_pb2_grpc
+from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.relay import listen_for
+from headrace_servicekit.rpc.server import GrpcServer
 
-from conftest import FLEET, REWARD, Fleet, GrpcServer
+FLEET, REWARD = "headrace.coordinator.v1.FleetService", "headrace.reward.v1.RewardService"
 
 
-class Relaying(Fleet):
-    """A coordinator that listens for instances as the real one does."""
+class Relaying(fleet_pb2_grpc.FleetServiceServicer):
+    """A coordinator that listens for instances as the real one does, and knows nothing else."""
 
-    calls = 0
+    def __init__(self, epoch=1):
+        self.epoch, self.calls, self.registered = epoch, 0, []
+
+    async def Register(self, request, context):
+        self.registered.append(request)
+        return fleet_pb2.RegisterResponse(coordinator_epoch=self.epoch)
 
     async def Relay(self, request_iterator, context):
         self.calls += 1
-        self.relayed = context
         async for response in listen_for(request_iterator, "127.0.0.1"):
             yield response
 
