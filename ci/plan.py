@@ -336,6 +336,7 @@ NIGHTLY = [
     _RESOLUTION,
     *(_others(name, "-m", "", timeout_s=3600) for name in ("verifiers", "web", "openenv", "nemo-gym")),
     _tinker("-m", "", timeout_s=3600),
+    Part("lerobot", ("sh", "ci/lerobot.sh"), 2400, "plugins/robots/tests"),
     *(_nightly(name, f"plugins/{name}/tests", timeout_s=1800) for name in ("environments", "containers")),
     _nightly("clusters", "integration_tests/clusters", "plugins/clusters/tests", timeout_s=7200),
     _BROWSER_ENVIRONMENT,

@@ -37,7 +37,8 @@ description; `/docs` shows it in the browser and sends requests.
 GRPC_HEAD = """# gRPC API
 
 {written}
-What the services speak to each other. Users need none of it; authors of a service of their own do.
+What the services speak to each other, for authors of a service of their own; and `SessionService`, which
+[loops of users' own](own-loop.md#over-grpc) speak.
 """
 RPC = re.compile(r"rpc (\w+)\((stream )?([\w.]+)\) returns \((stream )?([\w.]+)\)")
 FIELD = re.compile(r"^(optional |repeated )?(map<[^>]+>|[\w.]+) (\w+) = (\d+)")

@@ -30,7 +30,7 @@ def training(coordinator):
         if BAD in prompts:
             return 422, {"reason": "INVALID", "message": "weights: there is no such session", "problems": []}
         made.extend(prompts)
-        return 202, {"futures": [f"s:sample:{prompt}" for prompt in prompts]}
+        return 202, {"futures": [f"sample:{prompt}" for prompt in prompts]}
 
     def tell(got):
         there = [name for name in got.query["future"] if name != "sample:3" or got.query["future"][0] == name]

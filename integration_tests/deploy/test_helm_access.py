@@ -16,7 +16,7 @@ from headrace_servicekit.rpc.certificates import (
     put_certificate,
     request_certificate,
 )
-from headrace_servicekit.rpc.server import own_fleet
+from headrace_servicekit.rpc.tls import own_fleet
 
 
 @pytest.mark.parametrize("http", ["false", "true"])

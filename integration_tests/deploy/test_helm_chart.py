@@ -117,6 +117,22 @@ def test_the_coordinator_starts_with_the_variables_that_its_pod_gives(objects, m
     found = parse_coordinator([])
     assert (found.listen, found.http, str(found.data_dir)) == ("0.0.0.0:8471", "0.0.0.0:8470", "/data")
     assert found.redis.startswith("redis://") and found.lease_ttl == 30 and found.heartbeat == 5
+    assert found.sessions_grpc == ""
+
+
+def test_sessions_speak_grpc_where_that_is_asked_for(render):
+    objects = render("", "--set=coordinator.sessionsGrpc=true")
+    pod = workloads(objects)["coordinator"]
+    assert variables(pod)["HEADRACE_SESSIONS_GRPC"] == "0.0.0.0:8472"
+    ports = [each for each in pod["spec"]["containers"][0]["ports"] if each["name"] == "sessions"]
+    assert ports == [{"name": "sessions", "containerPort": 8472}]
+    found = {(each["kind"], each["metadata"]["name"]): each for each in objects}
+    service = found["Service", "post-coordinator"]["spec"]["ports"]
+    assert {"name": "sessions", "port": 8472, "targetPort": "sessions"} in service
+    policy = found["NetworkPolicy", "post-coordinator"]["spec"]["ingress"]
+    assert [{"port": 8472} in each["ports"] for each in policy] == [False, True], (
+        "for clients, not for the fleet"
+    )
 
 
 def test_no_variable_of_ours_is_one_that_nobody_reads(objects):

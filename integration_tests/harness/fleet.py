@@ -37,6 +37,8 @@ class Fleet:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.environment = environment
+        self.sessions_grpc = ""
+        """Where users' loops speak gRPC, if they do."""
         self._arguments = arguments
         self._seen: set[psutil.Process] = set()
         self._shared: set[Path] = set()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.fleet import Fleet
+from harness.processes import free_port
 
 
 class SharedFleet:
@@ -18,7 +19,9 @@ class SharedFleet:
     def lend(self) -> Fleet:
         """The fleet, which is up."""
         if self._fleet is None:
-            made = Fleet(self._new_data_dir(), "--simulator", "0")
+            port = str(free_port())
+            made = Fleet(self._new_data_dir(), "--simulator", "0", "--sessions-grpc", port)
+            made.sessions_grpc = f"127.0.0.1:{port}"
             self._fleet = made.__enter__()
         return self._fleet
 

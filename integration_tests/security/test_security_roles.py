@@ -12,6 +12,7 @@ import grpc
 import pytest
 from headrace.common.v1 import common_pb2, weights_pb2
 from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
+from headrace.sessions.v1 import sessions_pb2, sessions_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.service import FleetServicer
@@ -28,6 +29,8 @@ from headrace_servicekit.rpc.roles import INSTANCES, ROLES, TABLE
 from headrace_servicekit.rpc.server import GrpcServer
 
 TOKEN = "t"
+USERS = "/headrace.sessions.v1."
+"""People's, by tokens of their own, on a port where no service speaks."""
 SERVED = grpc.StatusCode.INTERNAL
 """What a servicer without methods of its own answers whoever is let in."""
 
@@ -106,8 +109,9 @@ async def status(channel, path, request=None):
     return grpc.StatusCode.OK, ""
 
 
-def test_every_rpc_has_a_row_and_every_row_an_rpc():
-    assert {path for path in TABLE if path.startswith("/headrace.")} == set(METHODS)
+def test_every_rpc_but_users_has_a_row_and_every_row_an_rpc():
+    rows = {path for path in TABLE if path.startswith("/headrace.")}
+    assert {path for path in METHODS if not path.startswith(USERS)} == rows
     assert all(roles and roles <= set(ROLES) for roles in TABLE.values())
 
 
@@ -119,10 +123,45 @@ async def test_the_whole_table(fleet, role):
         async with dial(address, token=TOKEN) as channel:
             found = {path: await status(channel, path) for path in METHODS}
     for path, (code, said) in found.items():
-        if role in TABLE[path]:
+        if role in TABLE.get(path, ()):
             assert code is SERVED and "NotImplementedError" in said, (path, code, said)
         else:
             assert code is grpc.StatusCode.PERMISSION_DENIED and f"/{role}/here" in said, (path, code, said)
+
+
+async def test_a_user_needs_the_authority_and_a_token_and_no_certificate(fleet, tmp_path):
+    refused = ServiceError(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", "no token")
+
+    async def refusal(context):
+        return None if ("authorization", "Bearer mine") in context.invocation_metadata() else refused
+
+    fleet("coordinator")
+    server = GrpcServer("127.0.0.1:0", token=TOKEN, instance="sessions", users=refusal)
+    server.add_service(
+        sessions_pb2_grpc.add_SessionServiceServicer_to_server,
+        sessions_pb2_grpc.SessionServiceServicer(),
+        "headrace.sessions.v1.SessionService",
+    )
+    address = await server.start()
+    trusted = grpc.ssl_channel_credentials((tmp_path / "authority" / "ca.pem").read_bytes())
+    named = [("grpc.ssl_target_name_override", tls.COORDINATOR_NAME)]
+    try:
+        async with (
+            grpc.aio.secure_channel(address, trusted, named) as channel,
+            grpc.aio.insecure_channel(address) as plain,
+        ):
+            stub, request = sessions_pb2_grpc.SessionServiceStub(channel), sessions_pb2.ListSessionsRequest()
+            for token, code in (("mine", SERVED), (TOKEN, grpc.StatusCode.UNAUTHENTICATED)):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.ListSessions(
+                        request, metadata=[("authorization", f"Bearer {token}")], timeout=20
+                    )
+                assert caught.value.code() is code
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await sessions_pb2_grpc.SessionServiceStub(plain).ListSessions(request, timeout=20)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE, "nothing is spoken in the clear"
+    finally:
+        await server.drain(0)
 
 
 def test_what_the_table_says_of_the_rpcs_that_matter_most():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness.fleet import Fleet
+from harness.processes import free_port
 from harness.sockets import Listening, listening, rows, watched
 
 LOOPBACK = {"127.0.0.1", "::1"}
@@ -23,9 +24,9 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory):
-    with Fleet(
-        tmp_path_factory.mktemp("sockets") / "data", "--simulator", "0", "--trainer", "2", "--rollout", "2"
-    ) as up:
+    counts = ("--simulator", "0", "--trainer", "2", "--rollout", "2")
+    sessions = ("--sessions-grpc", str(free_port()))
+    with Fleet(tmp_path_factory.mktemp("sockets") / "data", *counts, *sessions) as up:
         up.ready("rollout-0", "rollout-1", "trainer-0", "trainer-1", "reward-0")
         yield up
 
@@ -41,11 +42,11 @@ def check(found: set[Listening]) -> None:
             assert places - {"a file"}, f"{each} is not in SECURITY.md"
 
 
-def test_an_idle_fleet_has_one_port_a_service_and_the_api(fleet):
+def test_an_idle_fleet_has_one_port_a_service_and_those_of_its_users(fleet):
     found = {each for each in listening(fleet) if each.host != "unix"}
     check(listening(fleet))
     counts = {kind: sum(each.process == kind for each in found) for kind in {each.process for each in found}}
-    assert counts == {"coordinator": 2, "rollout": 2, "trainer": 2, "reward": 1}
+    assert counts == {"coordinator": 3, "rollout": 2, "trainer": 2, "reward": 1}
 
 
 @pytest.mark.parametrize("kind", RUNS)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
+import grpc
+import httpx
 import pytest
 import torch
 from harness.ledger import audit
+from harness.processes import ROOT
 from harness.waiting import wait_for
 from headrace.client import Datum, HeadraceError, Training
+from headrace.sessions.v1 import sessions_pb2
+from headrace.sessions.v1.sessions_pb2_grpc import SessionServiceStub
 from transformers import AutoModelForCausalLM
 
 ROWS = [[5, 9, 12, 7, 20, 4], [8, 8, 3, 30, 11, 6, 9]]
@@ -85,15 +91,98 @@ def post(training, seq, call):
 
 
 def result(training, future, wait_s=60.0):
-    name = future.partition(":")[2]
-    found = training._http.get(
-        f"/v1/sessions/{training.session}/results", future=name, wait_s=min(wait_s, 25.0)
-    )
-    return found["results"][name]
+    path = f"/v1/sessions/{training.session}/results"
+    return training._http.get(path, future=future, wait_s=min(wait_s, 25.0))["results"][future]
 
 
 def gradient_call():
     return {"kind": "forward_backward", "data": [each.model_dump() for each in data()]}
+
+
+def over_http(fleet):
+    routes = {
+        "OpenSession": ("POST", ""),
+        "GetSession": ("GET", "/{session}"),
+        "CallSession": ("POST", "/{session}/calls"),
+        "SampleSession": ("POST", "/{session}/samples"),
+        "GetResults": ("GET", "/{session}/results"),
+        "CloseSession": ("POST", "/{session}:close"),
+    }
+
+    def ask(rpc, session="", body=None, **query):
+        method, path = routes[rpc]
+        url = f"{fleet.url}/v1/sessions{path.format(session=session)}"
+        answer = httpx.request(method, url, json=body, params=query, headers=fleet.headers, timeout=60)
+        assert answer.is_success, answer.text
+        return answer.json()
+
+    return ask
+
+
+def over_grpc(fleet):
+    channel = grpc.insecure_channel(fleet.sessions_grpc)
+
+    def ask(rpc, body=None, **fields):
+        stub, request = SessionServiceStub(channel), getattr(sessions_pb2, f"{rpc}Request")
+        given = {"body": json.dumps(body)} if body else {}
+        metadata = [("authorization", fleet.headers["Authorization"])]
+        return json.loads(getattr(stub, rpc)(request(**given, **fields), metadata=metadata, timeout=60).body)
+
+    return ask
+
+
+@pytest.mark.parametrize("speaking", [over_http, over_grpc])
+def test_the_same_session_over_http_and_over_grpc(fleet, tiny_model, speaking):
+    ask = speaking(fleet)
+    model = {"path": str(tiny_model), "dtype": "float32"}
+    session = ask("OpenSession", body={"workflow": "session", "model": model, "export": False})["id"]
+    calls = [
+        gradient_call(),
+        {"kind": "optim_step", "learning_rate": RATE},
+        {"kind": "publish"},
+        gradient_call(),
+    ]
+    futures = [
+        ask("CallSession", session=session, body={"seq": seq, "call": call})["future"]
+        for seq, call in enumerate(calls, 1)
+    ]
+
+    def results(futures):
+        found = ask("GetResults", session=session, future=futures, wait_s=20.0)["results"]
+        return found if len(found) == len(futures) and found[futures[0]]["kind"] != "pending" else None
+
+    found = wait_for(lambda: results(futures[::-1]), "results")  # the last one is waited for
+    before, step, published, after = (found[future] for future in futures)
+    assert step["version"] == published["version"] == ask("GetSession", session=session)["published"]
+    assert before["metrics"]["loss:sum"] == pytest.approx(plain_losses(tiny_model, 2)[0], rel=1e-3)
+    assert after["metrics"]["loss:sum"] == pytest.approx(plain_losses(tiny_model, 2)[1], rel=1e-3)
+    asked = {"samples": [{"prompt": ROWS[0][:3], "max_tokens": 4, "seed": 5}]}
+    (future,) = ask("SampleSession", session=session, body=asked)["futures"]
+    sampled = wait_for(lambda: results([future]), "samples")[future]
+    assert sampled["version"] == published["version"]
+    ask("CloseSession", session=session)
+    assert fleet.client.wait(session, timeout=120).state == "SUCCEEDED"
+    SAMPLED.setdefault("first", sampled["sequences"])
+    assert sampled["sequences"] == SAMPLED["first"], "one seed, the same weights: by any wire"
+
+
+SAMPLED = {}
+
+
+def test_what_the_page_shows_of_grpc_works(fleet, tiny_model, capsys):
+    page = (ROOT / "docs" / "own-loop.md").read_text().partition("## Over gRPC")[2]
+    code = page.partition("```python\n")[2].partition("```")[0]
+    for shown, here in (
+        ("127.0.0.1:8472", fleet.sessions_grpc),
+        (".headrace/models/tiny", str(tiny_model)),
+        (".headrace/http-token", str(fleet.data_dir / "http-token")),
+    ):
+        assert shown in code
+        code = code.replace(shown, here)
+    names = {}
+    exec(compile(code, "own-loop.md", "exec"), names)
+    assert float(capsys.readouterr().out) > 1
+    fleet.end(names["session"])
 
 
 @pytest.mark.nightly  # quick: the first test; here a trainer dies between the gradients of a step
@@ -123,7 +212,7 @@ def test_a_restarted_coordinator_knows_calls_and_results(own_fleet, tiny_model):
         first = training.forward_backward(data()).result(240)
         fleet.kill("coordinator")
         training.optim_step(RATE).result(240)
-        assert result(training, f"{training.session}:call:1")["log_probs"] == first.log_probs
+        assert result(training, "call:1")["log_probs"] == first.log_probs
         assert training.info().step == 1
         training.close()
         assert fleet.client.wait(training.session, timeout=240).state == "SUCCEEDED"

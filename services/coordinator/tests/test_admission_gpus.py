@@ -302,6 +302,32 @@ def test_policies_in_one_engine_have_their_base_once_and_are_corrected_for_where
     assert "correction" not in exact[0].algorithm.options
 
 
+def taught(path):
+    """A run whose teacher reads answers beside the policy's engine."""
+    teacher = {"trainer": {"reference": path}} if path else {}
+    return {"algorithm": {"name": "distill", "options": {"top_k": 8}}, **teacher}
+
+
+def test_frozen_models_beside_an_engine_take_of_its_memory(model_of):
+    own, one = {"model": model_of(QWEN_7B)}, spans(1)
+    alone, _ = decided(CARDS, **own, **one)
+    beside, note = decided(CARDS, **own, **one, **taught(model_of(QWEN_7B)))
+    assert "beside frozen models of 14.2 GiB" in note
+    assert beside.rollout.max_concurrency < alone.rollout.max_concurrency
+    role = {"path": model_of(QWEN_7B)["path"]}
+    roles = {"environment": {"backend": "conversation", "tasks": ["a.py:A"], "roles": {"a": role, "b": role}}}
+    _, note = decided(CARDS, **own, **one, workflow="agentic", **roles)
+    assert "beside frozen models of 14.2 GiB" in note, "one that plays two roles is there once"
+    apart = {**role, "own_devices": True}
+    _, note = decided(
+        CARDS, **own, **one, workflow="agentic", environment={**roles["environment"], "roles": {"a": apart}}
+    )
+    assert "frozen" not in note, "it has devices of its own"
+    teacher = model_of(QWEN_72B, "teacher")
+    found = problems({**own, **one, **taught(teacher)}, CARDS)["trainer.reference.path"]
+    assert "135.4 GiB are on the policy's devices too: weights of 149.6 GiB in all on 1 x 72.0 GiB" in found
+
+
 def learning_beside(algorithm):
     """A quantised run with a policy of this algorithm beside its own; None: as its own learns."""
     roles = {"tutor": {"policy": "tutor"}, "guide": {"policy": "guide"}}

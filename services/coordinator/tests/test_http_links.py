@@ -74,6 +74,8 @@ def test_no_token_is_for_the_loopback_alone(tmp_path):
     assert _http_token(asked(tmp_path, "--no-token")) is None
     with pytest.raises(Refusal, match="run code here"):
         _http_token(asked(tmp_path, "--no-token", "--http", "0.0.0.0:8470"))
+    with pytest.raises(Refusal, match=r"everybody who reaches 0\.0\.0\.0:8472"):
+        _http_token(asked(tmp_path, "--no-token", "--sessions-grpc", "0.0.0.0:8472"))
 
 
 def test_a_named_file_that_is_missing_is_a_sentence(tmp_path):

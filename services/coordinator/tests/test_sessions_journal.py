@@ -60,6 +60,16 @@ def test_a_journal_that_is_read_again_knows_calls_results_and_names(tmp_path):
     assert Journal(tmp_path).named == {}
 
 
+def test_a_result_that_a_power_cut_left_empty_is_none_and_is_settled_again(tmp_path):
+    written(tmp_path, [(GRADIENT, TOLD)])
+    (file,) = (tmp_path / "calls").glob("*.ok.json")
+    file.write_bytes(b"")
+    again = Journal(tmp_path)
+    assert again.outcomes == {} and again.result(1) is None and again.call(1) == GRADIENT
+    again.settle(1, TOLD)
+    assert Journal(tmp_path).result(1) == TOLD
+
+
 @pytest.mark.parametrize(
     ("terminal", "position"),
     [

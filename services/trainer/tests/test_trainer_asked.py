@@ -11,9 +11,11 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_modelkit.loading import load_model
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import set_digest
+from headrace_trainer.session.calls import by_prompt, sequence_sample
 from trainer_calls import refusal, refused
 
 SESSION = {"name": "session", "group_size": 1, "prompts_per_step": 1}
+NUMBERS = ("weights", "advantages", "log_probs")
 ROWS = [[5, 9, 12, 7, 20, 4], [8, 8, 3, 30]]
 ADAM = {
     "learning_rate": 1e-2,
@@ -164,6 +166,38 @@ async def test_several_calls_add_up_and_targets_may_be_several_of_a_position(
     committed = await step(client, prompts=2, grad_clip_norm=0.0)
     assert committed.figures["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     assert (committed.sequence_count, committed.token_count) == (2, 6 + 8)
+
+
+async def test_sequences_of_a_prompt_are_computed_together_and_told_in_the_calls_order(
+    client, make_config, tiny_directory
+):
+    await client.open(make_config(algorithm=SESSION))
+    await client.begin(0, 1, 1, 2)
+    prompts, model = ([5, 9, 12], [5, 9, 30, 4]), plain(tiny_directory)
+    given = []
+    for place in range(6):
+        prompt, answer = prompts[place % 2], [3 + place, 7, 11 + place]
+        ids, before = [*prompt, *answer], [0.0] * (len(prompt) - 1)
+        told = (
+            {"weights": [*before, 1.0, 1.0, 1.0]} if place < 4 else {"advantages": [*before, 1.0, -1.0, 1.0]}
+        )
+        given.append(trainer_pb2.LossSequence(token_ids=ids[:-1], targets=ids[1:], **told))
+    samples = [
+        sequence_sample(*(list(getattr(each, name)) for name in ("token_ids", "targets", *NUMBERS)))
+        for each in given
+    ]
+    grouped = by_prompt(samples)
+    assert [[samples.index(each) for each in group] for group in grouped] == [[0, 2, 4], [1, 3, 5]]
+    for learn in (True, False):
+        reply = await ask(client, given, learn=learn)
+        for found, each in zip(reply.sequences, given, strict=True):
+            assert list(found.values) == pytest.approx(log_probs(model, each).tolist(), abs=1e-4)
+
+
+def test_sequences_of_which_all_tokens_count_are_together_where_they_begin_alike():
+    rows = [[*range(40), last] for last in (50, 51)] + [[9, 8, 7], [9, 8, 6]]
+    samples = [sequence_sample(row[:-1], row[1:], [], [], []) for row in rows]
+    assert list(map(len, by_prompt(samples))) == [2, 1, 1]
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}])

@@ -136,6 +136,8 @@ def test_what_the_leader_lends_is_planned_where_it_fits_and_costs_no_layout(make
     assert "cuda_ipc gives way to shm" in short.reason
     by_ranks = planned(config | {"weights": {"publish": "ranks"}}, ranks=2)
     assert 2 * by_ranks.host["published versions"] == without.host["published versions"]
+    unread = planned(lending | {"installed": False}, rooms=GPU)
+    assert unread.host["published versions"] == 0 and LENT not in unread.device, "nobody takes them"
 
 
 def test_a_layout_is_taken_where_a_tenth_more_fits_and_the_host_has_its_part(make_config):

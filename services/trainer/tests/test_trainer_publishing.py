@@ -14,7 +14,7 @@ from headrace_trainer.backends.fsdp.loading import HostCopies
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.step import Version
 from headrace_trainer.versions.parts import RankPart, owners_of, staged_parts
-from headrace_trainer.versions.publishing import CAST_ELEMENTS, Publisher
+from headrace_trainer.versions.publishing import CAST_ELEMENTS, Publisher, Unread
 
 LAYOUT = [("embed", "bfloat16", (3, CAST_ELEMENTS)), ("head", "bfloat16", (7,)), ("seen", "int64", ())]
 
@@ -63,6 +63,38 @@ def test_several_threads_write_the_bytes_and_digests_that_one_does(store, monkey
         )
         found.append([entry.digest for entry in stored.manifest.entries])
     assert found[0] == found[1] and torch.get_num_threads() == before
+
+
+def test_a_version_that_nobody_takes_has_its_digest_and_no_bytes(store):
+    wide = torch.randn(3, 5 * CAST_ELEMENTS + 7)
+    layout = [("wide", "bfloat16", tuple(wide.shape)), ("head", "float32", (7,)), ("empty", "float32", (0,))]
+    given = {"wide": wide, "head": torch.arange(7.0), "empty": torch.empty(0)}
+    publisher, unread = Publisher(store, "runs/r", layout), Unread(layout, CheckpointNames({}))
+    digest = publisher.stage(1, iter(given.items()))
+    manifest = publisher.publish(Version(1, 0, 0, "")).manifest
+    before = len(list(store.directory.glob("*.weights")))
+    assert unread.stage(1, iter(given.items())) == digest
+    assert unread.publish(Version(1, 0, 0, "")) == manifest
+    with pytest.raises(Refusal, match="version 2 is not staged"):
+        unread.publish(Version(2, 1, 1, ""))
+    with pytest.raises(Refusal, match=r"tensor head has 1 NaN"):
+        unread.stage(2, iter({**given, "head": torch.full((7,), math.nan)[:1]}.items()))
+    assert len(list(store.directory.glob("*.weights"))) == before
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}])
+async def test_a_run_whose_versions_nobody_takes_keeps_none(client, make_config, tmp_path, lora):
+    configs = {each: make_config(installed=each, trainer={"lora": lora}) for each in (True, False)}
+
+    async def held(version):
+        published = await client.publish(version.number)
+        assert published.version.digest == published.manifest.digest == version.digest
+        return sum(file.stat().st_size for file in (tmp_path / "shm").rglob("*.weights"))
+
+    taken = (await client.open(configs[True])).version
+    assert await held(taken) > 0
+    unread = await client.reopen_with(configs[False])
+    assert unread.digest == taken.digest and await held(unread) == 0
 
 
 def test_a_part_with_nan_is_named_with_its_rank_once_the_others_have_theirs(store):

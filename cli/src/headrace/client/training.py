@@ -295,13 +295,12 @@ class Training:
             return self._answers.pop(future)
         self._open.pop(future, None)
         names = [future, *(islice(list(self._open), MOST_TOGETHER - 1) if samples else ())]
-        asked = [each.partition(":")[2] for each in names]
-        found = self._http.get(f"{self._path}/results", future=asked, wait_s=wait_s)["results"]
-        for name, own in zip(names[1:], asked[1:], strict=True):
-            if own in found and name in self._open:
-                self._answers[name] = found[own]
+        found = self._http.get(f"{self._path}/results", future=names, wait_s=wait_s)["results"]
+        for name in names[1:]:
+            if name in found and name in self._open:
+                self._answers[name] = found[name]
                 del self._open[name]
-        return found[asked[0]]
+        return found[future]
 
     def _wait(self, sent: Future[str], again: Callable[[], str] | None, timeout: float | None) -> Any:
         deadline = None if timeout is None else time.monotonic() + timeout

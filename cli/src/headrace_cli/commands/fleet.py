@@ -70,6 +70,15 @@ def up(
         ),
     ] = LOOPBACK,
     name: HostName = "",
+    sessions_grpc: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port at which loops of your own speak gRPC too (docs/own-loop.md).",
+            show_default=False,
+        ),
+    ] = 0,
     no_token: NoToken = False,
     tls: Annotated[
         bool,
@@ -83,6 +92,9 @@ def up(
     from headrace_cli.launcher.data_dir import DataDir
     from headrace_cli.launcher.hosts import require_own_address
 
+    if cluster.on and sessions_grpc:
+        fix = "set HEADRACE_SESSIONS_GRPC where the head's processes have their environment from"
+        raise user_error("--sessions-grpc", "is of one host, and --on starts a fleet on a cluster", fix)
     if start_on_cluster(cluster, options, port=port, no_token=no_token, tls=tls):
         return
     if listen != LOOPBACK:
@@ -91,7 +103,14 @@ def up(
             raise user_error(
                 "--no-token", "everybody who reaches --listen could run code here", "leave it out"
             )
-    plan = options.plan(port, encrypt=tls, no_token=no_token, listen=listen, host=name or host_name())
+    plan = options.plan(
+        port,
+        encrypt=tls,
+        no_token=no_token,
+        listen=listen,
+        host=name or host_name(),
+        sessions_grpc=sessions_grpc,
+    )
     if plan.certificates:
         _certify(DataDir.at(options.data_dir), plan, options.tls_files)
     start(plan, options)

@@ -71,6 +71,8 @@ class FleetPlan:
     head: Head | None = None
     outgoing: bool = False
     """Nobody reaches this host: its processes listen on the loopback, and are reached through the head."""
+    sessions_grpc: int = 0
+    """Port at which users' own loops speak gRPC; 0: by HTTP alone."""
     tls: Literal["", "made", "given"] = ""
     """The HTTP API is encrypted too, by certificates of the fleet's own authority, or by the user's files."""
 
@@ -144,6 +146,11 @@ class Wiring:
             ),
             *("--data-dir", str(self.data_dir), "--token-file", str(self.token_file)),
             *(("--http-token-file", str(file)) if file else ("--no-token",)),
+            *(
+                ("--sessions-grpc", host_port(self.plan.listen, self.plan.sessions_grpc))
+                if self.plan.sessions_grpc
+                else ()
+            ),
             *(
                 ("--authority-dir", str(keys), "--join-token-file", str(place.token_file))
                 if self.plan.certificates == "made"

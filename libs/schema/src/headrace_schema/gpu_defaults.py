@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_schema.learner_size import FEWEST_TOKENS, MOST_TOKENS, Learner, fit
-from headrace_schema.model_size import ModelSize, model_size
+from headrace_schema.model_size import ModelSize, model_size, text_config
+from headrace_schema.openings import role_model
 from headrace_schema.rules.learning import model_ranks
-from headrace_schema.sections.generating import engine_gpus, engine_hosts
+from headrace_schema.sections.generating import ModelSection, engine_gpus, engine_hosts
 from headrace_schema.sections.learning import TrainerSection
 from headrace_schema.sections.policies import adapters_of
 from headrace_schema.spec import RunSpec
@@ -176,18 +177,37 @@ def longest_sequence(spec: RunSpec, share: float = 1.0) -> int:
 
 
 def engine_weights(spec: RunSpec, options: Mapping[str, Any], size: ModelSize) -> tuple[float, str]:
-    """Bytes of the weights of a run's policies on the devices of its own one's engine, and of several, in words, where
-    they come from: each policy has an engine, or with rollout.enable_lora all have one.
+    """Bytes of the weights of a run's models on the devices of its own policy's engine, and of several, in words, where
+    they come from: each policy has an engine, or with rollout.enable_lora all have one; so has each frozen model.
     """
     each, sharing = size.weight_bytes(options.get("quantization")), 1
     for policy in spec.policies.values():
         sharing += not policy.own_devices and policy.model in (None, spec.model)
+    frozen = sum(frozen_bytes(spec, options).values())
+    more = f", beside frozen models of {frozen / GIB:.1f} GiB" if frozen else ""
     if not spec.rollout.enable_lora:
-        return sharing * each, f", beside the weights of {sharing} policies" if sharing > 1 else ""
+        words = f", beside the weights of {sharing} policies" if sharing > 1 else ""
+        return sharing * each + frozen, words + more
     found = adapters_of(spec.model, spec.trainer, spec.policies)
     own = ADAPTER_BYTES * size.adapter_sides * sum(lora.rank for lora in found.values())
     words = f", beside one base ({each / GIB:.1f} GiB) and adapters of {len(found)} ({own / GIB:.2f} GiB)"
-    return each + own, words
+    return each + own + frozen, words + more
+
+
+def frozen_bytes(spec: RunSpec, options: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of the weights of each frozen model on the devices of a policy's engine, by the key that names it first: a
+    teacher that reads answers, and models that play roles. Those of unknown size are left out.
+    """
+    named: dict[str, ModelSection] = {}
+    if spec.teacher_top and spec.trainer.reference is not None:
+        named["trainer.reference.path"] = spec.trainer.reference
+    for name, role in (spec.environment.roles if spec.environment else {}).items():
+        if role.path and not role.own_devices:
+            model = role_model(spec.model, role)
+            if model not in named.values():  # one that plays several roles is there once
+                named[f"environment.roles.{name}.path"] = model
+    sizes = {key: model_size(text_config(model)) for key, model in named.items()}
+    return {key: size.weight_bytes(options.get("quantization")) for key, size in sizes.items() if size}
 
 
 def _tokens(spec: RunSpec, size: ModelSize | None, gpus: Gpus) -> Default:

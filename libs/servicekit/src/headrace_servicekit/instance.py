@@ -32,8 +32,8 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.metrics import CHECKPOINTS, WEIGHTS, watch
 from headrace_servicekit.rpc.relay import Relay
 from headrace_servicekit.rpc.requests import check_name
-from headrace_servicekit.rpc.server import AddServicer, GrpcServer, check_listen
-from headrace_servicekit.rpc.tls import keys_folder, tls_dir
+from headrace_servicekit.rpc.server import AddServicer, GrpcServer
+from headrace_servicekit.rpc.tls import check_listen, keys_folder, tls_dir
 from headrace_servicekit.weights.store import WeightStore
 
 __all__ = ["Instance", "InstanceConfig", "parse_instance_config"]

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from headrace_modelkit.errors import ModelNotReadable
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from pydantic import ValidationError
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from headrace_robots.policies.directory import save_policy, tokenizer_files
+from headrace_robots.policies.directory import load_policy, save_policy, tokenizer_files
 from headrace_robots.policies.policy import RobotPolicy
-from headrace_robots.policies.published import Wanted, read_json
+from headrace_robots.policies.published import Checkpoint, Wanted, read_json
 
+_HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+BASE_FILES = ("*.json", "*.model")
+"""Of a language model: its sizes and its tokenizer, not its weights."""
 FAMILIES = ("openvla", "pi", "smolvla", "act", "diffusion")
 """Packages whose `published` module reads checkpoints: `recognises` a config.json, and `read` the policy."""
 
@@ -38,8 +47,35 @@ def convert(published: Path, target: Path, wanted: Wanted) -> None:
     save_policy(policy, target, tokenizer=source if policy.config.reads else None)
 
 
+def deploy(published: Path, trained: Path, target: Path, wanted: Wanted) -> None:
+    """Writes `target` as the checkpoint is, with the weights of a policy directory that was trained from it.
+
+    LeRobot and openpi read it as they read `published`. Raises ModelNotReadable.
+    """
+    if target.exists():
+        raise ModelNotReadable(f"{target} is there already; name a directory that is not")
+    policy = load_policy(trained)
+    wanted = replace(
+        wanted, base=wanted.base or trained, chosen={"cameras": policy.config.cameras, **wanted.chosen}
+    )
+    weights = read_published(published, wanted).with_weights(policy)
+    weight_files = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+    shutil.copytree(published, target, ignore=shutil.ignore_patterns(*weight_files, ".cache", ".git"))
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
 def load_published(published: Path, wanted: Wanted) -> RobotPolicy:
-    """The policy of a checkpoint, by the family that its config.json is of. Raises ModelNotReadable."""
+    """The policy of a checkpoint. Raises ModelNotReadable."""
+    try:
+        return read_published(published, wanted).policy()
+    except ModelNotReadable:
+        raise
+    except ValueError as error:
+        raise ModelNotReadable(f"cannot read a checkpoint from {str(published)!r}: {error}") from error
+
+
+def read_published(published: Path, wanted: Wanted) -> Checkpoint:
+    """A checkpoint, by the family that its config.json is of. Raises ModelNotReadable."""
     stated = read_json(published / "config.json")
     modules: list[Any] = [
         import_module(f"headrace_robots.policies.{family}.published") for family in FAMILIES
@@ -50,7 +86,7 @@ def load_published(published: Path, wanted: Wanted) -> RobotPolicy:
             f"{published / 'config.json'} is of no family that is read: {', '.join(FAMILIES)}"
         )
     try:
-        found: RobotPolicy = family.read(published, wanted)
+        found: Checkpoint = family.read(published, wanted)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -60,15 +96,35 @@ def load_published(published: Path, wanted: Wanted) -> RobotPolicy:
     return found
 
 
+def directory_of(given: str, patterns: Sequence[str] | None = None) -> Path:
+    """A directory, or the hub's copy of ORG/NAME or ORG/NAME@REVISION on this host. Raises ModelNotReadable."""
+    if Path(given).exists() or not (named := _HUB.fullmatch(given)):
+        return Path(given)
+    try:
+        allowed = None if patterns is None else list(patterns)
+        return Path(snapshot_download(named["name"], revision=named["revision"], allow_patterns=allowed))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotReadable(f"{given} is no directory, and the hub does not give it: {error}") from error
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 1 and a sentence when the checkpoint cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m headrace_robots.convert", description=__doc__)
-    parser.add_argument("published", type=Path, help="directory of the checkpoint, as the hub serves it")
+    parser.add_argument(
+        "published",
+        help="the checkpoint as the hub has it: its directory, or ORG/NAME[@REVISION], which is fetched",
+    )
     parser.add_argument("policy", type=Path, help="directory to write; one that is there is replaced")
     parser.add_argument(
-        "--base",
+        "--weights",
         type=Path,
-        help="directory of the language model that it began with: tokenizer, sizes of SmolVLA",
+        metavar="TRAINED",
+        help="a policy directory that was trained from the checkpoint, such as a run's export: POLICY is then written "
+        "as the checkpoint is, with its weights, for LeRobot or openpi to deploy",
+    )
+    parser.add_argument(
+        "--base",
+        help="directory (or ORG/NAME) of the language model that it began with: tokenizer, sizes of SmolVLA",
     )
     parser.add_argument(
         "--statistics",
@@ -121,8 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = {name: value for name in fields if (value := getattr(asked, name)) is not None}
     try:
         clip = None if asked.clip is None else (asked.clip[0], asked.clip[1])
-        wanted = Wanted(chosen, asked.base, asked.statistics, asked.unnorm_key, clip)
-        convert(asked.published, asked.policy, wanted)
+        published = directory_of(asked.published)
+        base = directory_of(asked.base, BASE_FILES) if asked.base else None
+        wanted = Wanted(chosen, base, asked.statistics, asked.unnorm_key, clip)
+        if asked.weights:
+            deploy(published, asked.weights, asked.policy, wanted)
+        else:
+            convert(published, asked.policy, wanted)
     except ModelNotReadable as error:
         sys.stderr.write(f"{error}\n")
         return 1

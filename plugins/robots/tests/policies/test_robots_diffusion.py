@@ -102,7 +102,11 @@ def predicted(policy, point, time, condition):
 
     def conv(x, name):
         x = F.conv1d(x, w[f"{name}.block.0.weight"], w[f"{name}.block.0.bias"], padding=1)
-        return F.mish(F.group_norm(x, 4, w[f"{name}.block.1.weight"], w[f"{name}.block.1.bias"]))
+        return F.mish(
+            F.group_norm(
+                x, 8 if name == "final_conv.0" else 4, w[f"{name}.block.1.weight"], w[f"{name}.block.1.bias"]
+            )
+        )
 
     def residual(x, given, name):
         scale, bias = linear(F.mish(given), f"{name}.cond_encoder.1")[..., None].chunk(2, 1)

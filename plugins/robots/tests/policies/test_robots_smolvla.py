@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ import torch.nn.functional as F
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.presets.tiny import character_tokenizer
 from headrace_modelkit.weights import state_tensors
-from headrace_robots.convert import convert, load_published
+from headrace_robots.convert import convert, deploy, load_published, main
 from headrace_robots.policies.directory import load_policy, policy_config, save_policy
 from headrace_robots.policies.gaussian import row_noise
 from headrace_robots.policies.policy import ACTIONS, Observation
 from headrace_robots.policies.published import Wanted
 from headrace_robots.tiny import CHARACTERS, tiny_fields
-from safetensors.torch import save_file
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 PROMPTS = ((2, 5, 6, 7), (2, 9))
 
@@ -251,6 +253,46 @@ def test_a_published_checkpoint_becomes_a_policy_directory(checkpoint, tmp_path)
     normalised = found._state(raw, torch.device("cpu"), 6)
     torch.testing.assert_close(normalised, torch.tensor([[2.0, 0.0, 0.0, 0.0, 0.0, 0.0]]))
     assert (tmp_path / "policy" / "tokenizer.json").is_file()
+
+
+def test_trained_weights_go_back_into_a_checkpoint(checkpoint, tmp_path):
+    own, base, _ = checkpoint
+    convert(own, tmp_path / "policy", Wanted(base=base))
+    trained = shaken(load_policy(tmp_path / "policy"))
+    save_policy(trained, tmp_path / "trained", tokenizer=base)
+    deploy(own, tmp_path / "trained", tmp_path / "deployed", Wanted(base=base))
+    again = dict(state_tensors(load_published(tmp_path / "deployed", Wanted(base=base))))
+    for name, tensor in state_tensors(trained):
+        if not name.startswith(("value_head.", "noise_head.")):
+            assert torch.equal(again[name], tensor), name
+    before, after = (load_file(each / "model.safetensors") for each in (own, tmp_path / "deployed"))
+    assert before.keys() == after.keys()
+    head = "model.vlm_with_expert.vlm.lm_head.weight"
+    assert torch.equal(before[head], after[head]), "what the policy does not use stays"
+    assert (tmp_path / "deployed/config.json").read_bytes() == (own / "config.json").read_bytes()
+    with pytest.raises(ModelNotReadable, match="is there already"):
+        deploy(own, tmp_path / "trained", tmp_path / "deployed", Wanted(base=base))
+    save_policy(policy_config(fields(action_width=4)).build(0), tmp_path / "other", tokenizer=base)
+    with pytest.raises(ModelNotReadable, match="was not made of this checkpoint: they differ in action_"):
+        deploy(own, tmp_path / "other", tmp_path / "none", Wanted(base=base))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_checkpoint_is_named_as_the_hub_names_it(checkpoint, tmp_path, monkeypatch, capsys):
+    """From the hub's cache, as it is where there is no network."""
+    own, base, _ = checkpoint
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name, folder in {"lerobot--smolvla_base": own, "HuggingFaceTB--SmolVLM2": base}.items():
+        kept = tmp_path / "hub" / f"models--{name}"
+        (kept / "refs").mkdir(parents=True)
+        (kept / "refs/main").write_text("a" * 40)
+        shutil.copytree(folder, kept / "snapshots" / ("a" * 40))
+    target = tmp_path / "policy"
+    assert main(["lerobot/smolvla_base", str(target), "--base", "HuggingFaceTB/SmolVLM2"]) == 0
+    assert load_policy(target).config.cameras == ("front", "wrist")
+    assert main(["lerobot/smolvla_bose", str(target)]) == 1
+    assert "lerobot/smolvla_bose is no directory, and the hub does not give it" in capsys.readouterr().err
 
 
 def test_what_a_checkpoint_lacks_is_named(checkpoint, tmp_path):

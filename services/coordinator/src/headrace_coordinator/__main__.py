@@ -27,6 +27,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--http", default=env("HEADRACE_HTTP", "127.0.0.1:8470"), help="host:port for the HTTP API"
     )
     parser.add_argument(
+        "--sessions-grpc",
+        default=env("HEADRACE_SESSIONS_GRPC", ""),
+        help="host:port at which users' own loops speak gRPC (docs/own-loop.md); default: by HTTP alone",
+    )
+    parser.add_argument(
         "--redis", default=env("HEADRACE_REDIS_URL", "redis://127.0.0.1:6379/0"), help="Redis URL"
     )
     parser.add_argument(

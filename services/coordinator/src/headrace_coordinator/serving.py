@@ -10,10 +10,13 @@ import os
 import signal
 import socket
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
+from headrace.sessions.v1.sessions_pb2_grpc import add_SessionServiceServicer_to_server
 from headrace_schema.references import keep_closed
 from headrace_servicekit.descriptors import raise_limit
 from headrace_servicekit.http_server import listening_socket, make_server
@@ -37,8 +40,10 @@ from headrace_servicekit.tracing import (
 )
 
 from headrace_coordinator.access.issuer import BadIssuer, Issuer, read_issuer
+from headrace_coordinator.access.tokens import Doors
 from headrace_coordinator.access.trust import BadTrust, Trust, read_trust
 from headrace_coordinator.api.http import make_app
+from headrace_coordinator.api.http.over_grpc import SERVICE, SessionServicer
 from headrace_coordinator.api.http.routes.service import joining_routes
 from headrace_coordinator.api.http.tinker.offers import read_models
 from headrace_coordinator.app import Coordinator
@@ -83,13 +88,13 @@ def _trace(endpoint: str) -> None:
 
 def _http_token(arguments: argparse.Namespace) -> str | None:
     """The secret of the HTTP API, made where no file is named; None with --no-token."""
-    host, _ = split_address(arguments.http)
     if arguments.no_token:
-        if not is_loopback(host):
-            raise Refusal(
-                f"--no-token would let everybody who reaches {arguments.http} run code here; "
-                "listen on 127.0.0.1, or leave --no-token out"
-            )
+        for address in filter(None, (arguments.http, arguments.sessions_grpc)):
+            if not is_loopback(split_address(address)[0]):
+                raise Refusal(
+                    f"--no-token would let everybody who reaches {address} run code here; "
+                    "listen on 127.0.0.1, or leave --no-token out"
+                )
         return None
     if arguments.http_token_file:
         return _secret(arguments.http_token_file)
@@ -265,7 +270,6 @@ async def _serve_http(
     token: str | None,
     issuer: Issuer | None,
 ) -> None:
-    host, port = split_address(arguments.http)
     watch({CHECKPOINTS: arguments.data_dir})
     app = make_app(
         coordinator,
@@ -277,6 +281,31 @@ async def _serve_http(
     joining = _secret(arguments.join_token_file)
     if joining and arguments.authority_dir and (own := tls_dir()):
         app.include_router(joining_routes(arguments.authority_dir, own, joining))
+    servicer = SessionServicer(app, coordinator, Doors(event_log, token, issuer))
+    async with _sessions_grpc(arguments.sessions_grpc, servicer, token):
+        await _serve_app(app, arguments.http, event_log)
+
+
+@contextlib.asynccontextmanager
+async def _sessions_grpc(listen: str, servicer: SessionServicer, token: str | None) -> AsyncIterator[None]:
+    """Serves sessions to users by gRPC too, where an address is given."""
+    if not listen:
+        yield
+        return
+    server = GrpcServer(listen, token=token, instance="sessions", users=servicer.refusal)
+    server.add_service(add_SessionServiceServicer_to_server, servicer, SERVICE.full_name)
+    try:
+        await server.start()
+    except ServiceError as error:
+        raise Refusal(f"--sessions-grpc (HEADRACE_SESSIONS_GRPC): {error.message}") from error
+    try:
+        yield
+    finally:
+        await server.drain(2.0)
+
+
+async def _serve_app(app: FastAPI, address: str, event_log: EventLog) -> None:
+    host, port = split_address(address)
     folder = tls_dir() if encrypts_all() else None
     http = make_server(
         app,

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace_servicekit.descriptors import for_callers
 from headrace_servicekit.logs import get_logger, set_log_context
-from headrace_servicekit.rpc.addresses import host_port, is_loopback, split_address
+from headrace_servicekit.rpc.addresses import host_port, split_address
 from headrace_servicekit.rpc.client import MAX_MESSAGE_BYTES
 from headrace_servicekit.rpc.doors import DOORS, Callers
 from headrace_servicekit.rpc.errors import ServiceError
@@ -35,20 +35,25 @@ from headrace_servicekit.rpc.requests import (
     tolerant,
 )
 from headrace_servicekit.rpc.roles import caller, check
-from headrace_servicekit.rpc.tls import CERTIFICATE, server_credentials, tls_dir
+from headrace_servicekit.rpc.tls import check_listen, own_fleet, server_credentials
 from headrace_servicekit.tracing import incoming, is_tracing, span
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 MOST_CALLS, OF_CONNECTION = 4096, 512
 """At work at the same time; others wait for a place, those of one connection at their caller."""
 PENDING_CALLS = 65_536
+ARRIVING, ARRIVAL_S = 8, 60.0
+"""Requests of users that are read at the same time, and seconds that one may take."""
+Users = Callable[[Any], Awaitable[ServiceError | None]]
+"""Why the caller of a context may not call; None where it shows a good token."""
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Admits, counts and ends the calls of one server. `token` None admits everybody, `fleet` None every role.
 
     With a fleet's name, which is that of the server's certificate, the table of `roles` says whose certificate may
-    call what. Calls are counted once they have shown the token: what a stranger sends takes the place of nobody.
+    call what. With `users`, callers are people: each has a token of its own, and no message is read before it is known.
+    Calls are counted once they have shown the token: what a stranger sends takes the place of nobody.
     `on_applied` gets the CommandHeader of each unary command that succeeded.
     """
 
@@ -58,8 +63,10 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         instance: str,
         on_applied: Callable[[Any], None] = lambda header: None,
         most: int = MOST_CALLS,
+        users: Users | None = None,
     ) -> None:
         self.callers = Callers()
+        self._users, self._arriving = users, asyncio.Semaphore(ARRIVING)
         self.fleet: str | None = None
         self._checks = HealthChecks()
         self._places = asyncio.Semaphore(most)
@@ -87,6 +94,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
             RPCS.labels(self._instance, "(refused)", refusal.code.name).inc()
             return self._refuse(refusal)
         handler = await continuation(handler_call_details)
+        if handler and self._users is not None and not handler.request_streaming:
+            return self._wrap_for_users(handler, method, work, self._users)
         return handler and self._wrap(handler, method, work)
 
     def _refusal(self, details: grpc.HandlerCallDetails, work: bool) -> ServiceError | None:
@@ -158,6 +167,29 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         if handler.response_streaming:
             behaviour = respond_many  # type: ignore[assignment]
         return make(behaviour, tolerant(handler.request_deserializer), handler.response_serializer)
+
+    def _wrap_for_users(
+        self, handler: grpc.RpcMethodHandler[Any, Any], method: str, work: bool, users: Users
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Reads the one request itself, as a stream: gRPC would read it before anybody is asked for a token."""
+
+        async def respond(requests: Any, context: Any) -> Any:
+            if (refusal := await users(context)) is not None:
+                RPCS.labels(self._instance, "(refused)", refusal.code.name).inc()
+                self.callers.refuse(context.peer())
+                await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
+            async with self._call(method, None, context, work):
+                try:
+                    async with self._arriving, asyncio.timeout(ARRIVAL_S):
+                        request = await anext(aiter(requests))
+                except (TimeoutError, StopAsyncIteration) as error:
+                    message = f"no request within {ARRIVAL_S:.0f} s; send it at once"
+                    raise ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "TOO_SLOW", message) from error
+                assert handler.unary_unary is not None
+                return await handler.unary_unary(decoded(request, method), context)  # type: ignore[misc]
+
+        decode = tolerant(handler.request_deserializer)
+        return grpc.stream_unary_rpc_method_handler(respond, decode, handler.response_serializer)  # type: ignore[arg-type]
 
     @asynccontextmanager
     async def _call(self, method: str, request: Any, context: Any, work: bool) -> AsyncIterator[Admission]:
@@ -239,34 +271,12 @@ _logger = get_logger(__name__)
 STOP_S = 5.0
 
 
-def check_listen(listen: str, token: str | None) -> str:
-    """The host that a server listens on.
-
-    Raises ServiceError TOKEN_REQUIRED beyond loopback without a token, CERTIFICATE_REQUIRED without TLS's files.
-    """
-    host, _ = split_address(listen)
-    if not token and not is_loopback(host):
-        raise ServiceError(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "TOKEN_REQUIRED",
-            f"refusing to listen on {listen} without a token: set --token-file "
-            "(HEADRACE_TOKEN_FILE) to a file with a secret that the fleet shares, or listen on 127.0.0.1",
-        )
-    if tls_dir() is None and not is_loopback(host):
-        raise ServiceError(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "CERTIFICATE_REQUIRED",
-            f"refusing to listen on {listen} without a certificate: set HEADRACE_TLS_DIR to a directory that "
-            "python -m headrace_servicekit.rpc.certificates makes for this role, or listen on 127.0.0.1",
-        )
-    return host
-
-
 class GrpcServer:
     """One listening gRPC server.
 
     `listen` is host:port, port 0 picks a free one; `token` is the bearer token every caller must show (but for
-    a Check of its health); beyond loopback there must be one.
+    a Check of its health); beyond loopback there must be one. `users` asks each caller for a token of its own in
+    place of that one, and for no certificate.
     """
 
     def __init__(
@@ -279,13 +289,14 @@ class GrpcServer:
         metrics_port: int | None = None,
         max_concurrent_rpcs: int = MOST_CALLS,
         on_applied: Callable[[Any], None] = lambda header: None,
+        users: Users | None = None,
     ) -> None:
-        self._listen = listen
+        self._listen, self._users = listen, users
         self._token = token
         self._reflection = reflection
         self._metrics_port = metrics_port
         self._stop_metrics: Callable[[], None] | None = None
-        self._guard = CallGuard(token, instance, on_applied, max_concurrent_rpcs)
+        self._guard = CallGuard(None if users else token, instance, on_applied, max_concurrent_rpcs, users)
         self._port = 0
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names: list[str] = []
@@ -317,12 +328,12 @@ class GrpcServer:
         return host_port(host, port)
 
     def _bind(self) -> int:
-        credentials = server_credentials()
+        credentials = server_credentials(of_clients=self._users is None)
         try:
             if credentials is None:
                 port = self._server.add_insecure_port(self._listen)
             else:
-                self._guard.fleet = own_fleet()
+                self._guard.fleet = own_fleet() if self._users is None else None
                 port = self._server.add_secure_port(self._listen, credentials)
         except RuntimeError:
             port = 0
@@ -353,18 +364,6 @@ class GrpcServer:
         if self._stop_metrics is not None:
             self._stop_metrics()
             self._stop_metrics = None
-
-
-def own_fleet() -> str:
-    """The fleet of this process's certificate. Raises ServiceError TLS_FILES where it names none."""
-    from headrace_servicekit.rpc.certificates import fleet_of  # takes `cryptography` along
-
-    folder = tls_dir()
-    assert folder is not None
-    if not (fleet := fleet_of((folder / CERTIFICATE).read_bytes())):
-        message = f"{folder / CERTIFICATE} has no URI spiffe://FLEET/ROLE/HOST among its names"
-        raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "TLS_FILES", message)
-    return fleet
 
 
 def _server_options() -> list[tuple[str, int]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc
 
+from headrace_servicekit.rpc.addresses import is_loopback, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 
 VARIABLE = "HEADRACE_TLS_DIR"
@@ -64,8 +65,11 @@ def client_changes() -> Callable[[], bool]:
     return _changes(folder / CERTIFICATE) if folder else lambda: False
 
 
-def server_credentials() -> grpc.ServerCredentials | None:
-    """What a server shows and takes from clients: at each handshake the newest files. Raises ServiceError TLS_FILES."""
+def server_credentials(*, of_clients: bool = True) -> grpc.ServerCredentials | None:
+    """What a server shows, and asks of its clients, if it does: at each handshake the newest files.
+
+    Raises ServiceError TLS_FILES.
+    """
     folder = tls_dir()
     if folder is None:
         return None
@@ -77,7 +81,42 @@ def server_credentials() -> grpc.ServerCredentials | None:
     changed = _changes(folder / CERTIFICATE)
     # None: as before. gRPC's types do not know it.
     fetch = lambda: read() if changed() else None  # noqa: E731
-    return grpc.dynamic_ssl_server_credentials(read(), fetch, require_client_authentication=True)  # type: ignore[arg-type,return-value]
+    return grpc.dynamic_ssl_server_credentials(read(), fetch, of_clients)  # type: ignore[arg-type,return-value]
+
+
+def check_listen(listen: str, token: str | None) -> str:
+    """The host that a server listens on.
+
+    Raises ServiceError TOKEN_REQUIRED beyond loopback without a token, CERTIFICATE_REQUIRED without TLS's files.
+    """
+    host, _ = split_address(listen)
+    if not token and not is_loopback(host):
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "TOKEN_REQUIRED",
+            f"refusing to listen on {listen} without a token: set --token-file "
+            "(HEADRACE_TOKEN_FILE) to a file with a secret that the fleet shares, or listen on 127.0.0.1",
+        )
+    if tls_dir() is None and not is_loopback(host):
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "CERTIFICATE_REQUIRED",
+            f"refusing to listen on {listen} without a certificate: set HEADRACE_TLS_DIR to a directory that "
+            "python -m headrace_servicekit.rpc.certificates makes for this role, or listen on 127.0.0.1",
+        )
+    return host
+
+
+def own_fleet() -> str:
+    """The fleet of this process's certificate. Raises ServiceError TLS_FILES where it names none."""
+    from headrace_servicekit.rpc.certificates import fleet_of  # takes `cryptography` along
+
+    folder = tls_dir()
+    assert folder is not None
+    if not (fleet := fleet_of((folder / CERTIFICATE).read_bytes())):
+        message = f"{folder / CERTIFICATE} has no URI spiffe://FLEET/ROLE/HOST among its names"
+        raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "TLS_FILES", message)
+    return fleet
 
 
 def server_context(folder: Path) -> ssl.SSLContext:

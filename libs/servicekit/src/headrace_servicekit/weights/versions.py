@@ -220,6 +220,16 @@ def entries_of(layout: Layout) -> list[common_pb2.WeightEntry]:
     return entries
 
 
+def manifest_of(
+    layout: Layout, digests: Mapping[str, str], adapter: common_pb2.AdapterBase | None = None
+) -> common_pb2.WeightManifest:
+    """The manifest that a body of this layout with tensors of these digests has."""
+    entries = entries_of(layout)
+    for entry in entries:
+        entry.digest = digests.get(entry.name) or tensor_digest(memoryview(b""))
+    return _manifest(entries, adapter)
+
+
 def joined(parts: Sequence[common_pb2.WeightManifest]) -> common_pb2.WeightManifest:
     """The manifest of a body of these parts, in order."""
     entries, offset = [], 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.weights import load_weights, state_tensors
 from safetensors.torch import load_file
@@ -78,6 +79,60 @@ def filled(policy: RobotPolicy, found: Mapping[str, Tensor]) -> RobotPolicy:
     return policy
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published checkpoint, as a policy has it and as it is."""
+
+    config: PolicyConfig
+    own: Mapping[str, Tensor]
+    """By the policy's names."""
+    published: Mapping[str, Tensor]
+    """By its own names; the same tensors, and those that the policy does not use."""
+
+    def policy(self) -> RobotPolicy:
+        """The policy with its weights. Raises ValueError, see `filled`."""
+        return filled(self.config.build(seed=0), self.own)
+
+    def with_weights(self, policy: RobotPolicy) -> dict[str, Tensor]:
+        """The checkpoint with a policy's weights in place of its own, by its names and in its types.
+
+        Raises ModelNotReadable for a policy of another shape, and for a weight that has no place there.
+        """
+        weights = {
+            name: tensor for name, tensor in state_tensors(policy) if not name.startswith(policy.shape.added)
+        }
+        misshapen = [
+            name
+            for name in {**self.own, **weights}
+            if name not in weights or name not in self.own or weights[name].shape != self.own[name].shape
+        ]
+        if misshapen:
+            raise ModelNotReadable(
+                f"the policy was not made of this checkpoint: they differ in {misshapen[0]}"
+            )
+        names = {id(tensor): name for name, tensor in self.own.items()}
+        found, placed = {}, set()
+        for name, tensor in self.published.items():
+            own = names.get(id(tensor)) or self._tied(tensor)
+            found[name] = tensor if own is None else weights[own].detach().to(tensor.dtype).clone()
+            placed.add(own)
+        for name in weights.keys() - placed:
+            if not torch.equal(weights[name].to(self.own[name].dtype), self.own[name]):
+                raise ModelNotReadable(
+                    f"{name} has no place in model.safetensors: it lies in a file of its own"
+                )
+        return found
+
+    def _tied(self, tensor: Tensor) -> str | None:
+        """The weight that a matrix which the policy leaves out is equal to, such as the head over words."""
+        if tensor.dim() < 2:
+            return None
+        same = (
+            name for name, own in self.own.items() if own.shape == tensor.shape and torch.equal(own, tensor)
+        )
+        return next(same, None)
+
+
 def renamed(
     tensors: Mapping[str, Tensor], rules: Iterable[tuple[str, str | None]], unused: Callable[[str], bool]
 ) -> dict[str, Tensor]:
@@ -114,6 +169,10 @@ class LeRobot:
         """What the policy reads, by name."""
         found: Mapping[str, Mapping[str, Any]] = self.stated.get("input_features", {})
         return found
+
+    def checkpoint(self, config: PolicyConfig, own: Mapping[str, Tensor]) -> Checkpoint:
+        """With a policy's configuration, and the tensors by its names."""
+        return Checkpoint(config, own, self.tensors)
 
     def check(self, supported: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises ModelNotReadable where a key has none of these values; the first counts where it is left out."""

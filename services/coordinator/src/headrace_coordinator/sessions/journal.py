@@ -47,7 +47,9 @@ class Journal:
                 continue
             kind, state = rest.split(".")[:2]
             self.kinds[int(number)] = kind
-            if state in ("ok", "failed"):
+            if (
+                state in ("ok", "failed") and path.stat().st_size
+            ):  # a power cut leaves an empty one: see `settle`
                 self.outcomes[int(number)] = state == "ok"
         self.closed = (self._directory / CLOSED).exists()
         if (path := self._directory / NAMED).exists():
@@ -81,7 +83,7 @@ class Journal:
         """Writes what became of a call."""
         state = "failed" if isinstance(result, Failure) else "ok"
         name = f"{seq:08d}.{self.kinds[seq]}.{state}.json"
-        self._write(name, result.model_dump_json(), listed=False)  # one that a power cut loses is made again
+        self._write(name, result.model_dump_json(), durable=False)  # one that a power cut loses is made again
         self.outcomes[seq] = state == "ok"
 
     def result(self, seq: int) -> Result | None:
@@ -124,15 +126,16 @@ class Journal:
         self.named = named if checkpoint is None else {**named, name: checkpoint}
         self._write(NAMED, json.dumps(self.named))
 
-    def _write(self, name: str, text: str, *, listed: bool = True) -> None:
+    def _write(self, name: str, text: str, *, durable: bool = True) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         path, part = self._directory / name, self._directory / f".{name}.part"
         with part.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         part.rename(path)
-        if not listed:
+        if not durable:
             return
         descriptor = os.open(self._directory, os.O_RDONLY)
         try:

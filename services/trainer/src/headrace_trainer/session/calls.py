@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from itertools import chain
 from typing import cast
 
 import torch
@@ -22,6 +23,9 @@ from headrace_trainer.learning.learner import planned
 from headrace_trainer.learning.policies import Learning
 from headrace_trainer.learning.samples import Disposition, GroupRecord, Sample
 from headrace_trainer.ranks.policy_rounds import PolicyRounds
+
+BEGINNING = 32
+"""Tokens that sequences have in common where nothing says how long their prompts are."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,14 @@ def compute(state: steps.StepState, policy: Learning, call: Call) -> tuple[steps
         if call.key[0] in state.groups:
             raise conflict(f"call {call.key[0]} is in step {call.step} attempt {call.attempt} already")
     algorithm.ask(call.loss, call.options)
-    rounds = cast(PolicyRounds, policy.rounds)
+    rounds, groups = cast(PolicyRounds, policy.rounds), by_prompt(call.samples)
     if call.learns:
-        finite, found = rounds.compute([work for work, _ in planned([call.samples], rounds)])
-        log_probs = [found[id(sample)] for sample in call.samples]
+        finite, found = rounds.compute([work for work, _ in planned(groups, rounds)])
     else:
-        [read] = rounds.infer([call.samples], [OLD_LOG_PROBS])
-        finite, log_probs = True, [columns[OLD_LOG_PROBS] for columns in read]
+        read = rounds.infer(groups, [OLD_LOG_PROBS])
+        pairs = zip(chain(*groups), chain(*read), strict=True)
+        finite, found = True, {id(sample): columns[OLD_LOG_PROBS] for sample, columns in pairs}
+    log_probs = [found[id(sample)] for sample in call.samples]
     loss = _loss(algorithm, call.samples, log_probs)
     finite = finite and math.isfinite(loss)
     if call.learns:
@@ -85,6 +90,20 @@ def compute(state: steps.StepState, policy: Learning, call: Call) -> tuple[steps
         taint = "" if finite else f"the loss of call {call.key[0]} is not finite"
         state = steps.learned(state, record if finite else steps.not_finite(record), taint=taint)
     return state, CallReply(log_probs, loss, finite, version.number)
+
+
+def by_prompt(samples: Many[Sample]) -> list[list[Sample]]:
+    """Sequences with one prompt together: what they have in common is computed once, and a tree has no more branches.
+
+    A prompt is what stands before the first target that counts; where all count, the first `BEGINNING` tokens.
+    """
+    found: dict[tuple[int, ...], list[Sample]] = {}
+    for sample in samples:
+        told = [sample.columns[WEIGHTS], *([sample.advantages] if any(sample.advantages) else [])]
+        counts = zip(sample.trained, *told, strict=True)
+        first = next((place for place, *values in counts if all(values)), 1)
+        found.setdefault(tuple(sample.tokens[: first if first > 1 else BEGINNING]), []).append(sample)
+    return list(found.values())
 
 
 def _counted(sample: Sample) -> int:

@@ -17,7 +17,7 @@ from headrace_modelkit.weights import CheckpointNames, state_tensors, weight_lay
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import StretchDigest, in_threads, joined_digest, stretches
 from headrace_servicekit.weights.store import WeightStore
-from headrace_servicekit.weights.versions import PendingWeights, StoredWeights
+from headrace_servicekit.weights.versions import PendingWeights, StoredWeights, manifest_of
 from torch import Tensor
 
 from headrace_trainer.checkpoints.reader import StateReader
@@ -48,9 +48,10 @@ CAST_ELEMENTS = 1 << 19
 
 
 def cast_into(
-    tensors: Iterable[tuple[str, Tensor, memoryview]], types: Mapping[str, torch.dtype]
+    tensors: Iterable[tuple[str, Tensor, memoryview | None]], types: Mapping[str, torch.dtype]
 ) -> dict[str, str]:
-    """Writes each tensor's elements in its type into its room, in several threads; the digests of the bytes written.
+    """Writes each tensor's elements in its type into its room, in several threads; the digests of the bytes. Where
+    there is no room, of those that would be written.
 
     Raises Refusal NONFINITE_WEIGHTS.
     """
@@ -58,12 +59,12 @@ def cast_into(
     acts: list[Callable[[], None]] = []
     for name, tensor, room in tensors:
         flat, dtype = tensor.detach().reshape(-1), types[name]
-        target = torch.frombuffer(room, dtype=dtype, count=len(flat))
+        target = None if room is None else torch.frombuffer(room, dtype=dtype, count=len(flat))
         parts = [b""] * len(bounds := stretches(len(flat) * dtype.itemsize))
         found.append((name, parts))
         for place, (begin, end) in enumerate(bounds):
             own = slice(begin // dtype.itemsize, end // dtype.itemsize)
-            acts.append(partial(_cast_stretch, name, flat, target, own, room[begin:end], parts, place))
+            acts.append(partial(_cast_stretch, name, flat, target, dtype, own, parts, place))
     threads = torch.get_num_threads()
     try:
         in_threads(acts)
@@ -75,16 +76,17 @@ def cast_into(
 def _cast_stretch(
     name: str,
     flat: Tensor,
-    target: Tensor,
+    target: Tensor | None,
+    dtype: torch.dtype,
     own: slice,
-    written: memoryview,
     parts: list[bytes],
     place: int,
 ) -> None:
     """One stretch of a tensor, in this thread alone."""
     if torch.get_num_threads() > 1:
         torch.set_num_threads(1)
-    digest, size = StretchDigest(), target.dtype.itemsize
+    digest = StretchDigest()
+    room = torch.empty(min(CAST_ELEMENTS, own.stop - own.start), dtype=dtype) if target is None else target
     for first in range(own.start, own.stop, CAST_ELEMENTS):
         last = min(first + CAST_ELEMENTS, own.stop)
         part = flat[first:last]
@@ -95,10 +97,8 @@ def _cast_stretch(
                 f"tensor {name} has {nans} NaN among its elements {first} to {last - 1}: this version is not "
                 "published, and the run goes on from its last checkpoint; a lower optimizer.lr may prevent it",
             )
-        target[first:last].copy_(part)
-        with written[(first - own.start) * size : (last - own.start) * size] as bytes_:
-            digest.update(bytes_)
-    written.release()
+        written = room[: last - first] if target is None else room[first:last]
+        digest.update(written.copy_(part).view(torch.uint8).numpy().data)
     parts[place] = digest.digest()
 
 
@@ -158,7 +158,7 @@ class Publisher:
         pending = self._store.begin(self._run, number, layout)
         try:
             digests: dict[str, str] = {}
-            for parts in self._named(weights):
+            for parts in _named(self._names, weights):
                 rooms = [(name, tensor, pending.buffer(name)) for name, tensor in parts]
                 digests |= cast_into(rooms, self._types)
         except BaseException:
@@ -178,20 +178,8 @@ class Publisher:
     def _same(self, held: StoredWeights, weights: Iterator[tuple[str, Tensor]]) -> str:
         """The digest of a version that stays published, where these are its weights; empty where one differs."""
         digests = {entry.name: entry.digest for entry in held.manifest.entries}
-        same = True
-        for parts in self._named(weights):
-            rooms = [
-                (name, tensor, memoryview(bytearray(tensor.numel() * self._types[name].itemsize)))
-                for name, tensor in parts
-            ]
-            found = cast_into(rooms, self._types)
-            same = all(digest == digests[name] for name, digest in found.items()) and same
-        return str(held.manifest.digest) if same else ""
-
-    def _named(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-        """The parts that a checkpoint has of each of the model's tensors, which may hold until the next ones come."""
-        for name, tensor in weights:
-            yield [each for each in self._names.split(name, tensor) if each[1].numel()]
+        found = _digests(self._names, self._types, weights)
+        return str(held.manifest.digest) if found.items() <= digests.items() else ""
 
     def publish(self, version: Version) -> StoredWeights:
         """Makes the staged version visible, drops all but it and the one before. A retry finds it."""
@@ -220,6 +208,57 @@ class Publisher:
         """Drops everything of the run."""
         self.discard()
         self._store.keep(self._run, set())
+
+
+class Unread:
+    """The versions of a run that nobody takes: their digests are made, and nothing is kept of their bytes."""
+
+    def __init__(self, layout: Layout, names: CheckpointNames) -> None:
+        self._names, named = names, names.layout(layout)
+        self._layout = [(name, _DATA_TYPES[data_type], shape) for name, data_type, shape in named]
+        self._types = {name: getattr(torch, data_type) for name, data_type, _ in named}
+        self.tensors, self.stage_seconds = len(named), 0.0
+        self._manifests: dict[int, common_pb2.WeightManifest] = {}
+        """Of the last two that were staged."""
+
+    def stage(
+        self,
+        number: int,
+        weights: Iterator[tuple[str, Tensor]],
+        below: common_pb2.AdapterBase | None = None,
+    ) -> str:
+        """The digest that the weights would be published under."""
+        started = time.monotonic()
+        manifest = manifest_of(self._layout, _digests(self._names, self._types, weights), below)
+        self._manifests = dict([*self._manifests.items(), (number, manifest)][-2:])
+        self.stage_seconds = time.monotonic() - started
+        return str(manifest.digest)
+
+    def publish(self, version: Version) -> common_pb2.WeightManifest:
+        """The manifest of one that is staged."""
+        if (found := self._manifests.get(version.number)) is None:
+            raise Refusal("NOT_OPEN", f"version {version.number} is not staged: restore or commit it first")
+        return found
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _named(
+    names: CheckpointNames, weights: Iterator[tuple[str, Tensor]]
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The parts that a checkpoint has of each of the model's tensors, which may hold until the next ones come."""
+    for name, tensor in weights:
+        yield [each for each in names.split(name, tensor) if each[1].numel()]
+
+
+def _digests(
+    names: CheckpointNames, types: Mapping[str, torch.dtype], weights: Iterator[tuple[str, Tensor]]
+) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for parts in _named(names, weights):
+        found |= cast_into([(name, tensor, None) for name, tensor in parts], types)
+    return found
 
 
 def published_tensors(manifest: common_pb2.WeightManifest, body: memoryview) -> dict[str, Tensor]:

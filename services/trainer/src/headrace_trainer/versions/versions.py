@@ -22,7 +22,7 @@ from headrace_trainer.ranks.messages import Gathered
 from headrace_trainer.ranks.rank import Rank
 from headrace_trainer.ranks.rounds import Rounds
 from headrace_trainer.versions.parts import staged_parts
-from headrace_trainer.versions.publishing import Publisher
+from headrace_trainer.versions.publishing import Publisher, Unread
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,19 @@ class RunVersions:
                 key="weights.lora",
             )
         self._store, self._run = store, run
-        self._by_ranks = rank.config.weights.publish == "ranks" and alone is None
+        self._read = rank.config.installed
+        """Whether somebody takes them."""
+        self._by_ranks = rank.config.weights.publish == "ranks" and alone is None and self._read
         self._parts: dict[int, tuple[list[common_pb2.WeightManifest], float]] = {}
         """Versions of which each rank has a part, with the seconds that their cast took."""
-        self._base: Publisher | None = None
+        self._base: Publisher | Unread | None = None
         self._below: common_pb2.AdapterBase | None = None
-        if alone is None:
+        self._own: Publisher | Unread
+        if not self._read:
+            base = [each for each in layout if not own_name(each[0])[0]]
+            self._base = None if alone is None else Unread(base, names)
+            self._own = Unread(layout, names) if alone is None else Unread(adapters, alone)
+        elif alone is None:
             self._own = Publisher(store, run, layout, names=names)
         else:
             base = [each for each in layout if not own_name(each[0])[0]]  # every policy's, once
@@ -92,6 +99,9 @@ class RunVersions:
     def publish(self, rounds: Rounds, version: Version) -> Published:
         """Makes a staged version visible."""
         if version.number not in self._parts:
+            if isinstance(self._own, Unread):
+                manifest, source = self._own.publish(version), common_pb2.WeightSource()
+                return Published(_message(version, manifest), manifest, source, self._own.stage_seconds)
             stored = self._own.publish(version)
             source = self._store.source(self._run, version.number)
             return Published(stored.version, stored.manifest, source, self._own.stage_seconds)
@@ -105,10 +115,7 @@ class RunVersions:
         sources = [common_pb2.WeightSource.FromString(own) for own in rounds.lead(shown) if own]
         for part, own in zip(held, sources, strict=True):
             source.parts.add(source=own, tensors=len(part.entries))
-        message = common_pb2.PolicyVersion(
-            number=version.number, parent=version.parent, ordinal=version.ordinal, digest=manifest.digest
-        )
-        return Published(message, manifest, source, seconds)
+        return Published(_message(version, manifest), manifest, source, seconds)
 
     def close(self) -> None:
         """Drops everything of the run."""
@@ -117,9 +124,15 @@ class RunVersions:
             self._base.close()
 
 
+def _message(version: Version, manifest: common_pb2.WeightManifest) -> common_pb2.PolicyVersion:
+    return common_pb2.PolicyVersion(
+        number=version.number, parent=version.parent, ordinal=version.ordinal, digest=manifest.digest
+    )
+
+
 def _staged(
     rounds: Rounds,
-    publisher: Publisher,
+    publisher: Publisher | Unread,
     number: int,
     what: Gathered,
     below: common_pb2.AdapterBase | None = None,

@@ -9,16 +9,15 @@ from typing import Any
 from headrace_modelkit.errors import ModelNotReadable
 
 from headrace_robots.policies.act.model import ActConfig
-from headrace_robots.policies.policy import RobotPolicy
 from headrace_robots.policies.published import (
     ACTION,
     ENVIRONMENT,
     OLD_STATISTICS,
     STATE,
+    Checkpoint,
     LeRobot,
     Wanted,
     config_of,
-    filled,
     renamed,
 )
 
@@ -44,8 +43,8 @@ def recognises(stated: Mapping[str, Any]) -> bool:
     return stated.get("type") == "act"
 
 
-def read(directory: Path, wanted: Wanted) -> RobotPolicy:
-    """The policy of a checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
+def read(directory: Path, wanted: Wanted) -> Checkpoint:
+    """A checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
     found = LeRobot.of(directory, wanted)
     found.check(SUPPORTED)
     if ENVIRONMENT in found.inputs:
@@ -62,4 +61,4 @@ def read(directory: Path, wanted: Wanted) -> RobotPolicy:
         **{name: found.stated[name] for name in (*SAME, *COUNTS) if name in found.stated},
     }
     config: ActConfig = config_of(ActConfig, fields, wanted)
-    return filled(config.build(seed=0), renamed(found.tensors, (), lambda name: name.startswith(UNUSED)))
+    return found.checkpoint(config, renamed(found.tensors, (), lambda name: name.startswith(UNUSED)))

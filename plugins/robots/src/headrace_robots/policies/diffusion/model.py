@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from headrace_robots.policies import paths
 from headrace_robots.policies.diffusion.denoising import DenoisingConfig, Schedule, ScheduleConfig
-from headrace_robots.policies.diffusion.unet import RgbEncoder, Unet
+from headrace_robots.policies.diffusion.unet import LAST_GROUPS, RgbEncoder, Unet
 from headrace_robots.policies.gaussian import row_noise, row_uniform
 from headrace_robots.policies.paths import PATH, STEPS, Transition
 from headrace_robots.policies.policy import (
@@ -118,6 +118,8 @@ class DiffusionConfig(PolicyConfig):
                 f"kernel_size {self.kernel_size} and down_dims {self.down_dims}: give an odd one, and multiples of "
                 f"n_groups {self.n_groups}"
             )
+        if self.down_dims[0] % LAST_GROUPS:
+            raise ValueError(f"down_dims {self.down_dims}: the first one is a multiple of {LAST_GROUPS}")
         if self.denoising.steps > known:
             raise ValueError(f"denoising.steps is {self.denoising.steps}; num_train_timesteps is {known}")
         if (

@@ -10,16 +10,15 @@ from headrace_modelkit.errors import ModelNotReadable
 
 from headrace_robots.policies.diffusion.denoising import ScheduleConfig
 from headrace_robots.policies.diffusion.model import DiffusionConfig
-from headrace_robots.policies.policy import RobotPolicy
 from headrace_robots.policies.published import (
     ACTION,
     ENVIRONMENT,
     OLD_STATISTICS,
     STATE,
+    Checkpoint,
     LeRobot,
     Wanted,
     config_of,
-    filled,
     renamed,
 )
 from headrace_robots.policies.scaling import ActionBounds
@@ -38,8 +37,8 @@ def recognises(stated: Mapping[str, Any]) -> bool:
     return stated.get("type") == "diffusion"
 
 
-def read(directory: Path, wanted: Wanted) -> RobotPolicy:
-    """The policy of a checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
+def read(directory: Path, wanted: Wanted) -> Checkpoint:
+    """A checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
     found = LeRobot.of(directory, wanted, left_out=LEFT_OUT)
     stated, moments = found.stated, int(found.stated["n_obs_steps"])
     cameras = found.cameras() if any(each.get("type") == "VISUAL" for each in found.inputs.values()) else ()
@@ -69,7 +68,7 @@ def read(directory: Path, wanted: Wanted) -> RobotPolicy:
         **{name: stated[name] for name in SAME if stated.get(name) is not None},
     }
     config: DiffusionConfig = config_of(DiffusionConfig, fields, wanted)
-    return filled(config.build(seed=0), renamed(found.tensors, (), _unused))
+    return found.checkpoint(config, renamed(found.tensors, (), _unused))
 
 
 def _unused(name: str) -> bool:

@@ -17,6 +17,9 @@ from headrace_robots.policies.resnet import BLOCKS, FEATURES, REDUCTION, FrozenN
 if TYPE_CHECKING:
     from headrace_robots.policies.diffusion.model import DiffusionConfig
 
+LAST_GROUPS = 8
+"""Of the last convolution's norm, whatever `n_groups` says."""
+
 
 class Steps(nn.Module):
     """Training steps as sines and cosines."""
@@ -38,12 +41,12 @@ class Steps(nn.Module):
 class ConvBlock(nn.Module):
     """A convolution, a norm of groups, Mish."""
 
-    def __init__(self, channels: int, width: int, config: DiffusionConfig) -> None:
+    def __init__(self, channels: int, width: int, config: DiffusionConfig, groups: int = 0) -> None:
         super().__init__()
         size = config.kernel_size
         self.block = nn.Sequential(
             nn.Conv1d(channels, width, size, padding=size // 2),
-            nn.GroupNorm(config.n_groups, width),
+            nn.GroupNorm(groups or config.n_groups, width),
             nn.Mish(),
         )
 
@@ -103,7 +106,7 @@ class Unet(nn.Module):
             for channels, width in reversed(sides[1:])
         )
         self.final_conv = nn.Sequential(
-            ConvBlock(widths[0], widths[0], config), nn.Conv1d(widths[0], numbers, 1)
+            ConvBlock(widths[0], widths[0], config, LAST_GROUPS), nn.Conv1d(widths[0], numbers, 1)
         )
 
     def forward(self, point_BTA: Tensor, time_B: Tensor, condition_BD: Tensor) -> Tensor:

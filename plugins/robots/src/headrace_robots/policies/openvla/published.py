@@ -17,8 +17,7 @@ from torch import Tensor
 
 from headrace_robots.policies.openvla.model import OpenVlaConfig
 from headrace_robots.policies.openvla.vit import PUBLISHED
-from headrace_robots.policies.policy import RobotPolicy
-from headrace_robots.policies.published import Wanted, config_of, filled, read_json, read_tensors
+from headrace_robots.policies.published import Checkpoint, Wanted, config_of, read_json, read_tensors
 from headrace_robots.policies.scaling import ActionBounds
 
 _HEAD, _PROJECTOR = "action_head", "proprio_projector"
@@ -31,10 +30,11 @@ def recognises(stated: Mapping[str, Any]) -> bool:
     return "timm_model_ids" in stated
 
 
-def read(directory: Path, wanted: Wanted) -> RobotPolicy:
-    """The policy of a checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
+def read(directory: Path, wanted: Wanted) -> Checkpoint:
+    """A checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
     config = published_config(directory, wanted)
-    return filled(config.build(seed=0), _tensors(directory))
+    published = read_tensors(directory)
+    return Checkpoint(config, {**published, **_parts(directory)}, published)
 
 
 def published_config(directory: Path, wanted: Wanted) -> OpenVlaConfig:
@@ -124,8 +124,8 @@ def _beside(directory: Path, part: str) -> str:
     return pickles[0] if pickles else ""
 
 
-def _tensors(directory: Path) -> dict[str, Tensor]:
-    found = read_tensors(directory)
+def _parts(directory: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
     for name in (_HEAD, _PROJECTOR):
         if (file := directory / f"{name}.safetensors").is_file():
             # OFT saves what torch's data parallelism wraps.

@@ -17,18 +17,17 @@ from torch import Tensor
 from headrace_robots.policies.language import read_tokenizer
 from headrace_robots.policies.pi.model import PiConfig
 from headrace_robots.policies.pi.words import StateWords
-from headrace_robots.policies.policy import RobotPolicy
 from headrace_robots.policies.published import (
     ACTION,
     OLD_STATISTICS,
     OPENPI_QUANTILE,
     STATE,
+    Checkpoint,
     LeRobot,
     Statistics,
     Wanted,
     bounds_by,
     config_of,
-    filled,
     renamed,
 )
 from headrace_robots.policies.scaling import ActionBounds
@@ -65,8 +64,8 @@ def recognises(stated: Mapping[str, Any]) -> bool:
     return stated.get("type") in ("pi0", "pi05") or "paligemma_variant" in stated
 
 
-def read(directory: Path, wanted: Wanted) -> RobotPolicy:
-    """The policy of a checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
+def read(directory: Path, wanted: Wanted) -> Checkpoint:
+    """A checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
     found = LeRobot.of(directory, wanted)
     stated = found.stated
     tensors = {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
@@ -87,7 +86,7 @@ def read(directory: Path, wanted: Wanted) -> RobotPolicy:
     if kind == "pi05":
         fields["words"] = StateWords.of(read_tokenizer(wanted.base or directory))
     config: PiConfig = config_of(PiConfig, fields, wanted)
-    return filled(config.build(seed=0), own_names(tensors, kind))
+    return found.checkpoint(config, own_names(tensors, kind))
 
 
 def published_sizes(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:

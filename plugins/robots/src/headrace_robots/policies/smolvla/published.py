@@ -12,15 +12,14 @@ from typing import Any
 from headrace_modelkit.errors import ModelNotReadable
 from torch import Tensor
 
-from headrace_robots.policies.policy import RobotPolicy
 from headrace_robots.policies.published import (
     ACTION,
     OLD_STATISTICS,
     STATE,
+    Checkpoint,
     LeRobot,
     Wanted,
     config_of,
-    filled,
     read_json,
     renamed,
 )
@@ -41,8 +40,8 @@ def recognises(stated: Mapping[str, Any]) -> bool:
     return stated.get("type") == "smolvla"
 
 
-def read(directory: Path, wanted: Wanted) -> RobotPolicy:
-    """The policy of a checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
+def read(directory: Path, wanted: Wanted) -> Checkpoint:
+    """A checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
     found = LeRobot.of(directory, wanted)
     found.check(SUPPORTED)
     stated, tensors = found.stated, own_names(found.tensors)
@@ -63,7 +62,7 @@ def read(directory: Path, wanted: Wanted) -> RobotPolicy:
         "state": found.bounds(STATE),
     }
     config: SmolVlaConfig = config_of(SmolVlaConfig, fields, wanted)
-    return filled(config.build(seed=0), tensors)
+    return found.checkpoint(config, tensors)
 
 
 def own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from headrace_schema.gpu_defaults import GIB, SPAN, SPANNING, fitting_spans, room
+from headrace_schema.gpu_defaults import (
+    GIB,
+    SPAN,
+    SPANNING,
+    engine_weights,
+    fitting_spans,
+    frozen_bytes,
+    room,
+)
 from headrace_schema.learner_size import published_bytes
 from headrace_schema.model_size import model_size, text_config
 from headrace_schema.problems import choose, problem
@@ -141,17 +149,26 @@ def _own_devices(spec: RunSpec) -> Iterator[str]:
 
 
 def _weights(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
-    """An engine whose weights alone are more than it takes of its GPUs."""
+    """An engine whose weights alone, or with frozen models beside it, are more than it takes of its GPUs."""
     size, gpus, options = (
         model_size(text_config(spec.model)),
         gpus_of(spec, fleet),
         spec.rollout.engine_options,
     )
     engine, each = spec.rollout.engine, engine_gpus(options)
-    if size is None or not gpus.memory_bytes or engine not in SPANNING:
+    if size is None or not gpus.memory_bytes:
         return
     weights, taken = size.weight_bytes(options.get("quantization")), room(engine, options, gpus)
-    if weights <= each * taken:
+    frozen = frozen_bytes(spec, options)
+    if frozen and weights <= each * taken < (all_ := engine_weights(spec, options, size)[0]):
+        key, largest = max(frozen.items(), key=lambda item: item[1])
+        reason = f"this model's {largest / GIB:.1f} GiB are on the policy's devices too: weights of "
+        reason += f"{all_ / GIB:.1f} GiB in all on {each} x {taken / GIB:.1f} GiB"
+        ways = "own_devices: true beside it, " if key.startswith("environment.") else ""
+        yield problem(
+            key, reason, f"take a smaller model, {ways}GPUs with more memory, or more of them ({SPAN})"
+        )
+    if weights <= each * taken or engine not in SPANNING:
         return
     reason = f"weights of {weights / GIB:.1f} GiB are wanted on {each} GPU{'s' if each > 1 else ''}, of each of which "
     reason += f"the engine takes {taken / GIB:.1f} of {gpus.memory_bytes / GIB:.0f} GiB"
@@ -169,6 +186,8 @@ def published(submission: Submission) -> Iterator[KeyProblemView]:
     spec, fleet = submission.spec, submission.fleet
     size = model_size(text_config(spec.model))
     if size is None or spec.acts_in_environments or submission.evaluated is not None:
+        return
+    if not spec.generates and not spec.trainer.helpers:  # nobody takes them, and none is kept
         return
     needed = published_bytes(spec, size)
     for kind in ("trainer", "rollout"):

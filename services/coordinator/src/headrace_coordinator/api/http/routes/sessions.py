@@ -11,7 +11,15 @@ from headrace_schema.sessions import CheckpointView, Message, Operation, Pending
 from headrace_schema.spec import RunSpec
 from pydantic import BaseModel, Field
 
-from headrace_coordinator.api.http.requests import Key, body_of, keyed_response, known_parameters, read_model
+from headrace_coordinator.access.enforcement import RUN
+from headrace_coordinator.api.http.requests import (
+    CALLS,
+    Key,
+    body_of,
+    keyed_response,
+    known_parameters,
+    read_model,
+)
 from headrace_coordinator.api.refusal import Refused
 
 if TYPE_CHECKING:
@@ -64,6 +72,11 @@ class SessionsView(BaseModel):
     sessions: list[SessionView]
 
 
+def _own(future: str) -> str:
+    """A future as the session's routes name it."""
+    return future.partition(":")[2]
+
+
 def session_routes(coordinator: Coordinator) -> APIRouter:
     """The routes of sessions."""
     routes = APIRouter(prefix="/v1/sessions", tags=["sessions"], dependencies=[Depends(known_parameters)])
@@ -72,7 +85,7 @@ def session_routes(coordinator: Coordinator) -> APIRouter:
     async def open_session(request: Request, key: Key) -> Response:
         """Queues a session run. The body is a run spec whose workflow is session."""
         spec = await read_model(request, RunSpec, "the session's spec")
-        session = await coordinator.sessions.create(spec.model_dump(mode="json"), key)
+        session = request.scope[RUN] = await coordinator.sessions.create(spec.model_dump(mode="json"), key)
         return keyed_response(coordinator.reads.run(session), key, 201)
 
     @routes.get("")
@@ -90,17 +103,19 @@ def session_routes(coordinator: Coordinator) -> APIRouter:
     @routes.post("/{session}/calls", status_code=202, openapi_extra=body_of("CallRequest"))
     async def call_session(request: Request, session: str) -> FutureView:
         """Accepts a numbered call, durably. The same number returns the same future, whatever comes with it."""
-        asked = await read_model(request, CallRequest, "the call")
-        return FutureView(future=await coordinator.sessions.submit(session, asked.seq, asked.call))
+        asked = await read_model(request, CallRequest, "the call", CALLS)
+        return FutureView(future=_own(await coordinator.sessions.submit(session, asked.seq, asked.call)))
 
     @routes.post("/{session}/samples", status_code=202, openapi_extra=body_of("SamplesRequest"))
     async def sample_session(request: Request, session: str, key: Key) -> FuturesView:
         """Accepts requests for samples; the same Idempotency-Key returns the same futures."""
-        asked = await read_model(request, SamplesRequest, "the request for samples")
+        asked = await read_model(request, SamplesRequest, "the request for samples", CALLS)
         keys = [f"{key}.{place}" if key else "" for place in range(len(asked.samples))]
         sample = coordinator.sessions.sample
         return FuturesView(
-            futures=[await sample(session, each, own) for each, own in zip(asked.samples, keys, strict=True)]
+            futures=[
+                _own(await sample(session, each, own)) for each, own in zip(asked.samples, keys, strict=True)
+            ]
         )
 
     @routes.get("/{session}/results", response_model=ResultsView)

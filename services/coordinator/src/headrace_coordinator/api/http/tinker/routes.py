@@ -21,11 +21,11 @@ from headrace_schema.sessions import (
     Result,
     SampleResult,
 )
-from headrace_servicekit.http_server import LEFT_STATUS, Bodies, BodyRefused, CallerLeft, while_connected
+from headrace_servicekit.http_server import LEFT_STATUS, BodyRefused, CallerLeft, while_connected
 from pydantic import BaseModel, ValidationError
 
 from headrace_coordinator.api.http.errors import error_response, invalid
-from headrace_coordinator.api.http.requests import BODY_REASONS
+from headrace_coordinator.api.http.requests import BODY_REASONS, CALLS
 from headrace_coordinator.api.http.tinker import PREFIX, bodies
 from headrace_coordinator.api.http.tinker.names import Path, Promise, parse_path, parse_promise, parse_sampler
 from headrace_coordinator.api.http.tinker.service import Tinker
@@ -43,7 +43,6 @@ READ, CALL, CHANGE = "tinker_read", "tinker_call", "tinker_change"
 """Rows of the table of access."""
 HOLD_S = 40.0
 """The client waits for 45 s, and asks again at once."""
-BODIES = Bodies(32 << 20, 256 << 20)
 PROTOBUF = "application/x-protobuf"
 STATUS = {"CONFLICT": 400, "GONE": 410}
 """409 would be sent again for minutes."""
@@ -71,7 +70,7 @@ class _Route(APIRoute):
 
 async def _body(request: Request) -> bytes:
     try:
-        return await BODIES.read(request.scope["headers"], request.receive)
+        return await CALLS.read(request.scope["headers"], request.receive)
     except BodyRefused as refused:
         raise Refused(BODY_REASONS[refused.status], str(refused)) from refused
 

@@ -201,7 +201,7 @@ def plan_memory(
         published = -(-published // ranks)
     host = {
         # In shared memory of the leader's host: what rollouts install, and one that a commit casts or the one before.
-        "published versions": VERSIONS * published,
+        "published versions": VERSIONS * published * config.installed,
         "hold": shard * FP32 + moments if algorithm.passes.several else 0,
         "kept groups": kept_bytes(config, algorithm) if sizes.answers else 0,
     }
@@ -212,7 +212,7 @@ def plan_memory(
     if not on_gpu:
         return MemoryPlan(device | host, {})
     alone = adapters and config.weights.lora != "merged"
-    if lent := lent_bytes(config, sizes.learned * FP32 if alone else published):
+    if config.installed and (lent := lent_bytes(config, sizes.learned * FP32 if alone else published)):
         device[LENT] = lent
     # Between the infer rounds that use it, a reference lies in host memory.
     host["reference"] = device["reference"]
