@@ -165,7 +165,7 @@ async def opened(address: str, folder: Path, vectorized: bool, parts: int) -> tu
     section = EnvironmentSection(tasks=[NAME], count=COUNT, alternating=parts, vectorized=vectorized)
     engine = RobotEngine(policy_config(POLICY), torch.float32, section, (), BlobReader(folder, None), None)
     views = [
-        WeightView(name, str(array.dtype), tuple(tensor.shape), memoryview(array.reshape(-1).view(np.uint8)))
+        WeightView(name, str(array.dtype), tuple(tensor.shape), array.reshape(-1).view(np.uint8).data)
         for name, tensor in state_tensors(policy())
         for array in [np.ascontiguousarray(tensor.numpy())]
     ]
