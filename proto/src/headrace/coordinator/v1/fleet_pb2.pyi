@@ -304,3 +304,27 @@ class Kill(_message.Message):
     incarnation: str
     reason: str
     def __init__(self, instance: _Optional[str] = ..., incarnation: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RelayRequest(_message.Message):
+    __slots__ = ("address", "connection", "data", "ended")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    connection: int
+    data: bytes
+    ended: bool
+    def __init__(self, address: _Optional[str] = ..., connection: _Optional[int] = ..., data: _Optional[bytes] = ..., ended: _Optional[bool] = ...) -> None: ...
+
+class RelayResponse(_message.Message):
+    __slots__ = ("address", "connection", "data", "ended")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    connection: int
+    data: bytes
+    ended: bool
+    def __init__(self, address: _Optional[str] = ..., connection: _Optional[int] = ..., data: _Optional[bytes] = ..., ended: _Optional[bool] = ...) -> None: ...

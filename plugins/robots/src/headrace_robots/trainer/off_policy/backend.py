@@ -34,6 +34,7 @@ from headrace_robots.trainer.backend.whole import WholeRobot
 from headrace_robots.trainer.off_policy.algorithm import OffPolicyAlgorithm
 from headrace_robots.trainer.off_policy.batches import batch_of, joined, stored_of
 from headrace_robots.trainer.off_policy.parts import Held, Parts, critic_name
+from headrace_robots.trainer.off_policy.plugins import PERSON
 from headrace_robots.trainer.off_policy.updates import ACTOR, DIFFERENCES, UPDATES, Batch, DaggerUpdate
 from headrace_robots.trainer.replay.demonstrations import demonstrated
 from headrace_robots.trainer.replay.opening import open_store, sampling_of, spaces_of
@@ -118,7 +119,7 @@ class OffPolicyRobot(WholeRobot):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._config.seed)
             update = UPDATES[self._off_policy.name](policy, self._options)
-        if isinstance(update, DaggerUpdate):
+        if isinstance(update, DaggerUpdate) and update.options.expert != PERSON:
             update.expert = load_policy(update.options.expert).to(self._ranks.device).requires_grad_(False)
         self._parts_beside = Parts(update, policy, self._adamw, self._config.optimizer, self._ranks)
 
@@ -224,7 +225,9 @@ class OffPolicyRobot(WholeRobot):
         figures: dict[str, float] = defaultdict(float)
         try:
             for data in pending:
-                self.store.insert(stored_of(data, self.store.spaces, self._options.reward_scale))
+                self.store.insert(
+                    stored_of(data, self._policy, self.store.spaces, self._options.reward_scale)
+                )
             self._set_rates(learning_rate)
             for number in due:
                 self._update(number, self.store, self._shown, self._options.batch_size, figures)
