@@ -8,14 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.client.specs import load_spec
+from headrace.common.v1 import common_pb2 as common
+from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.rules import problems_of
 from headrace_coordinator.api.submission.submission import Submission
 from headrace_coordinator.data import Dataset
+from headrace_coordinator.run.simulators.policy_fit import fit, read_policy_file
+from headrace_robots.policies.directory import policy_config
+from headrace_robots.policies.language import read_tokenizer
+from headrace_robots.simulator.libero import seen
+from headrace_robots.tiny import tiny_fields, write_tiny_robot
 from headrace_robots.trainer.algorithms import EPISODE_ALGORITHMS
+from headrace_schema.problems import Impossible
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.spec import RunSpec
 
+FLOAT, PIXEL = common.DATA_TYPE_FLOAT64, common.DATA_TYPE_UINT8
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "embodied"
 EXAMPLES = sorted(FOLDER.glob("*.yaml"))
 RECIPES = sorted(path for path in FOLDER.parent.glob("reproduce/*.yaml") if not path.name.startswith("qwen"))
@@ -65,6 +74,44 @@ def test_a_fleet_takes_the_example(path: Path, tmp_path: Path):
 def test_a_recipe_lacks_devices_and_instances_alone(path: Path, tmp_path: Path):
     found = check(read(path, tmp_path), fleet(backends=frozenset({"maniskill", "libero"})))
     assert {each.key for each in found} <= {"rollout.instances", "trainer.ranks", "placement.mode"}
+
+
+LIBERO = {"pi0": "pi0-libero", "pi05": "pi05-libero", "openvla_oft": "openvla-oft-libero-130"}
+"""Kinds of the published policies that the recipes for LIBERO begin with, and the directories that they name."""
+
+
+@pytest.mark.parametrize("kind", LIBERO)
+def test_a_tiny_policy_of_the_published_layout_fits_what_its_recipe_shows(kind: str, tmp_path: Path):
+    """Cameras, state and actions are the published one's; LIBERO's own observation is as robosuite gives it."""
+    (path,) = (each for each in RECIPES if load_spec(each)["model"]["path"].endswith(LIBERO[kind]))
+    spec = read(path, tmp_path)
+    assert spec.environment is not None
+    sight = np.zeros((spec.environment.options["image_size"],) * 2 + (3,), np.uint8)
+    names = [f"{camera}_image" for camera in spec.environment.options["cameras"]]
+    observed = {
+        "robot0_eef_pos": np.zeros(3),
+        "robot0_eef_quat": np.eye(4)[3],
+        "robot0_gripper_qpos": np.zeros(2),
+    }
+    shown = seen({**observed, **dict.fromkeys(names, sight)}, names, spec.environment.options["convention"])
+    spaces = [
+        simulator.Space(name=name, data_type=PIXEL if value.dtype == np.uint8 else FLOAT, shape=value.shape)
+        for name, value in shown.items()
+    ]
+    pool = simulator.OpenPoolResponse(
+        observation_spaces=spaces, action_space=simulator.Space(data_type=FLOAT, shape=[7])
+    )
+    cameras = ["image"] if kind == "openvla_oft" else ["image", "wrist"]
+    fields = tiny_fields(kind, 7, cameras=cameras, state=8, chunk_length=5)
+    write_tiny_robot(tmp_path / "policy", fields)
+    file = read_policy_file(str(tmp_path / "policy"))
+    assert file and fit(None, spec.environment, {"libero": pool}, file).cameras == spec.environment.cameras
+    assert policy_config(file).prompt_ids(read_tokenizer(tmp_path / "policy"), "put the bowl on the plate")
+    own = spec.environment.model_copy(update={"options": {}})
+    states = simulator.Space(name="robot0_eef_quat", data_type=FLOAT, shape=[78])  # LIBERO's own state has 86
+    pool.observation_spaces.append(states)
+    with pytest.raises(Impossible, match="86 numbers"):
+        fit(None, own, {"libero": pool}, file)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

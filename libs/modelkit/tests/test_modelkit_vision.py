@@ -79,7 +79,7 @@ def test_two_images_of_a_prompt_are_read_as_transformers_reads_them(model, codec
         again = [(own + len(ids), image) for own, image in reversed(places)]
         pictures = Pictures.of([*places, *again], np.stack([positions] * 2, 1), reader)
         count = sum(len(image.inputs["pixel_values"]) for image in images)
-        assert len(pictures.inputs["pixel_values"]) == count, (
+        assert len(pictures.inputs["image"]["pixel_values"]) == count, (
             "an image that stands there twice is computed once"
         )
         inputs = language_inputs(model.model, tokens_BL.repeat(2, 1), pictures)
@@ -97,7 +97,7 @@ def test_images_and_their_tokens_must_match(codec):
     with pytest.raises(ValueError, match="1 image tokens for 2 images"):
         codec.encode_prompt(chat=chat, images=[png(1), png(2)])
     with pytest.raises(ValueError, match="2 image tokens for 1 images"):
-        twice = {**chat[0], "content": f"<image>{codec.images.placeholder}"}
+        twice = {**chat[0], "content": f"<image>{codec.images.placeholders['image']}"}
         codec.encode_prompt(chat=[twice], images=[png(1)])
     with pytest.raises(ValueError, match="an image cannot be read"):
         codec.encode_prompt(chat=chat, images=[png(1)[:60]])

@@ -11,6 +11,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1.reward_pb2 import ScoreResult
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.simulator.v1 import simulator_pb2 as simulator
+from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import Slot
@@ -46,6 +47,9 @@ def test_a_run_of_conversations_trains_and_a_lost_simulator_costs_no_step(strike
     ]
     assert told and all(config["workflow"] == "agentic" for config in told)
     assert all(config["prompt"]["chat"] is True for config in told)
+    opened = [each for each in world.requests if isinstance(each, trainer.OpenRunRequest)]
+    sees = {json.loads(each.config_json)["sees"] for each in opened}
+    assert sees == {True}, "what environments show is not known"
 
 
 def test_rewards_by_turn_go_to_a_trainer_that_wants_them():

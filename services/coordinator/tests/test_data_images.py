@@ -254,7 +254,7 @@ def test_images_that_no_option_names_are_refused(tmp_path):
 def test_items_that_differ_in_their_images_are_not_one_and_an_image_is_kept_once(lines):
     rows = [{"image": encoded(png(seed)), "question": "which?", "answer": str(seed)} for seed in (1, 2, 1)]
     dataset = opened(lines(*rows))
-    assert dataset.train_size == 2 and dataset.repeated == 1 and dataset.has_images
+    assert dataset.train_size == 2 and dataset.repeated == 1 and dataset.images == ("image",)
     packed = PackedItems(open_source("jsonl", {"path": lines(*rows), "images": "image"}).items())
     assert len(packed._places) == 2 and packed[2].images == (png(1),)
 

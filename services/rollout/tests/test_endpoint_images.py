@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import io
 
+import numpy as np
 import pytest
 from endpoint_desk import user
 from headrace.common.v1 import common_pb2
+from headrace_modelkit.presets.clips import sound_file, video_file
 from headrace_modelkit.presets.tiny_vision import write_tiny_vision
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_rollout.engines.samples import Distribution, Finish, Stream
 from headrace_rollout.sessions import session as sessions
-from headrace_rollout.wire import fill_trajectory
+from headrace_rollout.streams.trajectories import fill_trajectory
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import digest_bytes, trajectory_digest
 from PIL import Image
@@ -88,6 +90,27 @@ async def test_a_request_that_shows_another_image_goes_on_nowhere(desk, codec):
     assert speaker.asked[1].images[0].data == png(2) and len(session.talk.branches) == 2
 
 
+FRAMES = [np.random.default_rng(seed).integers(0, 255, (16, 16, 3), dtype=np.uint8) for seed in range(4)]
+VIDEO = video_file(FRAMES)
+SOUND = sound_file(np.sin(np.arange(4000) / 5).astype(np.float32))
+
+
+def sent(kind: str, data: bytes) -> dict:
+    text = base64.b64encode(data).decode()
+    given = {"data": text, "format": "wav"} if kind == "input_audio" else {"url": f"data:;base64,{text}"}
+    return {"role": "user", "content": [{"type": "text", "text": "?"}, {"type": kind, kind: given}]}
+
+
+async def test_a_request_may_show_a_video(desk, codec):
+    session, speaker = desk.open("ab", codec=codec)
+    await desk.said(session, [sent("video_url", VIDEO)])
+    (asked,) = speaker.asked
+    (image,) = asked.images
+    own = codec.images.read(VIDEO)
+    assert image.data == VIDEO and own.kind == "video"
+    assert tuple(asked.prompt_ids[image.start : image.start + own.tokens]) == own.ids
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -101,9 +124,16 @@ async def test_a_request_that_shows_another_image_goes_on_nowhere(desk, codec):
             "messages.0.content: an image that is no file here",
         ),
         (
-            {"role": "user", "content": [{"type": "input_audio"}]},
-            "messages.0.content: a part of type input_audio",
+            {"role": "user", "content": [{"type": "input_file"}]},
+            "messages.0.content: a part of type input_file",
         ),
+        (
+            {"role": "user", "content": [{"type": "input_audio"}]},
+            "messages.0.content: a sound that is no file here",
+        ),
+        (sent("video_url", png(1)), "messages.0.content: a video that is an image by its first bytes"),
+        (sent("video_url", VIDEO[:40]), "messages: a video that is broken"),
+        (sent("input_audio", SOUND), "messages: a sound is not read by qwen2_5_vl"),
         (seen("<|image_pad|>", png(1)), "messages: the prompt has 2 image tokens for 1 images"),
     ],
 )

@@ -17,7 +17,7 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
 from headrace_rollout.runs.opening import open_run
-from headrace_rollout.wire import SHOWN_CHARACTERS, fill_branch_texts
+from headrace_rollout.streams.trajectories import SHOWN_CHARACTERS, fill_branch_texts
 from headrace_servicekit.rpc.digests import trajectory_digest
 from rollout_calls import HEADER, RUN, refused
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import io
 
+import numpy as np
 import pytest
 from headrace.simulator.v1 import simulator_pb2
+from headrace_modelkit.presets.clips import sound_file, video_file
 from headrace_servicekit.image_files import BadImage, image_file
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.tool_calls import Call
@@ -61,6 +64,22 @@ def test_images_become_files_with_marks_where_they_stand():
     assert plain.content == "<image> is text" and not plain.images
 
 
+VIDEO = video_file([np.full((16, 16, 3), shade, np.uint8) for shade in (0, 99)])
+SOUND = sound_file(np.sin(np.arange(4000) / 5).astype(np.float32))
+
+
+def test_videos_and_sounds_become_files_too():
+    address = f"data:audio/wav;base64,{base64.b64encode(SOUND).decode()}"
+    content = [
+        {"type": "text", "text": "a <image>"},
+        {"type": "video", "video": VIDEO},
+        {"type": "audio_url", "audio_url": {"url": address}},
+    ]
+    (message,) = begun(Shows(content)).messages
+    assert message.content == "a <image><video><audio>", "a mark without such files is text"
+    assert [each.data for each in message.images] == [VIDEO, SOUND]
+
+
 def test_what_one_call_returns_has_a_size(monkeypatch):
     monkeypatch.setattr(conversations, "MOST_IMAGE_BYTES", 3 * len(file(image())) - 1)
     assert len(begun(Shows([part(image())] * 2)).messages[0].images) == 2
@@ -80,8 +99,14 @@ class Silent(Shows):
         ([part(image("CMYK").convert("RGBA").resize((1, 300)))], "1 x 300 pixels"),
         ([part([[0, 1]])], "an image that is int64 numbers of shape"),
         ([part(image())] * 33, "have 33 images; 32 are read"),
-        ([{"type": "text", "text": "<image>"}, part(image())], "the text <image> beside images"),
-        ([{"type": "video"}], "a part is {'type': 'text'"),
+        ([{"type": "text", "text": "<image>"}, part(image())], "the text <image> beside such files"),
+        ([{"type": "document"}], "a part is {'type': 'text'"),
+        ([{"type": "video", "video": image()}], "has a video that is an image by its first bytes"),
+        ([{"type": "video", "video": VIDEO[:99]}], "has a video that is broken"),
+        (
+            [{"type": "text", "text": "<audio>"}, {"type": "audio", "audio": SOUND}],
+            "<audio> beside such files",
+        ),
     ],
 )
 def test_what_is_no_image_that_is_read_is_named(content, words):

@@ -9,7 +9,11 @@ import torch
 from backend_cases import config, part, walk_cases
 from headrace_modelkit.loading import save_model
 from headrace_modelkit.presets.tiny import character_tokenizer
+from headrace_modelkit.presets.tiny_vision import write_tiny_vision
 from headrace_schema.openings import TrainerConfig
+from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.backends.fsdp import checks
+from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
 from headrace_trainer.trainer import Trainer
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -86,6 +90,19 @@ def test_so_do_two_pairs_and_four_ranks_which_are_more_than_the_key_heads(walk, 
     check_equal(found["four"], one, relative_l2, replicas=1)
 
 
+@pytest.mark.nightly  # quick: test_a_vision_language_model_divides_rows_of_text_alone
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_ranks_divide_the_texts_of_a_vision_language_model(family, tmp_path, relative_l2):
+    write_tiny_vision(tmp_path / family, family=family, initializer_range=0.2)
+    found = {}
+    for ranks in (1, 2):
+        own = config(tmp_path / family, ranks, {"context_parallel": ranks}, backend="fsdp") | {"sees": False}
+        cases = {"it": {"config": own, "saved": "", "grouped": True}}
+        (folder := tmp_path / str(ranks)).mkdir()
+        found[ranks] = walk_cases(folder, ranks, cases)["it"]
+    check_equal(found[2], found[1], relative_l2, replicas=1)
+
+
 @pytest.fixture
 def refusal_of(tmp_path, make_config, model):
     """The refusal with which a run does not open."""
@@ -105,6 +122,18 @@ def refusal_of(tmp_path, make_config, model):
 def test_heads_that_ranks_do_not_divide_are_refused_as_the_run_opens(refusal_of):
     refusal = refusal_of(3, trainer={"ranks": 3})
     assert refusal.metadata["key"] == KEY and "4 attention heads" in refusal.message
+
+
+def test_a_vision_language_model_divides_rows_of_text_alone(refusal_of, make_config, tmp_path):
+    write_tiny_vision(tmp_path / "gemma", family="gemma3")
+    refusal = refusal_of(2, model={"path": str(tmp_path / "gemma")})
+    assert refusal.metadata["key"] == KEY and "vision-language model" in refusal.message
+    settings = make_config(model={"path": str(tmp_path / "gemma")}, sees=False)
+    checks.check_run(
+        FsdpOptions(context_parallel=2),
+        TrainerConfig.model_validate(settings),
+        build_algorithm(TrainerConfig.model_validate(settings).algorithm),
+    )
 
 
 def test_a_model_with_attention_of_its_own_is_refused(refusal_of, tmp_path):

@@ -12,9 +12,10 @@ from backend_cases import walk_cases
 from backend_ranks import SavedState
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.loading import load_model
+from headrace_modelkit.pictures import place_number
 from headrace_modelkit.presets.tiny_vision import write_tiny_vision
 from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_modelkit.vision import place_number, vision_tower
+from headrace_modelkit.vision import vision_tower
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import digest_bytes, trajectory_digest

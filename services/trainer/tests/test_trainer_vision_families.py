@@ -17,13 +17,14 @@ from headrace_schema.sections.generating import ModelSection
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS
 from headrace_trainer.workloads import run_kind
 from safetensors.torch import load_file
-from vision_groups import every, expected, group_of, png
+from vision_groups import every, expected, group_of, png, sound, video
 
 QUICK = ("qwen3_5", "gemma4")
 """Layers with states; images that look ahead, windows, and inputs of each layer."""
 CAUSAL = "gemma4-causal"
 """As its small models are."""
-APART = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4")
+STATES = ("qwen3_5", "qwen3_5_moe")
+APART = (*STATES, "gemma3", "gemma4")
 """Every answer of these gets a row of its own."""
 
 
@@ -37,7 +38,7 @@ APART = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4")
 def directory(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("models") / request.param
     more = {"use_bidirectional_attention": None} if request.param == CAUSAL else {}
-    write_tiny_vision(directory, family=request.param.split("-")[0], initializer_range=0.2, **more)
+    write_tiny_vision(directory, family=request.param.split("-")[0], frames=2, initializer_range=0.2, **more)
     return directory
 
 
@@ -49,6 +50,13 @@ def codec(directory):
 @pytest.fixture
 def groups(codec):
     texts = [("a<image>b<image>c", (png(3, 32), png(1))), ("no image", ())]
+    if "video" in codec.images.kinds:
+        texts += [
+            ("a<video>b<image>c<video>", (video(1), png(3, 32), video(2, 6))),
+            ("<video>d", (video(1),)),
+        ]
+    if "audio" in codec.images.kinds:
+        texts += [("a<audio>b<audio>c", (sound(400), sound(700, 0.3)))]
     return [group_of(codec, text, images, seed) for seed, (text, images) in enumerate(texts)]
 
 
@@ -81,7 +89,7 @@ def test_log_probs_gradient_and_names_are_those_of_transformers(
     gradient = {
         name: p.grad
         for name, p in model.named_parameters()
-        if p.grad is not None and not (freeze and name in tower)
+        if p.grad is not None and p.grad.any() and not (freeze and name in tower)
     }
     assert backend.micro(rows)
     learned = {name: value for name, value in backend.reduced_gradient(1.0).items() if value.any()}
@@ -93,6 +101,30 @@ def test_log_probs_gradient_and_names_are_those_of_transformers(
     moved = {name for name, value in backend.weights() if not torch.equal(value, before[name])}
     of_tower = {name for name in moved if "vis" in name or "multi_modal" in name}
     assert len(of_tower) < len(moved) and bool(of_tower) is not bool(freeze)
+
+
+def test_texts_alone_share_their_prompt_whatever_images_would_see(
+    make_backend, directory, codec, relative_l2
+):
+    """Of data without images a model's language part alone is computed."""
+    backend = make_backend(model={"path": str(directory)}, sees=False)
+    assert backend.shares_prefixes is (directory.name not in STATES)
+    groups = [group_of(codec, text, (), seed) for seed, text in enumerate(("no image", "none"))]
+    rows = groups if backend.shares_prefixes else [[each] for each in every(groups)]
+    model: Any = load_model(ModelSection(path=str(directory), dtype="float32"))
+    own = [expected(model, codec, sequence) for sequence in every(groups)]
+    for columns, expected_K in zip(backend.infer(rows, [OLD_LOG_PROBS]), own, strict=True):
+        assert columns[OLD_LOG_PROBS] == pytest.approx(expected_K.tolist(), abs=1e-5)
+    total = sum(
+        -(torch.tensor(each.advantages) * log_probs_K).sum()
+        for each, log_probs_K in zip(every(groups), own, strict=True)
+    )
+    total.backward()
+    assert backend.micro(rows)
+    learned = {name: value for name, value in backend.reduced_gradient(1.0).items() if value.any()}
+    gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert learned.keys() == gradient.keys() and relative_l2(learned, gradient) <= 2e-5
+    assert backend.commit(10.0, 1e-2).finite
 
 
 def test_an_export_is_what_the_model_was_read_from(make_config, directory, codec, tmp_path):

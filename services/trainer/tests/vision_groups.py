@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from headrace_modelkit.pictures import place_number
+from headrace_modelkit.presets.clips import sound_file, video_file
 from headrace_modelkit.presets.tiny_vision import plain_inputs
-from headrace_modelkit.vision import place_number
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_trainer.learning.pictures import place_images
 from headrace_trainer.learning.samples import Image, Sample
@@ -22,6 +23,16 @@ def png(seed: int, width: int = 16) -> bytes:
     values = np.random.default_rng(seed).integers(0, 255, (16, width, 3), dtype=np.uint8)
     Pillow.fromarray(values).save(file, "PNG")
     return file.getvalue()
+
+
+def video(seed: int, count: int = 4) -> bytes:
+    drawn = np.random.default_rng(seed)
+    return video_file([drawn.integers(0, 255, (16, 16, 3), dtype=np.uint8) for _ in range(count)])
+
+
+def sound(hertz: int, seconds: float = 0.5) -> bytes:
+    times = np.arange(int(16_000 * seconds)) / 16_000
+    return sound_file((0.5 * np.sin(2 * np.pi * hertz * times)).astype(np.float32))
 
 
 def group_of(codec: Any, text: str, files: tuple[bytes, ...], seed: int) -> list[Sample]:

@@ -148,6 +148,11 @@ def load_architecture(config: ModelSection) -> PreTrainedConfig:
     """The model's configuration with dropout off. Raises ModelNotReadable."""
     with reading(config):
         architecture: PreTrainedConfig = _Configs.from_pretrained(config.path, **trusted(config))
+    if architecture.model_type in ("qwen2_5_omni", "qwen3_omni_moe"):
+        raise ModelNotReadable(
+            f"model.path: {config.path!r} has a talker beside the part that is trained; take its thinker out, as "
+            "docs/vision.md says (Qwen2.5-Omni)"
+        )
     _without_chance(vars(architecture))
     return architecture
 

@@ -1,11 +1,379 @@
-"""Image files as RGB images of Pillow, which is an extra, imported when one comes."""
+"""Images, videos and sounds of prompts as a model's processor reads them, and what stands for each in a prompt.
+
+A prompt has for a file what the family's processor writes in place of its placeholder: tokens that take a feature of a
+tower each, and others around them. Pillow and PyAV are extras, imported when a file comes.
+
+Shapes: N tokens of an image.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import io
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from headrace_schema.images import IMAGE_FORMATS, MOST_IMAGE_PIXELS, why_not_rgb
+import numpy as np
+import torch
+import xxhash
+from headrace_schema.clips import BadClip, Video, samples_of
+from headrace_schema.images import (
+    IMAGE_FORMATS,
+    MOST_IMAGE_PIXELS,
+    NOUNS,
+    READS,
+    Kind,
+    kind_of,
+    why_not_rgb,
+)
+from headrace_schema.sections.generating import VideoSection
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import MODEL_MAPPING, PreTrainedConfig
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.video_utils import VideoMetadata
+
+from headrace_modelkit.attending import looks_ahead
+
+KEPT_BYTES = 256 << 20
+"""Of files that were read and are kept, as what towers take."""
+_Bodies: Any = MODEL_MAPPING
+_OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+"""What a processor gives besides what its model's towers take."""
+_AS_IMAGES = {"pixel_values_videos": "pixel_values", "video_grid_thw": "image_grid_thw"}
+"""Names of what a tower takes of a video, which it reads as an image of several frames."""
+_OF_POSITIONS = {"second_per_grid_ts", "video_second_per_grid", "num_audio_tokens"}
+"""What a processor gives besides, for positions alone."""
+_OF_ALL_FRAMES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families whose bounds are on the pixels of all frames of a video, and not on each frame's."""
+_BLANK_SAMPLES = 1600
+_DIGITS = 15
+"""Hexadecimal ones of a digest that a number is made of: it fits into 64 bits with its sign."""
+
+
+def place_number(digest: str) -> int:
+    """The number below 0 that stands for each token of an image where contexts are told apart."""
+    return -1 - int(digest[:_DIGITS], 16)
+
+
+@dataclass(frozen=True, eq=False)
+class Pixels:
+    """One file as a model takes it: `inputs` of its tower by name, and what stands for it in a prompt."""
+
+    kind: Kind
+    digest: str
+    inputs: Mapping[str, Tensor]
+    text: str
+    """In place of its placeholder in a prompt's text."""
+    ids: tuple[int, ...]
+    """Of `text`, from the first token to the last that are none of the vocabulary's own."""
+    slots: NDArray[np.int64]
+    """Which of `ids` take the features, in their order."""
+    positions_3N: NDArray[np.int64] | None
+    """In time, height and width, from 0 on; None where a token's position is the number of those before it."""
+    extent: int
+    """Positions from its first token to the one that follows it."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that stand for it."""
+        return len(self.ids)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory."""
+        return sum(value.nbytes for value in self.inputs.values())
+
+    @property
+    def tower(self) -> Kind:
+        """Which of the model's towers computes its features: that of images does those of videos too."""
+        return "audio" if self.kind == "audio" else "image"
+
+    @property
+    def tower_inputs(self) -> dict[str, Tensor]:
+        """What `get_{tower}_features` takes."""
+        return {
+            _AS_IMAGES.get(name, name): value
+            for name, value in self.inputs.items()
+            if name not in _OF_POSITIONS
+        }
+
+
+@dataclass(frozen=True)
+class Span:
+    """An image and the place of its first token in a sequence."""
+
+    start: int
+    image: Pixels
+
+
+class ImageReader:
+    """Files of prompts as a model's processor reads them. Any thread may ask."""
+
+    def __init__(
+        self, processor: Any, architecture: PreTrainedConfig, video: VideoSection, bounds: Mapping[str, int]
+    ) -> None:
+        self.family = architecture.model_type
+        """The model's type."""
+        self.kinds = READS[self.family]
+        """What the model reads."""
+        self.tokens = {kind: int(getattr(architecture, f"{kind}_token_id")) for kind in self.kinds}
+        """Ids of the tokens that take a feature each."""
+        self.looks_ahead = looks_ahead(architecture)
+        """Whether the tokens of an image see those of it behind them."""
+        self.towers: tuple[Kind, ...] = ("image", "audio") if "audio" in self.kinds else ("image",)
+        self._processor = processor
+        self._special = set(processor.tokenizer.get_added_vocab().values())
+        body: Any = _Bodies[type(architecture)]
+        self._rope = body if hasattr(body, "get_rope_index") else None
+        self._architecture = architecture
+        self._video, self._bounds = video, bounds
+        self._known: OrderedDict[str, Pixels] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def token(self) -> int:
+        """Id of the tokens that take a feature of an image each."""
+        return self.tokens["image"]
+
+    @property
+    def placeholders(self) -> dict[Kind, str]:
+        """What chat templates write for a file, by its kind."""
+        return {kind: str(getattr(self._processor, f"{kind}_token")) for kind in self.kinds}
+
+    def read(self, data: bytes) -> Pixels:
+        """What a model takes of a file. Raises ValueError for one that cannot be read, or is not by this model."""
+        digest, kind = str(xxhash.xxh3_128_hexdigest(data)), kind_of(data)
+        with self._lock:
+            if digest in self._known:
+                self._known.move_to_end(digest)
+                return self._known[digest]
+        if kind not in self.kinds:
+            raise ValueError(
+                f"{NOUNS[kind]} is not read by {self.family}, which reads: {', '.join(self.kinds)}"
+            )
+        found = self._process(digest, kind, data)
+        with self._lock:
+            if digest not in self._known:
+                self._known[digest] = found
+                self._bytes += found.nbytes
+            while self._bytes > KEPT_BYTES and len(self._known) > 1:
+                self._bytes -= self._known.popitem(last=False)[1].nbytes
+        return found
+
+    def blank(self, tower: Kind) -> Pixels:
+        """The least that a tower computes: where a micro-batch has nothing for it, as all ranks compute the same."""
+        with self._lock:
+            if tower not in self._known:
+                self._known[tower] = self._process_as(tower, tower, self._least(tower))
+            self._known.move_to_end(tower)
+            return self._known[tower]
+
+    def _least(self, tower: Kind) -> dict[str, Any]:
+        if tower == "audio":
+            return {"audio": [np.zeros(_BLANK_SAMPLES, np.float32)]}
+        from PIL import Image
+
+        own = self._processor.image_processor
+        side = int(getattr(own, "patch_size", 0) or 16) * int(getattr(own, "merge_size", 1))
+        return {"images": [Image.fromarray(np.zeros((side, side, 3), np.uint8))]}
+
+    def expand(self, text: str, images: Sequence[Pixels]) -> str:
+        """A rendered prompt with what stands for each file in place of the placeholder that its template wrote.
+
+        Raises ValueError unless there is one placeholder for each file, of its kind and in their order.
+        """
+        kinds = {placeholder: kind for kind, placeholder in self.placeholders.items()}
+        parts = re.split(f"({'|'.join(map(re.escape, kinds))})", text)
+        written, given = [kinds[each] for each in parts[1::2]], [image.kind for image in images]
+        if written != given:
+            if len(written) == len(given):
+                what = f"{' and '.join(written)} where {' and '.join(given)} come"
+            else:
+                what = f"{len(written)} image tokens for {len(given)} images"
+            raise ValueError(
+                f"the prompt has {what}; the model's chat template must write one for each, and no text may hold it"
+            )
+        return parts[0] + "".join(image.text + part for image, part in zip(images, parts[2::2], strict=True))
+
+    def starts(self, ids: Sequence[int], images: Sequence[Pixels]) -> list[int]:
+        """Where the tokens of each image begin in ids of what `expand` made. Raises ValueError where they do not."""
+        found, at = list[int](), 0
+        for image in images:
+            starts = (
+                place
+                for place in range(at, len(ids) - image.tokens + 1)
+                if ids[place] == image.ids[0] and tuple(ids[place : place + image.tokens]) == image.ids
+            )
+            if (start := next(starts, None)) is None:
+                raise ValueError(
+                    f"the {image.tokens} tokens of image {len(found) + 1} of {len(images)} are not there"
+                )
+            found.append(start)
+            at = start + image.tokens
+        count = sum(map(list(ids).count, self.tokens.values()))
+        if count != (own := sum(len(image.slots) for image in images)):
+            raise ValueError(f"{count} image tokens, and the {len(images)} images have {own}")
+        return found
+
+    def span(self, ids: Sequence[int], start: int, data: bytes) -> Span:
+        """An image file whose tokens begin at `start`. Raises ValueError where they are not its tokens."""
+        image = self.read(data)
+        if tuple(ids[start : start + image.tokens]) != image.ids:
+            raise ValueError(f"the {image.tokens} tokens from {start} on are not those of an image")
+        return Span(start, image)
+
+    def collapse(self, ids: Sequence[int], spans: Sequence[Span]) -> list[int]:
+        """`expand` undone: ids of a context with one placeholder for each image, which are in order."""
+        found, placeholders = list(ids), self.placeholders
+        for span in reversed(spans):
+            token = self._processor.tokenizer.convert_tokens_to_ids(placeholders[span.image.kind])
+            found[span.start : span.start + span.image.tokens] = [int(token)]
+        return found
+
+    def _process(self, digest: str, kind: Kind, data: bytes) -> Pixels:
+        try:
+            if kind == "video":
+                return self._process_video(digest, Video.of(data))
+            if kind == "audio":
+                rate = int(self._processor.feature_extractor.sampling_rate)
+                return self._process_as(kind, digest, {"audio": [samples_of(data, rate)]})
+        except BadClip as error:
+            raise ValueError(f"{NOUNS[kind]} {error}") from error
+        except ImportError as error:
+            raise ValueError(
+                f"{NOUNS[kind]} needs PyAV ({error}): pip install 'headrace-modelkit[media]'"
+            ) from error
+        return self._process_as(kind, digest, {"images": [decode_image(data)]})
+
+    def _process_video(self, digest: str, video: Video) -> Pixels:
+        """As many frames as are wanted, at even times; several make a patch."""
+        own, wanted = self._processor.image_processor, self._video
+        patch = int(own.temporal_patch_size)
+        count = wanted.frames or round(video.seconds * (wanted.fps or 2.0))
+        count = max(patch, min(count, wanted.max_frames) // patch * patch)
+        shown = video.shown(count)
+        frames: dict[int, Any] = {}
+        for at, image in zip(sorted(set(shown)), video.frames(shown), strict=True):
+            frames[at] = image.resize(self._frame_size(image, count, own), own.resample)
+        whole = copy.copy(self._processor)
+        whole.video_processor = _Frames(own, [frames[at] for at in shown], patch)
+        # In seconds in place of frames: those of a file need not be even.
+        whole.video_processor.found["video_metadata"] = [
+            VideoMetadata(
+                total_num_frames=video.seconds,  # type: ignore[arg-type]
+                fps=1.0,
+                frames_indices=[video.times[at] for at in shown],  # type: ignore[misc]
+            )
+        ]
+        given = {
+            "videos": [[frames[at] for at in shown]],
+            "videos_kwargs": {"fps": count / video.seconds},
+        }
+        return self._process_as("video", digest, given, whole)
+
+    def _frame_size(self, image: Any, count: int, own: Any) -> tuple[int, int]:
+        """(width, height) of a frame as the family's video processor has it, and no more than is wanted."""
+        factor = own.patch_size * own.merge_size
+        low, high = map(float, self._bounds.values())
+        width, height = image.size
+        if self.family in _OF_ALL_FRAMES:
+            low, high = low / count, high / count
+            scale = max(1.0, factor / min(width, height))
+            width, height = int(width * scale), int(height * scale)
+        most = max(min(high, self._video.max_pixels), factor**2)
+        rows, columns = smart_resize(height, width, factor, min(low, most), most)
+        return columns, rows
+
+    def _process_as(self, kind: Kind, digest: str, given: Mapping[str, Any], processor: Any = None) -> Pixels:
+        found = (processor or self._processor)(
+            **given,
+            text=[self.placeholders[kind]],
+            return_tensors="pt",
+            add_special_tokens=False,
+            return_mm_token_type_ids=True,
+            return_text_replacement_offsets=True,
+        )
+        ids_N = found["input_ids"][0].numpy()
+        kinds_N = found.get("mm_token_type_ids", found.get("token_type_ids"))[0].numpy()
+        own = np.flatnonzero(np.isin(ids_N, list(self._special)))
+        ids_N, kinds_N = ids_N[own[0] : own[-1] + 1], kinds_N[own[0] : own[-1] + 1]
+        inputs = {
+            name: value.float() if value.is_floating_point() else value
+            for name, value in found.items()
+            if name not in _OF_TEXT and isinstance(value, Tensor)
+        }
+        if kind == "audio":  # extractors make all sounds as long
+            length = int(inputs["feature_attention_mask"].sum())
+            inputs = {
+                name: value[..., :length].clone() if name not in _OF_POSITIONS else value
+                for name, value in inputs.items()
+            }
+        positions_3N, extent = self._positions(kind, ids_N, kinds_N, inputs)
+        return Pixels(
+            kind,
+            digest,
+            inputs,
+            found["text_replacement_offsets"][0][0]["replacement"],
+            tuple(ids_N.tolist()),
+            np.flatnonzero(ids_N == self.tokens[kind]),
+            positions_3N,
+            extent,
+        )
+
+    def _positions(
+        self, kind: Kind, ids_N: NDArray[np.int64], kinds_N: NDArray[np.int64], inputs: Mapping[str, Tensor]
+    ) -> tuple[NDArray[np.int64] | None, int]:
+        """By the model's own class, which needs no weights for that."""
+        length = len(ids_N)
+        if self._rope is None:
+            return None, length
+        if kind == "audio":
+            return np.tile(np.arange(length), (3, 1)), length
+        body = self._rope.__new__(self._rope)
+        nn.Module.__init__(body)
+        body.config = config = self._architecture
+        told: dict[str, Any] = {name: value for name, value in inputs.items() if name.endswith("_grid_thw")}
+        if "second_per_grid_ts" in inputs:
+            told["second_per_grid_ts"] = inputs["second_per_grid_ts"]
+        if not hasattr(config, "vision_start_token_id") or "mm_token_type_ids" in _arguments(self._rope):
+            told["mm_token_type_ids"] = torch.from_numpy(kinds_N)[None]
+            positions, shift = body.get_rope_index(torch.from_numpy(ids_N)[None], **told)
+            return positions[:, 0].numpy(), int(shift) + length
+        untyped: Any = config  # Qwen-Omni looks for the tokens around it
+        body.spatial_merge_size = untyped.vision_config.spatial_merge_size
+        around = [untyped.vision_start_token_id, *ids_N.tolist(), untyped.vision_end_token_id]
+        told["second_per_grids"] = inputs.get("video_second_per_grid")
+        positions, shift = body.get_rope_index(torch.tensor([around]), **told)
+        return positions[:, 0, 1:-1].long().numpy() - 1, int(shift) + length
+
+
+def _arguments(body: Any) -> Mapping[str, Any]:
+    return inspect.signature(body.get_rope_index).parameters
+
+
+class _Frames:
+    """In the place of a family's video processor, which needs torchvision: frames as its image processor has them."""
+
+    def __init__(self, own: Any, frames: Sequence[Any], patch: int) -> None:
+        self.merge_size, self.temporal_patch_size = own.merge_size, patch
+        read = own(images=list(frames), temporal_patch_size=1, do_resize=False, return_tensors="pt")
+        _, high, wide = read["image_grid_thw"][0].tolist()
+        channels = read["pixel_values"].shape[1] // own.patch_size**2
+        values = read["pixel_values"].view(-1, patch, high * wide, channels, own.patch_size**2)
+        self.found: dict[str, Any] = {
+            "pixel_values_videos": values.permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(1),
+            "video_grid_thw": torch.tensor([[len(frames) // patch, high, wide]]),
+        }
+
+    def __call__(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return dict(self.found)
 
 
 def decode_image(data: bytes) -> Any:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace_schema.images import IMAGE_MARK
+from headrace_schema.images import kind_of, pieces_of
 from headrace_schema.sections.generating import ModelSection
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils.hub import cached_file
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture, location, reading, trusted
+from headrace_modelkit.pictures import ImageReader
+from headrace_modelkit.processors import load_images
 from headrace_modelkit.rendering import RENDERER, Endless
-from headrace_modelkit.vision import ImageReader, load_images
 
 PROCESSOR_TEMPLATE = "chat_template.json"
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -117,7 +118,7 @@ class TextCodec:
         """Ids of a prompt: a chat through the template, or text as it is; `prefill` begins the answer.
 
         `arguments` are given to the template beside the messages. `images` are files, which stand where the messages
-        have IMAGE_MARK; each has as many image tokens as the model makes of it.
+        have marks of their kinds; each has as many tokens as the model makes of it.
 
         The prefill is joined as text before tokenising, so that no token boundary is forced before it.
         Raises ValueError when the tokenizer has no chat template, or both or neither form is given, or images cannot
@@ -128,7 +129,8 @@ class TextCodec:
         if images:
             if self.images is None or chat is None:
                 raise ValueError("images need a vision-language model and a chat")
-            rendered = self.render([in_parts(message) for message in chat], arguments)
+            kinds = set(map(kind_of, images))
+            rendered = self.render([in_parts(message, kinds) for message in chat], arguments)
             return self._ids(self.with_images(rendered, images) + prefill, special=False)
         if chat is not None:
             return self._ids(self.render(chat, arguments) + prefill, special=False)
@@ -247,15 +249,18 @@ def _turned(call: Any) -> Any:
         return call
 
 
-def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content has a part for each text and each image, as templates of vision-language models want."""
-    texts = (message["content"] or "").split(IMAGE_MARK)
-    if len(texts) == 1:
+def in_parts(message: Mapping[str, Any], kinds: Collection[str] = ("image",)) -> dict[str, Any]:
+    """A message whose content has a part for each text and each file, as templates of models that read files want.
+
+    `kinds` are those of the prompt's files: other marks are text.
+    """
+    pieces = pieces_of(message["content"] or "", kinds)
+    if len(pieces) == 1:
         return dict(message)
     parts: list[dict[str, str]] = []
-    for place, text in enumerate(texts):
-        parts += [{"type": "image"}] if place else []
+    for text, kind in pieces:
         parts += [{"type": "text", "text": text}] if text else []
+        parts += [{"type": kind}] if kind else []
     return {**message, "content": parts}
 
 

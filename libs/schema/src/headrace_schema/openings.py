@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from headrace_schema.images import Kind
 from headrace_schema.sections.agent import AgentSection
 from headrace_schema.sections.base import Count, CountOrZero, Section, Seed, Tokens
 from headrace_schema.sections.embodied import EnvironmentSection, RoleSection
@@ -59,8 +60,8 @@ class RolloutConfig(Opening):
     """Trajectories carry the experts that their tokens were sent to."""
     longest_prompt: Tokens | None = None
     """Samples of a longer one, in tokens, end at once; held-out ones do not."""
-    images: bool = False
-    """Prompts have images."""
+    images: tuple[Kind, ...] = ()
+    """What images, videos or sounds prompts have."""
     raw_texts: bool = False
     """Trajectories carry their texts with special tokens: some scorer reads them."""
     adapters: dict[str, Count] = Field(default_factory=dict)
@@ -137,6 +138,8 @@ class TrainerConfig(Opening):
     installed: bool = True
     """Somebody takes the versions that are made; else their digests are made alone, and none of their bytes kept."""
     warmup_examples: list[GivenAnswer] = Field(default_factory=list)
+    sees: bool = True
+    """Prompts may have images, videos or sounds; without any, a model is trained as its language part alone is."""
     instruction: str = "{question}"
     """How the task of a demonstration is rendered for a policy that reads language."""
 

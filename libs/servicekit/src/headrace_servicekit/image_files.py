@@ -1,6 +1,6 @@
-"""Image files of prompts and messages: what is read of them, and what is refused, with the reason and a way out.
+"""Files of prompts and messages, images, videos and sounds: what is read, what is refused, with reason and a way out.
 
-Pillow is an extra of those who read images, imported when one comes.
+Pillow and PyAV are extras of those who read them, imported when a file comes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import io
 from typing import Any
 
 import numpy as np
+from headrace_schema.clips import BadClip, check_clip
 from headrace_schema.images import (
     IMAGE_FORMATS,
     MOST_IMAGE_BYTES,
     MOST_IMAGE_PIXELS,
     MOST_IMAGE_RATIO,
+    NOUNS,
+    Kind,
+    kind_of,
     why_not_rgb,
 )
 
@@ -23,24 +27,29 @@ _GZIP = b"\x1f\x8b"
 
 
 class BadImage(ValueError):
-    """What an image is, as it follows "an image", and what to do."""
+    """What a file is, as it follows `what` ("an image"), and what to do."""
 
-    def __init__(self, reason: str, fix: str) -> None:
+    def __init__(self, reason: str, fix: str, what: str = NOUNS["image"]) -> None:
         super().__init__(f"{reason}; {fix}")
-        self.reason, self.fix = reason, fix
+        self.reason, self.fix, self.what = reason, fix, what
 
 
 def check_image(data: bytes) -> None:
-    """Raises BadImage for what is no whole image, for one that is too large, and for one that is not plainly RGB.
+    """Raises BadImage for what is no whole file, for one that is too large, and for an image that is not plainly RGB.
 
-    Raises ImportError where Pillow is not installed.
+    Raises ImportError where Pillow, or PyAV for a video or a sound, is not installed.
     """
     from PIL import Image, UnidentifiedImageError
 
+    kind = kind_of(data)
     if len(data) > MOST_IMAGE_BYTES:
-        raise BadImage(
-            f"of more bytes than the {MOST_IMAGE_BYTES:,} that travel", "make it smaller, or write it as JPEG"
-        )
+        fix = "make it smaller, or write it as JPEG" if kind == "image" else "cut it, or make it smaller"
+        raise BadImage(f"of more bytes than the {MOST_IMAGE_BYTES:,} that travel", fix, NOUNS[kind])
+    if kind != "image":
+        try:
+            return check_clip(data)
+        except BadClip as error:
+            raise BadImage(error.reason, error.fix, NOUNS[kind]) from error
     try:
         with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
             width, height = image.size
@@ -65,11 +74,13 @@ def check_image(data: bytes) -> None:
         raise BadImage(reason, "write it anew as PNG or JPEG, or remove it") from error
 
 
-def image_file(value: Any) -> bytes:
-    """The checked file of an image in a message: a file's bytes, `data:image/png;base64,…`, an image of Pillow, or
-    uint8 numbers (height, width, 3). Raises BadImage, and ImportError without Pillow.
+def image_file(value: Any, kind: Kind = "image") -> bytes:
+    """The checked file of a message: a file's bytes, `data:image/png;base64,…`, and of an image one of Pillow, or uint8
+    numbers (height, width, 3). Raises BadImage, and ImportError without Pillow or PyAV.
     """
     data = file_of(value)
+    if (own := kind_of(data)) != kind:
+        raise BadImage(f"that is {NOUNS[own]} by its first bytes", f"give it as {own}", NOUNS[kind])
     check_image(data)
     return data
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace_modelkit.errors import ModelNotReadable
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -25,6 +28,9 @@ from headrace_robots.policies.directory import load_policy, save_policy, tokeniz
 from headrace_robots.policies.policy import RobotPolicy
 from headrace_robots.policies.published import Checkpoint, Wanted, read_json
 
+_HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+BASE_FILES = ("*.json", "*.model")
+"""Of a language model: its sizes and its tokenizer, not its weights."""
 FAMILIES = ("openvla", "pi", "smolvla", "act", "diffusion")
 """Packages whose `published` module reads checkpoints: `recognises` a config.json, and `read` the policy."""
 
@@ -90,10 +96,24 @@ def read_published(published: Path, wanted: Wanted) -> Checkpoint:
     return found
 
 
+def directory_of(given: str, patterns: Sequence[str] | None = None) -> Path:
+    """A directory, or the hub's copy of ORG/NAME or ORG/NAME@REVISION on this host. Raises ModelNotReadable."""
+    if Path(given).exists() or not (named := _HUB.fullmatch(given)):
+        return Path(given)
+    try:
+        allowed = None if patterns is None else list(patterns)
+        return Path(snapshot_download(named["name"], revision=named["revision"], allow_patterns=allowed))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotReadable(f"{given} is no directory, and the hub does not give it: {error}") from error
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 1 and a sentence when the checkpoint cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m headrace_robots.convert", description=__doc__)
-    parser.add_argument("published", type=Path, help="directory of the checkpoint, as the hub serves it")
+    parser.add_argument(
+        "published",
+        help="the checkpoint as the hub has it: its directory, or ORG/NAME[@REVISION], which is fetched",
+    )
     parser.add_argument("policy", type=Path, help="directory to write; one that is there is replaced")
     parser.add_argument(
         "--weights",
@@ -104,8 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--base",
-        type=Path,
-        help="directory of the language model that it began with: tokenizer, sizes of SmolVLA",
+        help="directory (or ORG/NAME) of the language model that it began with: tokenizer, sizes of SmolVLA",
     )
     parser.add_argument(
         "--statistics",
@@ -158,11 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = {name: value for name in fields if (value := getattr(asked, name)) is not None}
     try:
         clip = None if asked.clip is None else (asked.clip[0], asked.clip[1])
-        wanted = Wanted(chosen, asked.base, asked.statistics, asked.unnorm_key, clip)
+        published = directory_of(asked.published)
+        base = directory_of(asked.base, BASE_FILES) if asked.base else None
+        wanted = Wanted(chosen, base, asked.statistics, asked.unnorm_key, clip)
         if asked.weights:
-            deploy(asked.published, asked.weights, asked.policy, wanted)
+            deploy(published, asked.weights, asked.policy, wanted)
         else:
-            convert(asked.published, asked.policy, wanted)
+            convert(published, asked.policy, wanted)
     except ModelNotReadable as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ import torch.nn.functional as F
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.presets.tiny import character_tokenizer
 from headrace_modelkit.weights import state_tensors
-from headrace_robots.convert import convert, deploy, load_published
+from headrace_robots.convert import convert, deploy, load_published, main
 from headrace_robots.policies.directory import load_policy, policy_config, save_policy
 from headrace_robots.policies.gaussian import row_noise
 from headrace_robots.policies.policy import ACTIONS, Observation
 from headrace_robots.policies.published import Wanted
 from headrace_robots.tiny import CHARACTERS, tiny_fields
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 PROMPTS = ((2, 5, 6, 7), (2, 9))
@@ -274,6 +276,23 @@ def test_trained_weights_go_back_into_a_checkpoint(checkpoint, tmp_path):
     with pytest.raises(ModelNotReadable, match="was not made of this checkpoint: they differ in action_"):
         deploy(own, tmp_path / "other", tmp_path / "none", Wanted(base=base))
     assert not (tmp_path / "none").exists()
+
+
+def test_a_checkpoint_is_named_as_the_hub_names_it(checkpoint, tmp_path, monkeypatch, capsys):
+    """From the hub's cache, as it is where there is no network."""
+    own, base, _ = checkpoint
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name, folder in {"lerobot--smolvla_base": own, "HuggingFaceTB--SmolVLM2": base}.items():
+        kept = tmp_path / "hub" / f"models--{name}"
+        (kept / "refs").mkdir(parents=True)
+        (kept / "refs/main").write_text("a" * 40)
+        shutil.copytree(folder, kept / "snapshots" / ("a" * 40))
+    target = tmp_path / "policy"
+    assert main(["lerobot/smolvla_base", str(target), "--base", "HuggingFaceTB/SmolVLM2"]) == 0
+    assert load_policy(target).config.cameras == ("front", "wrist")
+    assert main(["lerobot/smolvla_bose", str(target)]) == 1
+    assert "lerobot/smolvla_bose is no directory, and the hub does not give it" in capsys.readouterr().err
 
 
 def test_what_a_checkpoint_lacks_is_named(checkpoint, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from headrace_schema.images import VISION_FAMILIES
+from headrace_schema.images import READS, VISION_FAMILIES
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
@@ -26,19 +26,25 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessorPil,
+    WhisperFeatureExtractor,
 )
 
 from headrace_modelkit.loading import save_model
+from headrace_modelkit.pictures import ImageReader, Pixels, Span
 from headrace_modelkit.presets.families import FAMILIES
 from headrace_modelkit.presets.tiny import character_tokenizer, is_complete
-from headrace_modelkit.vision import ImageReader, Pixels
+from headrace_modelkit.vision import rope_positions
 
 _Configs: Any = CONFIG_MAPPING
 _Models: Any = AutoModelForImageTextToText
+_Extractor: Any = WhisperFeatureExtractor
 
 START, IMAGE, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
 BEGIN_SOUND, SOUND, END_SOUND = "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"
 CHARACTERS = f"0123456789 =+->:,.?\n{string.ascii_lowercase}"
+OMNI = "qwen2_5_omni_thinker"
+MELS = 16
+"""Bands of a sound's spectrum."""
 PATCH, MERGE = 4, 2
 """Pixels of a patch's side, and patches of an image token's: an image of 16 x 16 pixels has four tokens."""
 _SIDE = 16
@@ -47,6 +53,10 @@ CHAT_TEMPLATE = (
     "{%% for message in messages %%}{%% if message['content'] is string %%}{{ message['content'] }}{%% else %%}"
     "{%% for part in message['content'] %%}{%% if part['type'] == 'image' %%}"
     "%s"
+    "{%% elif part['type'] == 'video' %%}"
+    "<|vision_start|><|video_pad|><|vision_end|>"
+    "{%% elif part['type'] == 'audio' %%}"
+    "<|audio_start|><|audio_pad|><|audio_end|>"
     "{%% else %%}{{ part['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}{%% endfor %%}"
 )
 _WRITTEN = {"gemma3": START, "gemma4": IMAGE, "internvl": IMAGE}
@@ -63,6 +73,10 @@ _NAMED = {
     "audio_token": SOUND,
     "boa_token": BEGIN_SOUND,
     "eoa_token": END_SOUND,
+    "vision_bos_token": START,
+    "vision_eos_token": END,
+    "audio_bos_token": BEGIN_SOUND,
+    "audio_eos_token": END_SOUND,
 }
 """As processors of the families ask for them."""
 
@@ -73,25 +87,29 @@ def write_tiny_vision(
     family: str = "qwen2_5_vl",
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    frames: int = 1,
     **overrides: Any,
 ) -> None:
-    """Writes the model with random weights; about 190,000 parameters, context 512."""
-    model: Any = tiny_vision_model(family, seed, **overrides)
-    save_model(model.to(dtype), vision_tokenizer(family), directory, beside=partial(_save_processor, family))
+    """Writes the model with random weights; about 190,000 parameters, context 512. `frames` of a video make a patch."""
+    model: Any = tiny_vision_model(family, seed, frames=frames, **overrides)
+    save = partial(_save_processor, family, frames)
+    save_model(model.to(dtype), vision_tokenizer(family), directory, beside=save)
 
 
-def tiny_vision_model(family: str = "qwen2_5_vl", seed: int = 0, **overrides: Any) -> PreTrainedModel:
+def tiny_vision_model(
+    family: str = "qwen2_5_vl", seed: int = 0, *, frames: int = 1, **overrides: Any
+) -> PreTrainedModel:
     """The untrained model in fp32; `overrides` are fields of its language part's configuration."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = _Models.from_config(_config(family, overrides)).eval()
+        model: PreTrainedModel = _Models.from_config(_config(family, frames, overrides)).eval()
         for value in model.parameters():  # what a class begins with at 0 would hide what it does
             if family not in ("qwen2_5_vl", "qwen3_vl") and not value.any():
                 torch.nn.init.normal_(value, std=0.2)
     return model
 
 
-def _config(family: str, overrides: dict[str, Any]) -> PreTrainedConfig:
+def _config(family: str, frames: int, overrides: dict[str, Any]) -> PreTrainedConfig:
     tokens = vision_tokenizer(family)
     text: dict[str, Any] = {
         "vocab_size": len(tokens),
@@ -138,7 +156,7 @@ def _config(family: str, overrides: dict[str, Any]) -> PreTrainedConfig:
         more["tie_word_embeddings"] = True
     else:
         tower |= {
-            "temporal_patch_size": 1,
+            "temporal_patch_size": frames,
             "spatial_merge_size": MERGE,
             "out_hidden_size": text["hidden_size"],
         }
@@ -154,8 +172,19 @@ def _config(family: str, overrides: dict[str, Any]) -> PreTrainedConfig:
             tower |= {"image_size": _SIDE}
         if family.endswith("moe"):
             text |= FAMILIES["glm4_moe" if family.startswith("glm") else "qwen3_moe"]
-        if family == "qwen2_5_vl":
+        if family in ("qwen2_5_vl", OMNI):
             tower |= {"window_size": 2 * PATCH * MERGE, "fullatt_block_indexes": [1]}
+        if family == OMNI:
+            heard = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
+            more["audio_config"] = heard | {
+                "num_mel_bins": MELS,
+                "output_dim": text["hidden_size"],
+                "n_window": 25,
+                "max_source_positions": 500,
+            }
+            ids["audio_token_id"] = tokens.convert_tokens_to_ids(SOUND)
+            ids["audio_start_token_id"] = tokens.convert_tokens_to_ids(BEGIN_SOUND)
+            ids["audio_end_token_id"] = tokens.convert_tokens_to_ids(END_SOUND)
     made: PreTrainedConfig = _Configs[family](text_config=text, vision_config=tower, **ids, **more)
     return made
 
@@ -163,7 +192,7 @@ def _config(family: str, overrides: dict[str, Any]) -> PreTrainedConfig:
 def _rope(family: str, head: int) -> dict[str, Any]:
     """Of time, height and width."""
     found = {"rope_type": "default", "rope_theta": 10_000.0}
-    if family == "qwen2_5_vl":
+    if family in ("qwen2_5_vl", OMNI):
         side = 3 * head // 16
     else:
         side = head // 6  # in turns, as published ones have it
@@ -176,7 +205,7 @@ def vision_tokenizer(family: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
     """A token for each of CHARACTERS, and behind them those around and for images."""
     tokenizer: Any = character_tokenizer(CHARACTERS)
     tokenizer.add_special_tokens({"additional_special_tokens": [START, END, IMAGE, VIDEO]})
-    if not family.startswith("qwen"):
+    if not family.startswith("qwen") or family == OMNI:
         more = [SOUND, BEGIN_SOUND, END_SOUND, "<|video|>"]  # the last one is Gemma 4's own
         tokenizer.add_special_tokens({"additional_special_tokens": [START, END, IMAGE, VIDEO, *more]})
         tokenizer._set_model_specific_special_tokens(_NAMED)
@@ -194,18 +223,36 @@ def plain_inputs(
     """
     if not images:
         return {}
-    found: dict[str, Any] = {
-        name: torch.cat([image.inputs[name] for image in images]) for name in images[0].inputs
-    }
+    found: dict[str, Any] = {}
+    for kind in reader.kinds:
+        own = [image.inputs for image in images if image.kind == kind]
+        for name in own[0] if own else ():
+            longest = max(each[name].shape[-1] for each in own)  # of sounds
+            found[name] = torch.cat(
+                [torch.nn.functional.pad(each[name], (0, longest - each[name].shape[-1])) for each in own]
+            )
+    if reader.family == OMNI:
+        return found | {"attention_mask": torch.ones_like(ids_BL)}
+    if "pixel_values_videos" in found and "second_per_grid_ts" in found:
+        # Its class lets a text behind a video begin within the video's times, and decodes behind their end.
+        ids = ids_BL[0].tolist()
+        spans = [Span(start, image) for start, image in zip(reader.starts(ids, images), images, strict=True)]
+        found["position_ids"] = torch.from_numpy(rope_positions(len(ids), spans))[:, None]
     if reader.family != "internvl":
         kinds = "token_type_ids" if reader.family == "gemma3" else "mm_token_type_ids"
-        found[kinds] = (ids_BL == reader.token).int() if kinds_BL is None else kinds_BL
+        found[kinds] = kinds_of(reader, ids_BL) if kinds_BL is None else kinds_BL
     return found
 
 
-def _save_processor(family: str, directory: Path) -> None:
+def kinds_of(reader: ImageReader, ids_BL: torch.Tensor) -> torch.Tensor:
+    """1 for the tokens of images, 2 for those of videos."""
+    seen = [reader.tokens[kind] for kind in ("image", "video") if kind in reader.kinds]
+    return sum((at * (ids_BL == token).int() for at, token in enumerate(seen, 1)), torch.zeros_like(ids_BL))
+
+
+def _save_processor(family: str, frames: int, directory: Path) -> None:
     smallest = (PATCH * MERGE) ** 2
-    patches: dict[str, Any] = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 1}
+    patches: dict[str, Any] = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": frames}
     sizes: dict[str, Any] = {"size": {"shortest_edge": smallest, "longest_edge": 64 * smallest}}
     fixed: dict[str, Any] = {"size": {"height": _SIDE, "width": _SIDE}}
     processor: Any
@@ -222,6 +269,15 @@ def _save_processor(family: str, directory: Path) -> None:
     else:
         processor = Qwen2VLImageProcessorPil(**patches, **sizes)
     processor.save_pretrained(directory)
+    if "video" in READS[family]:
+        video = {
+            "size": {"shortest_edge": smallest, "longest_edge": 64 * smallest * (8 if "3" in family else 1)}
+        }
+        (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
+    if family == OMNI:
+        file = directory / "preprocessor_config.json"
+        heard = _Extractor(feature_size=MELS, n_fft=64, hop_length=160, chunk_length=4)
+        file.write_text(json.dumps(heard.to_dict() | json.loads(file.read_text())))
     if family in ("gemma3", "internvl"):
         told = {"image_seq_length": (_SIDE // PATCH // MERGE) ** 2}
         (directory / "processor_config.json").write_text(json.dumps(told))

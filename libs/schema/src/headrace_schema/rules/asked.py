@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.rules.features import (
     Feature,
     Resolved,
@@ -363,7 +362,7 @@ IN_DATA = resolved("images in the data", "data", lambda run: run.in_data)
 BLIND = Feature(
     "a local model of a family whose images are not read",
     lambda run: run.blind,
-    f"name a model of {' or '.join(VISION_FAMILIES)}",
+    "name a model of {readers}",
 )
 
 # Data and evaluation

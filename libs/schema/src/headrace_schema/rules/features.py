@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.sections.learning import AlgorithmSection
 from headrace_schema.sections.run import RunSections
+
+ALL_READERS = " or ".join(VISION_FAMILIES)
+"""Families that read images."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,9 @@ class Resolved:
     in_data: bool = False
     """It is the data that has them."""
     blind: Mapping[str, str] = field(default_factory=dict)
-    """Family of each local model, by key, that reads no images."""
+    """Family of each local model, by key, that does not read them."""
+    readers: str = ALL_READERS
+    """Families that do."""
     plain: bool = False
     """The model is known to have no experts."""
     gpus: bool = False
@@ -43,7 +49,8 @@ Asked = Callable[[Resolved], Iterable[str]]
 class Feature:
     """`said` is its name for people, `asked` yields the keys that ask for it, `undo` says how to be without it.
 
-    In `undo` {key} is the key, {it} "it" where the sentence is about that key and the key where it is about another.
+    In `undo` {readers} are families of models that read what the run has.
+    {key} is the key, {it} "it" where the sentence is about that key and the key where it is about another.
     """
 
     said: str

@@ -14,7 +14,7 @@ from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules import absent
 from headrace_schema.rules import asked as f
-from headrace_schema.rules.features import Feature, Resolved, key
+from headrace_schema.rules.features import ALL_READERS, Feature, Resolved, key
 from headrace_schema.sections.generating import quantized
 
 
@@ -46,8 +46,9 @@ class Row:
         ways = []
         for feature, at, it in ((self.what, found, "it"), (self.beside, other, other)):
             instead = " or ".join(run.instead.get(f"{at}:{feature.needs}", ()))
+            told = {"name": _named(at, feature), "readers": run.readers}
             if feature.undo and (instead or not feature.needs):
-                ways.append(feature.undo.format(key=at, it=it, name=_named(at, feature), instead=instead))
+                ways.append(feature.undo.format(key=at, it=it, instead=instead, **told))
         return ", or ".join(dict.fromkeys(ways))
 
 
@@ -370,7 +371,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.DRAFTS: f"{_SEES}prompts with images are not drafted for",
         f.DRAFT: f"{_SEES}prompts with images are not drafted for",
         f.TEXT_ALONE: f"{_SEES}{{spec.trainer.backend}} trains on text alone",
-        f.BLIND: f"{_SEES}{{family}} is no family whose images are read",
+        f.BLIND: f"{_SEES}{{family}} is no family that reads them",
     },
 }
 """By what a run has, what does not go with it: the reason, or that and a way out in place of both features' undos."""
@@ -394,7 +395,7 @@ def table_rows() -> Iterator[tuple[str, str, str, str]]:
         ways = []
         for feature in (row.what, row.beside):
             path = found[1] if (found := re.match(r"`([^`:]+)", feature.said)) else "it"
-            told = {"key": path, "name": "it", "instead": "one that can"}
+            told = {"key": path, "name": "it", "instead": "one that can", "readers": ALL_READERS}
             ways.append(feature.undo.format(it="it" if feature is row.what else path, **told))
         reason = re.sub(r"\{(?:spec\.|run\.)?([^}!]*)[^}]*\}", lambda found: found[1], row.reason)
         yield row.what.said, row.beside.said, reason, row.fix or ", or ".join(filter(None, ways))

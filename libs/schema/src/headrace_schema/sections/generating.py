@@ -111,6 +111,29 @@ def dividing_sizes(heads: int, key_heads: int) -> list[int]:
     ]
 
 
+class VideoSection(Section):
+    """Which frames of a video a model sees: at even times, as many a second or as many in all."""
+
+    fps: Annotated[float, Field(gt=0, le=120)] | None = Field(
+        default=None, description="frames for each second of a video; default: 2, or what `frames` makes"
+    )
+    frames: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None, description="frames of each video, however long it is, in place of `fps`"
+    )
+    max_frames: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=32, description="most frames of a video: longer ones are seen at fewer frames a second"
+    )
+    max_pixels: Annotated[int, Field(ge=784, le=4096 * 2304)] = Field(
+        default=768 * 28 * 28, description="most pixels of a frame: larger ones are made smaller"
+    )
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> Self:
+        if self.fps is not None and self.frames is not None:
+            raise ValueError("give fps or frames, not both")
+        return self
+
+
 class ModelSection(Section):
     """The policy: a Hugging Face id or a local directory (read by rollout and trainer), or a new robot policy."""
 
@@ -139,6 +162,7 @@ class ModelSection(Section):
     max_context: Count | None = Field(
         default=None, description="context limit in tokens; default: the model's own"
     )
+    video: VideoSection = Field(default=VideoSection(), description="which frames of videos it sees")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
+from headrace_schema.images import Kind
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.generating import DataSection
@@ -199,9 +200,10 @@ class Dataset:
         self._prompter.check(text, key)
 
     @property
-    def has_images(self) -> bool:
-        """Whether some item, of the sets too, has an image."""
-        return bool(self._items.pictured) or any(each.has_images for each, _ in self.sets.values())
+    def images(self) -> tuple[Kind, ...]:
+        """What images, videos or sounds items have, those of the sets too."""
+        own = {kind for _, kinds in self._items.pictured for kind in kinds}
+        return tuple(sorted(own.union(*(each.images for each, _ in self.sets.values()))))
 
     def unanswered(self) -> int:
         """Training items without an answer, which a supervised warm-up cannot use."""

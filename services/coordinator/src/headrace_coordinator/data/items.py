@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace_schema.images import IMAGE_MARK
+from headrace_schema.images import Kind, kind_of, marks_in
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.trajectories import keys_of
 
@@ -42,10 +42,15 @@ class DataItem:
         return "\n".join([canonical(self.question), *map(digest_bytes, self.images)])
 
     @property
-    def marks(self) -> int:
-        """Places for images in its texts."""
+    def kinds(self) -> list[Kind]:
+        """What its images are."""
+        return list(map(kind_of, self.images))
+
+    @property
+    def marks(self) -> list[Kind]:
+        """Places for images in its texts, in order."""
         texts = [turn["content"] or "" for turn in self.messages] or [self.question]
-        return sum(text.count(IMAGE_MARK) for text in texts)
+        return [kind for text in texts for kind in marks_in(text, self.kinds)]
 
     def told_apart(self, shown: Iterable[str]) -> str:
         """The key, and what a prompt shows beside the question: earlier turns and these fields."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from headrace_schema.images import Kind
 from headrace_servicekit.rpc.digests import digest_bytes
 
 from headrace_coordinator.data.items import DataItem
@@ -81,8 +82,8 @@ class PackedItems:
         """Items with earlier turns."""
         self.system_messages = 0
         """Items that begin with a system message of their own."""
-        self.pictured: Counter[tuple[int, int]] = Counter()
-        """Number of items with images, by (marks in their texts, images)."""
+        self.pictured: Counter[tuple[tuple[Kind, ...], tuple[Kind, ...]]] = Counter()
+        """Number of items with images, by (kinds of the marks in their texts, kinds of the images)."""
         parts, answered = array("i"), bytearray()
         shapes: Counter[tuple[str, ...]] = Counter()
         keys, rows = bytearray(), bytearray()
@@ -101,7 +102,7 @@ class PackedItems:
             answered.append(bool(item.answer))
             shapes[tuple(item.fields)] += 1
             if item.images:
-                self.pictured[item.marks, len(item.images)] += 1
+                self.pictured[tuple(sorted(item.marks)), tuple(sorted(item.kinds))] += 1
             if item.messages:
                 self.conversations += len(item.messages) > 1
                 self.system_messages += item.messages[0]["role"] == "system"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any
 
-from headrace_schema.images import IMAGE_MARK
+from headrace_schema.images import MARKS, counted, in_order, marks_in, marks_of
 from headrace_schema.problems import Impossible, choose, problem
 from headrace_schema.sections.generating import PromptSection
 
@@ -97,10 +97,12 @@ class Prompter:
         messages: list[dict[str, Any]] = [*map(dict, before), {**last, "content": text}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system.render(values)})
-        if item.images and not any(IMAGE_MARK in (message["content"] or "") for message in messages):
-            messages[-1]["content"] = IMAGE_MARK * len(item.images) + text
+        marks = [kind for each in messages for kind in marks_in(each["content"] or "", item.kinds)]
+        if item.images and not marks:
+            messages[-1]["content"] = marks_of(item.images) + text
+        images = tuple(in_order(item.images, marks)) if marks else item.images
         arguments = {**self._section.template_arguments, **item.arguments}
-        return PromptContent(messages, None, begun, arguments, item.images)
+        return PromptContent(messages, None, begun, arguments, images)
 
     def _parse(self, text: str, key: str) -> Template:
         everywhere = {name for name, count in self._fields.items() if count == self._count}
@@ -120,21 +122,21 @@ class Prompter:
         if not self._section.chat:
             reason = "items have images, which only a chat template places"
             raise Impossible([problem("data.prompt.chat", reason, "leave it out")])
-        written = sum(
-            literal.count(IMAGE_MARK)
+        written = [
+            kind
             for template in (self._template, *([self._system] if self._system else []))
             for literal, _ in template.parts
-        )
-        for own, images in items.pictured:
-            if own + written not in (0, images):
-                reason = f"it has {written} marks {IMAGE_MARK}, and there are items with {images} images"
-                more = f", for which their own texts have {own}" if own else ""
+            for kind in marks_in(literal, {each for _, kinds in items.pictured for each in kinds})
+        ]
+        shown = ", ".join(MARKS[kind] for kind in dict.fromkeys(written)) or MARKS["image"]
+        for own, kinds in items.pictured:
+            if sorted([*own, *written]) not in ([], [*kinds]):
+                reason = f"it has {len(written)} marks {shown}, and there are items with {counted(kinds)}"
+                more = f", for which their own texts have {len(own)}" if own else ""
                 fix = "write one for each image, or none: then they stand before the question"
                 raise Impossible([problem("data.prompt.template", reason + more, fix)])
         if written and items.pictured.total() < len(items):
-            reason = (
-                f"it has a mark {IMAGE_MARK}, and {len(items) - items.pictured.total()} items have no image"
-            )
+            reason = f"it has a mark {shown}, and {len(items) - items.pictured.total()} items have no image"
             raise Impossible(
                 [problem("data.prompt.template", reason, "leave it out: images come first then")]
             )

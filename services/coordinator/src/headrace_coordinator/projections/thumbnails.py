@@ -12,7 +12,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 
 import msgspec
-from headrace_schema.images import IMAGE_FORMATS
+from headrace_schema.images import IMAGE_FORMATS, kind_of
 
 from headrace_coordinator.projections.trajectories import Message
 
@@ -25,10 +25,10 @@ MOST_OF_TALK = 16
 
 
 def thumbnails(images: Sequence[bytes]) -> list[str]:
-    """The first MOST images as data URLs; raises ValueError or OSError for one that cannot be read."""
+    """The first MOST images as data URLs, without videos and sounds; raises ValueError or OSError for a broken one."""
     if find_spec("PIL") is None:
         return []
-    return [_thumbnail(image) for image in images[:MOST]]
+    return [_thumbnail(image) for image in images if kind_of(image) == "image"][:MOST]
 
 
 def with_thumbnails(messages: Sequence[Message]) -> list[Message]:

@@ -236,7 +236,7 @@ class RunContext:
 
     def images(self, prompt: int) -> list[common.Image]:
         """The images of a prompt, as its trainer gets them."""
-        return list(self.prompt(prompt).images) if self.dataset.has_images else []
+        return list(self.prompt(prompt).images) if self.dataset.images else []
 
     def saw_length(self, item: DataItem, tokens: int) -> None:
         """Notes an answer's length, the estimate for later epochs."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_schema.images import Kind
 from headrace_schema.sections.agent import ONLINE
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.requests import MAX_NUMBER
@@ -68,8 +69,11 @@ class Modality(ABC):
     warmup_examples: list[dict[str, object]]
     """Prompts and right answers that the trainer imitates before the first step."""
 
-    has_images = False
-    """Whether prompts have images."""
+    images: tuple[Kind, ...] = ()
+    """What images, videos or sounds prompts have."""
+
+    sees = True
+    """Whether what is trained on may have any."""
 
     @abstractmethod
     def prompt(self, item: DataItem, asked: Asked = AS_TRAINED) -> rollout.Prompt:
@@ -112,7 +116,7 @@ class Texts(Modality):
     def __init__(self, workers: WorkerGroup, dataset: Dataset) -> None:
         self._dataset = dataset
         self.warmup_examples = dataset.warmup.examples if workers.spec.trainer.warmup.steps else []
-        self.has_images = dataset.has_images
+        self.images, self.sees = dataset.images, bool(dataset.images)
 
     @override
     def prompt(self, item: DataItem, asked: Asked = AS_TRAINED) -> rollout.Prompt:
@@ -140,7 +144,7 @@ class Online(Texts):
 
     def __init__(self, workers: WorkerGroup, dataset: Dataset) -> None:
         super().__init__(workers, dataset)
-        self._workers = workers
+        self._workers, self.sees = workers, True
 
     @override
     def prompt(self, item: DataItem, asked: Asked = AS_TRAINED) -> rollout.Prompt:

@@ -243,7 +243,7 @@ class Staffing:
             prompt=self.workers.spec.data.prompt,
             routed_experts=replays,
             longest_prompt=self._fitted.data.prompt.longest,
-            images=self._modality.has_images,
+            images=self._modality.images,
             raw_texts="tokens" in self._fitted.reward.give,
             group_size=self._fitted.algorithm.group_size,
             endpoint_key=endpoint_key(self.workers.state.directory) if self.workers.spec.is_online else "",
@@ -257,5 +257,6 @@ class Staffing:
         more: dict[str, Any] = {
             "warmup_examples": self._modality.warmup_examples,
             "instruction": self.workers.spec.data.prompt.template,
+            "sees": self._modality.sees,
         }
         return TrainerConfig.of(self._fitted, **more).model_dump_json()

@@ -90,7 +90,7 @@ class Branches:
             with suppress(ValueError):  # which placing it raises again
                 await asyncio.to_thread(self._rehearse, request)
         except BadImage as error:
-            raise Refusal(400, "invalid_request", f"messages: an image {error}", "messages") from error
+            raise Refusal(400, "invalid_request", f"messages: {error.what} {error}", "messages") from error
         except ValueError as error:
             raise Refusal(400, "unsupported_parameter", f"messages: {error}", "messages") from error
 

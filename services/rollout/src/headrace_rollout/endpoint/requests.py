@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from headrace_schema.images import IMAGE_MARK
+from headrace_schema.images import MANY, MARKS, NOUNS, PARTS, kind_of, marks_in
 from headrace_servicekit.image_files import BadImage, file_of
 from headrace_servicekit.rpc.trajectories import keys_of
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
@@ -20,8 +20,8 @@ from headrace_rollout.engines.samples import Distribution, Message
 
 MOST_CHOICES = 128
 TEXTS = ("text", "input_text", "output_text")
-IMAGES = ("image_url", "input_image")
-"""Types of parts that are images, as data URLs."""
+FILES = {name: kind for name, kind in PARTS.items() if name.endswith("_url") or name.startswith("input_")}
+"""Types of parts that are files, as data URLs; `input_audio` has base64."""
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "presence_penalty": (0,),
@@ -80,16 +80,33 @@ class _Part(BaseModel):
     type: str
     text: str = ""
     image_url: str | _Address | None = None
+    video_url: str | _Address | None = None
+    audio_url: str | _Address | None = None
+    input_audio: _Sound | None = None
 
     @property
     def image(self) -> bytes:
-        """The file of a part that is an image. Raises BadImage."""
-        given = self.image_url
-        return file_of((given.url if isinstance(given, _Address) else given) or "")
+        """The file of a part that is one. Raises BadImage."""
+        kind = FILES[self.type]
+        given = getattr(self, f"{kind}_url") or self.input_audio
+        if isinstance(given, _Sound):
+            given = f"data:audio/{given.format};base64,{given.data}"
+        try:
+            data = file_of((given.url if isinstance(given, _Address) else given) or "")
+        except BadImage as error:
+            raise BadImage(error.reason, error.fix, NOUNS[kind]) from error
+        if (own := kind_of(data)) != kind:
+            raise BadImage(f"that is {NOUNS[own]} by its first bytes", f"give it as {own}", NOUNS[kind])
+        return data
 
 
 class _Address(BaseModel):
     url: str
+
+
+class _Sound(BaseModel):
+    data: str
+    format: str = "wav"
 
 
 class _Function(BaseModel):
@@ -134,8 +151,8 @@ class ChatMessage(BaseModel):
         parts = (
             [_Part(type="text", text=self.content)] if isinstance(self.content, str) else self.content or []
         )
-        text = "".join(IMAGE_MARK if part.type in IMAGES else part.text for part in parts)
-        images = tuple(part.image for part in parts if part.type in IMAGES)
+        text = "".join(MARKS[FILES[part.type]] if part.type in FILES else part.text for part in parts)
+        images = tuple(part.image for part in parts if part.type in FILES)
         calls = tuple(
             (each.function.name, canonical(each.function.arguments)) for each in self.tool_calls or ()
         )
@@ -274,10 +291,10 @@ def read_request(body: bytes) -> ChatRequest:
         raise Refusal(400, "invalid_request", f"{param or 'the body'}: {first['msg']}", param) from error
     for index, message in enumerate(request.messages):
         parts = message.content if isinstance(message.content, list) else ()
-        if other := next((part.type for part in parts if part.type not in (*TEXTS, *IMAGES)), None):
-            why = f"a part of type {other} is neither text nor image, and this endpoint reads these alone"
+        if other := next((part.type for part in parts if part.type not in (*TEXTS, *FILES)), None):
+            why = f"a part of type {other} is neither text, image, video nor audio, and these alone are read"
             raise Refusal(400, "unsupported_parameter", f"messages.{index}.content: {why}", "messages")
-        if any(part.type in IMAGES for part in parts):
+        if any(part.type in FILES for part in parts):
             _check_images(message, f"messages.{index}.content")
     wrong = {
         "logit_bias": bool(request.logit_bias) and "answers are drawn from the policy as it is; leave it out",
@@ -311,12 +328,13 @@ def _check_images(message: ChatMessage, where: str) -> None:
     try:
         line = message.line()
     except BadImage as error:
-        raise Refusal(400, "invalid_request", f"{where}: an image {error}", "messages") from error
+        raise Refusal(400, "invalid_request", f"{where}: {error.what} {error}", "messages") from error
     if message.role == "assistant":
         why = "the policy says no images; give them in messages of other roles"
         raise Refusal(400, "invalid_request", f"{where}: {why}", "messages")
-    if line.content.count(IMAGE_MARK) != len(line.images):
-        why = f"the text {IMAGE_MARK} stands for an image; write it otherwise beside images"
+    if len(marks := marks_in(line.content, {kind_of(data) for data in line.images})) != len(line.images):
+        shown = MARKS[marks[0]]
+        why = f"the text {shown} stands for {NOUNS[marks[0]]}; write it otherwise beside {MANY[marks[0]]}"
         raise Refusal(400, "invalid_request", f"{where}: {why}", "messages")
 
 

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from headrace_schema.images import Kind
 from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.learning import DraftSection
 
@@ -75,6 +76,8 @@ class Capabilities:
     """Computes with several adapters beside one model, where `EngineConfig.adapters` names them."""
     images: tuple[str, ...] = ()
     """Families of models (model_type) whose images of prompts it takes."""
+    files: tuple[Kind, ...] = ("image",)
+    """What files it takes of these families."""
     top_p_after_others: bool = True
     """Top-p counts the mass that top-k and min-p left; without it, top-p is refused together with them."""
     penalty_counts_prompt: bool = True

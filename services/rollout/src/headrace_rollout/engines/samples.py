@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from headrace_modelkit.vision import ImageReader
+    from headrace_modelkit.pictures import ImageReader
 
 
 @dataclass(frozen=True)

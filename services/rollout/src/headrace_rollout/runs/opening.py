@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_schema.images import VISION_FAMILIES
+from headrace_schema.images import MANY, READS, VISION_FAMILIES, Kind
 from headrace_schema.openings import RolloutConfig, policy_model, role_model
 from headrace_schema.sections.agent import AgentSection
 from headrace_schema.sections.generating import ModelSection, engine_hosts
@@ -156,7 +156,7 @@ def _text_run(
             reason = "deterministic: true, and it computes log-probs by other kernels than the trainer"
             fix = "use the engine transformers, or set deterministic: false"
             raise PluginError([KeyProblem("rollout.engine", reason, fix)])
-        if config.images and (wrong := _images_refused(chosen.name, engine, codec)):
+        if config.images and (wrong := _images_refused(chosen.name, engine, codec, config.images)):
             raise PluginError([wrong])
         return engine
 
@@ -201,7 +201,10 @@ def _online_run(
 
     assert agent.online is not None
     blind = _blind(engine, codec, config)
-    template, sampling = TurnTemplate(codec, config.prompt, blind=blind), config.sampling
+    template, sampling = (
+        TurnTemplate(codec, config.prompt, blind=blind, files=engine.capabilities.files),
+        config.sampling,
+    )
     template.check()
     retention = Retention(RETENTION_BYTES)
     stream = Stream(
@@ -228,7 +231,13 @@ def _player(config: RolloutConfig, engine: Engine, codec: TextCodec, **more: Any
     """A model with the form in which it reads messages. Raises ModelNotReadable for a template that has none."""
     assert config.environment is not None
     append = config.environment.rewritten_turns == "append"
-    template = TurnTemplate(codec, config.prompt, append=append, blind=_blind(engine, codec, config))
+    template = TurnTemplate(
+        codec,
+        config.prompt,
+        append=append,
+        blind=_blind(engine, codec, config),
+        files=engine.capabilities.files,
+    )
     template.check(tools=TOOLS in config.environment.tasks)
     return Player(engine, codec, template, **more)
 
@@ -286,13 +295,25 @@ def _players(
     return found, EngineBeside(policy.engine, beside, learning, apart)
 
 
-def _images_refused(name: str, engine: Engine, codec: TextCodec) -> KeyProblem | None:
-    """Why model or engine cannot read images."""
+def _images_refused(
+    name: str, engine: Engine, codec: TextCodec, kinds: Collection[Kind] = ()
+) -> KeyProblem | None:
+    """Why model or engine cannot read images, or files of these kinds."""
     if codec.images is None:
         families, path = ", ".join(VISION_FAMILIES), codec.tokenizer.name_or_path
         reason = f"there are images, and {path!r} is of no family whose images are read ({families})"
         return KeyProblem("model.path", reason, "name a vision-language model")
     family = codec.images.family
+    for kind in kinds:
+        if kind not in codec.images.kinds:
+            reason = (
+                f"there are {MANY[kind]}, and {family} reads none ({', '.join(codec.images.kinds)} alone)"
+            )
+            readers = ", ".join(each for each, reads in READS.items() if kind in reads)
+            return KeyProblem("model.path", reason, f"name a model of {readers}")
+        if kind not in engine.capabilities.files:
+            reason = f"there are {MANY[kind]}, and {name} takes {', '.join(engine.capabilities.files)} alone"
+            return KeyProblem("rollout.engine", reason, "use the engine transformers")
     if family in engine.capabilities.images:
         return None
     taken = ", ".join(engine.capabilities.images) or "none"

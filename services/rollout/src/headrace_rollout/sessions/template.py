@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_schema.images import VISION_FAMILIES
+from headrace_schema.images import MARKS, NOUNS, VISION_FAMILIES, Kind, kind_of
 from headrace_schema.sections.generating import PromptSection
 from headrace_servicekit.image_files import check_image
 from headrace_servicekit.rpc.trajectories import chat_turn
@@ -21,8 +21,8 @@ from headrace_servicekit.rpc.trajectories import chat_turn
 from headrace_rollout.engines.samples import Given, Message
 
 if TYPE_CHECKING:
+    from headrace_modelkit.pictures import ImageReader
     from headrace_modelkit.tokenizer import TextCodec
-    from headrace_modelkit.vision import ImageReader
 
 Turn = Mapping[str, Any]
 """A message as chat templates take it, with `images`, files, where its content has marks for them."""
@@ -51,18 +51,24 @@ class TurnTemplate:
     """The chat template of a conversation, or without `prompt.chat` the contents of messages, one behind the other.
 
     `append`: where the template rewrites earlier turns, what was sampled stays as it was. `blind` says why images are
-    not read, where that is so.
+    not read, where that is so, and `files` what the engine takes where it is not.
     """
 
     def __init__(
-        self, codec: TextCodec, prompt: PromptSection, *, append: bool = False, blind: str = ""
+        self,
+        codec: TextCodec,
+        prompt: PromptSection,
+        *,
+        append: bool = False,
+        blind: str = "",
+        files: Collection[Kind] = tuple(MARKS),
     ) -> None:
         self._codec, self._chat, self._append = codec, prompt.chat, append
         if codec.images is None:
             blind = blind or BLIND
         elif not prompt.chat:
             blind = "data.prompt.chat: images are placed by a chat template; set it to true"
-        self._blind = blind
+        self._blind, self._kinds = blind, files
         self._arguments = dict(prompt.template_arguments)
         self._shown: dict[str, bool] = {}
         """Roles, and whether the template shows what they say."""
@@ -101,6 +107,9 @@ class TurnTemplate:
         """Checks and reads images in a thread, so that placing them takes nobody's time. Raises ValueError."""
         for data in images:
             reader = self._reader
+            if (kind := kind_of(data)) not in self._kinds:
+                reason = f"{NOUNS[kind]} is not taken by this engine"
+                raise ValueError(f"rollout.engine: {reason}; use the engine transformers")
             await asyncio.to_thread(check_image, data)
             await asyncio.to_thread(reader.read, data)
 
@@ -229,7 +238,7 @@ def _rendered(messages: Iterable[Turn]) -> list[dict[str, Any]]:
     found = []
     for each in messages:
         bare = {key: value for key, value in each.items() if key != "images"}
-        found.append(in_parts(bare) if each.get("images") else bare)
+        found.append(in_parts(bare, set(map(kind_of, each.get("images") or ()))))
     return found
 
 

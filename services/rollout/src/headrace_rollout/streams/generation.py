@@ -24,15 +24,8 @@ from headrace_rollout.environments.pool import Pool
 from headrace_rollout.runs.opened import TextRun
 from headrace_rollout.sessions.drivers.base import Produced
 from headrace_rollout.streams.base import Handover, SampleStream, Serving
-from headrace_rollout.wire import (
-    duration_of,
-    fill_branch_texts,
-    fill_chunk,
-    fill_trajectory,
-    partial_of,
-    refusals,
-    stream_of,
-)
+from headrace_rollout.streams.trajectories import fill_branch_texts, fill_trajectory
+from headrace_rollout.wire import duration_of, fill_chunk, partial_of, refusals, stream_of
 
 _TOKEN_BYTES = 8
 _LEASE_LOST = "LEASE_LOST"

@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
-from headrace_schema.images import IMAGE_MARK, MOST_IMAGE_BYTES, MOST_IMAGES
+from headrace_schema.images import EXTRAS, MARKS, MOST_IMAGE_BYTES, MOST_IMAGES, kind_of, marks_in
+from headrace_schema.images import PARTS as KIND_OF
 from headrace_schema.references import redacted
 from headrace_servicekit.causes import cause_first
 from headrace_servicekit.contained.network import CONTAINED_VARIABLE, ENDPOINT_PORT, ENDPOINT_VARIABLE
@@ -42,7 +43,7 @@ OWN = {"to", "by"}
 """Keys of messages of several roles."""
 MESSAGE = "{'role': 'user', 'content': 'TEXT'}"
 TOLD = "{'role': 'user', 'content': 'TEXT', 'to': 'ROLE'}"
-PARTS = "{'type': 'text', 'text': 'TEXT'} or {'type': 'image', 'image': FILE}"
+PARTS = "{'type': 'text', 'text': 'TEXT'} or {'type': 'image', 'image': FILE}, or video or audio likewise"
 """Of a content that is a list."""
 
 
@@ -194,21 +195,21 @@ def _content(given: Any, where: str) -> tuple[str, list[bytes]]:
     """The text of a content, with marks where its images stand, and their files."""
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         return _text(given, where), []
-    text, files, marks = "", list[bytes](), 0
+    text, files = "", list[bytes]()
     for index, part in enumerate(given):
         at = f"part {index} of {where}"
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text":
             said = _text(part.get("text"), at)
-            text, marks = text + said, marks + said.count(IMAGE_MARK)
-        elif kind in ("image", "image_url"):
-            text, files = text + IMAGE_MARK, [*files, _image(part, kind, at)]
+            text += said
+        elif isinstance(kind, str) and kind in KIND_OF:
+            text, files = text + MARKS[KIND_OF[kind]], [*files, _image(part, kind, at)]
         else:
             shown = _shown(part) if kind is None else f"of type {_shown(kind)}"
             raise Raised(f"{at} is {shown}; a part is {PARTS}")
-    if files and marks:
+    if len(marks := marks_in(text, {kind_of(file) for file in files})) != len(files):
         raise Raised(
-            f"{where} has the text {IMAGE_MARK} beside images, for one of which it stands; write it otherwise"
+            f"{where} has the text {MARKS[marks[0]]} beside such files, for one of which it stands; write it otherwise"
         )
     return text, files
 
@@ -218,12 +219,12 @@ def _image(part: Mapping[str, Any], kind: str, where: str) -> bytes:
     if isinstance(value, Mapping):
         value = value.get("url")
     try:
-        return image_file(value)
+        return image_file(value, KIND_OF[kind])
     except BadImage as error:
-        raise Raised(f"{where} has an image {error}") from error
+        raise Raised(f"{where} has {error.what} {error}") from error
     except ImportError as error:
         raise Raised(
-            f"{where} has an image, and {error}: pip install 'headrace-simulator[vision]'"
+            f"{where} has {kind}, and {error}: pip install 'headrace-simulator[{EXTRAS[KIND_OF[kind]]}]'"
         ) from error
 
 

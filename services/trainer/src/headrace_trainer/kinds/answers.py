@@ -23,8 +23,9 @@ from headrace_modelkit.families.routing import router_biases
 from headrace_modelkit.loading import load_architecture, load_model, reads_images
 from headrace_modelkit.lora import is_adapter, targets_problem
 from headrace_modelkit.model_files import empty_model
+from headrace_modelkit.pictures import ImageReader
+from headrace_modelkit.processors import copy_processor, load_images
 from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_modelkit.vision import ImageReader, copy_processor, load_images
 from headrace_modelkit.weights import CheckpointNames, state_tensors
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.generating import ModelSection

@@ -26,7 +26,8 @@ import torch
 from headrace_modelkit.families.mixtures import ExpertShape
 from headrace_modelkit.families.routing import Routing
 from headrace_modelkit.logprobs import Temperature
-from headrace_modelkit.vision import ImageReader, Pictures
+from headrace_modelkit.pictures import ImageReader
+from headrace_modelkit.vision import Pictures
 from headrace_servicekit.rpc.trajectories import unpack_top
 from torch import Tensor
 

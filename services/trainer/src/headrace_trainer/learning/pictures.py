@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import numpy as np
-from headrace_modelkit.vision import ImageReader, Pictures, Placed, Span, place_number, rope_positions
+from headrace_modelkit.pictures import ImageReader, Span, place_number
+from headrace_modelkit.vision import Pictures, Placed, rope_positions
 from torch import Tensor
 
 from headrace_trainer.learning.samples import Image, Sample

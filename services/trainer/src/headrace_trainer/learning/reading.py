@@ -20,7 +20,7 @@ from headrace_trainer.learning.pictures import place_images
 from headrace_trainer.learning.samples import Group, Image, Sample, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from headrace_modelkit.vision import ImageReader
+    from headrace_modelkit.pictures import ImageReader
 
     from headrace_trainer.learning.given import GivenReader
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.gpu_defaults import Default, told, with_defaults
-from headrace_schema.images import VISION_FAMILIES
+from headrace_schema.images import MANY, READS
 from headrace_schema.model_size import model_config, model_size, text_config, unread_config
 from headrace_schema.problems import Impossible, nearest, problem
 from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunView
@@ -163,7 +163,8 @@ class Submission:
     @cached_property
     def resolved(self) -> Resolved:
         """The spec with what the fleet, its data and a local model say of it."""
-        in_data = isinstance(self.data, Dataset) and self.data.has_images
+        seen = self.data.images if isinstance(self.data, Dataset) else ()
+        wanted = set(seen or ("image",))
         size = model_size(text_config(self.spec.model))
         models = {"model.path": self.spec.model, "trainer.reference.path": self.spec.trainer.reference}
         kinds = {key: model_config(each).get("model_type") for key, each in models.items() if each}
@@ -171,9 +172,10 @@ class Submission:
             self.spec,
             engine=self.engine,
             instead=dict(self._instead()),
-            images="the data has images" if in_data else "",
-            in_data=in_data,
-            blind={key: kind for key, kind in kinds.items() if kind and kind not in VISION_FAMILIES},
+            images=f"the data has {' and '.join(MANY[kind] for kind in seen)}" if seen else "",
+            in_data=bool(seen),
+            blind={key: kind for key, kind in kinds.items() if kind and wanted - {*READS.get(kind, ())}},
+            readers=" or ".join(family for family, reads in READS.items() if wanted <= {*reads}),
             plain=size is not None and not size.expert_parameters,
             gpus=any(map(is_gpu, self.fleet.devices)),
             asked=self.evaluated.asked.sampling if self.evaluated else None,

@@ -6,25 +6,17 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace_schema.images import IMAGE_MARK
-from headrace_schema.problems import choose
+from headrace_schema.images import MANY, MARKS, in_order
 
-from headrace_coordinator.data.builtin.pictures import (
-    IMAGE_KEYS,
-    check_together,
-    image_of,
-    images_of,
-    is_column,
-)
+from headrace_coordinator.data.builtin.pictures import Keys, without_images
 from headrace_coordinator.data.builtin.turns import (
     arguments,
     conversation,
     is_conversation,
-    part_text,
     spoken,
     until_learned,
     with_objects,
@@ -47,94 +39,29 @@ ANSWER_TURN, REJECTED_TURN = "answer_turn", "rejected_turn"
 """Keys of an item's answers that are turns which call tools."""
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Keys of a row, which may be paths (`reward_model.ground_truth`); empty: those of the form."""
-
-    question: str = ""
-    answer: str = ""
-    id: str = ""
-    images: str = ""
-
-
 def item_of(row: Row, form: Form, keys: Keys, folder: Path | None = None) -> DataItem:
     """The item of a row; other texts and numbers of the row are template fields. Raises `BadRow`.
 
     Paths of images are relative to `folder`.
     """
-    row, images = _without_images(row, form, keys, folder)
+    row, images = without_images(row, form, keys, folder)
     item = _READERS[form](row, keys)
     if images:
-        item = replace(item, images=tuple(images))
-        _check_marks(item)
+        item = _in_order(replace(item, images=tuple(images)))
     return replace(item, id=text_of(row, keys.id)) if keys.id else item
 
 
-def _without_images(row: Row, form: Form, keys: Keys, folder: Path | None) -> tuple[Row, list[bytes]]:
-    """The row without its images, which no template and no scorer reads; parts of messages that are images are marks.
-
-    Raises `BadRow`, also for images that nobody asked for.
-    """
-    nested = any(isinstance(value, (list, tuple)) for value in row.values())
-    key = keys.images or next((each for each in (*IMAGE_KEYS, *row) if is_column(each, row.get(each))), "")
-    if key and not keys.images and form not in ("verl", "trl"):
-        raise BadRow(f"has images under {key!r}, which no option names", f"set data.options.images: {key}")
-    if not key and not nested:
-        return row, []
-    if key and key not in row:
-        raise BadRow(f"has no key {key!r}", choose(key, row, extra="or write null there: no image"))
-    images = images_of(row[key], key, folder) if key else []
-    own: list[bytes] = []
-    changed = {name: value for name, value in row.items() if name != key}
-    for name, value in row.items():
-        if name != key and _has_image_parts(value):
-            changed[name] = [_with_marks(turn, f"{name}[{at}]", folder, own) for at, turn in enumerate(value)]
-    if own and images:
-        reason = f"has images in its messages and under {key!r}"
-        raise BadRow(reason, f"leave {key!r} out, or write parts of messages without images of their own")
-    check_together(own)
-    if not images and not own and any(map(_has_image_parts, row.values())):
-        raise BadRow(
-            "has parts of type image, and no image", "give each its image, or name data.options.images"
-        )
-    return changed, images or own
-
-
-def _with_marks(turn: Row, place: str, folder: Path | None, images: list[bytes]) -> Row:
-    """A message whose parts that are images are marks; what they hold is added to `images`."""
-    parts = turn.get("content")
-    if not isinstance(parts, (list, tuple)):
-        return turn
-    content = ""
-    for at, part in enumerate(parts):
-        if not _is_image_part(part):
-            content += part_text(part, place)
-            continue
-        content += IMAGE_MARK
-        given = part.get("image_url") or part.get("image") or part.get("url") or part.get("path")
-        if given is not None:  # else one of the row's own images
-            images.append(image_of(given, f"{place}.content[{at}]", folder))
-    return {**turn, "content": content}
-
-
-def _has_image_parts(value: Any) -> bool:
-    """Whether it is a conversation some message of which has parts that are images."""
-    return is_conversation(value) and any(
-        isinstance(turn.get("content"), (list, tuple)) and any(map(_is_image_part, turn["content"]))
-        for turn in value
-    )
-
-
-def _is_image_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
-
-
-def _check_marks(item: DataItem) -> None:
-    if item.marks not in (0, len(item.images)):
-        raise BadRow(
-            f"has {item.marks} marks {IMAGE_MARK} in its text for {len(item.images)} images",
-            "write one for each, or none: then the images stand before the question",
-        )
+def _in_order(item: DataItem) -> DataItem:
+    """The item with its images in the order of the marks in its texts, where there are any."""
+    if not (marks := item.marks):
+        return item
+    for kind in dict.fromkeys(item.kinds):
+        if (written := marks.count(kind)) != (files := item.kinds.count(kind)):
+            raise BadRow(
+                f"has {written} marks {MARKS[kind]} in its text for {files} {MANY[kind]}",
+                f"write one for each, or none: then the {MANY[kind]} stand before the question",
+            )
+    return replace(item, images=tuple(in_order(item.images, marks)))
 
 
 def _plain(row: Row, keys: Keys) -> DataItem:

@@ -107,10 +107,11 @@ def _with_files(datasets: Any, rows: Any) -> Any:
     """The rows with the files of their images: decoded ones would be written anew."""
     for name, feature in rows.features.items():
         inner = getattr(feature, "feature", None)
-        if isinstance(feature, datasets.Image):
-            rows = rows.cast_column(name, datasets.Image(decode=False))
-        elif isinstance(inner, datasets.Image):
-            rows = rows.cast_column(name, datasets.List(datasets.Image(decode=False)))
+        for kind in (datasets.Image, datasets.Video, datasets.Audio):
+            if isinstance(feature, kind):
+                rows = rows.cast_column(name, kind(decode=False))
+            elif isinstance(inner, kind):
+                rows = rows.cast_column(name, datasets.List(kind(decode=False)))
     return rows
 
 

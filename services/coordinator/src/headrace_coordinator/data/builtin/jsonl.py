@@ -50,7 +50,7 @@ class Jsonl(RowSource):
     def _rows(self) -> Iterator[tuple[int, Row]]:
         try:
             with file_of(self.path).open("rb", buffering=READ_BYTES) as file:
-                number, most = 0, IMAGE_LINE_BYTES if self.images else LINE_BYTES
+                number, most = 0, IMAGE_LINE_BYTES if self.files else LINE_BYTES
                 while line := file.readline(most + 1):
                     number += 1
                     if len(line) > most:

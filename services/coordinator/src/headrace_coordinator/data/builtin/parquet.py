@@ -48,7 +48,7 @@ class Parquet(RowSource):
         try:
             with pq.ParquetFile(file_of(file)) as table:
                 first = 1
-                for batch in table.iter_batches(batch_size=IMAGE_ROWS if self.images else ROWS):
+                for batch in table.iter_batches(batch_size=IMAGE_ROWS if self.files else ROWS):
                     yield from self._values(batch, file, first)
                     first += len(batch)
         except (OSError, ArrowException) as error:

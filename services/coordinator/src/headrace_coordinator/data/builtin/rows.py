@@ -14,7 +14,8 @@ from headrace_schema.problems import Impossible, problem
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from typing_extensions import override
 
-from headrace_coordinator.data.builtin.forms import Form, Keys, item_of
+from headrace_coordinator.data.builtin.forms import Form, item_of
+from headrace_coordinator.data.builtin.pictures import Keys
 from headrace_coordinator.data.builtin.values import BadRow, Row, row_bytes, share_of
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.sources import DataSource
@@ -66,6 +67,8 @@ class RowSource(DataSource):
         description="key of a row's image or list of images: paths, bytes, base64, or what `datasets` has; default: "
         "none, those in parts of messages, and of the forms verl and trl `images` or `image`",
     )
+    videos: str = Field(default="", description="key of a row's video or list of videos, as `images`")
+    audios: str = Field(default="", description="key of a row's sound or list of sounds, as `images`")
     longest_question: Annotated[int, Field(strict=True, ge=0)] = Field(
         default=0,
         description="characters of the longest question; rows with longer ones are left out; 0: all",
@@ -89,7 +92,7 @@ class RowSource(DataSource):
 
         Paths of images are relative to `folder`.
         """
-        keys = Keys(self.question, self.answer, self.id, self.images)
+        keys = Keys(self.question, self.answer, self.id, self.images, self.videos, self.audios)
         form, all_kept = self.form, not self.longest_question and self.pass_rate is None
         for number, row in rows:
             try:
@@ -105,11 +108,14 @@ class RowSource(DataSource):
             else:
                 yield item
 
+    @property
+    def files(self) -> set[str]:
+        """The keys of images, videos and sounds that are named."""
+        return {self.images, self.videos, self.audios} - {""}
+
     def _texts(self, row: Row) -> Row:
         """The row without its images, which have bounds of their own."""
-        if not self.images:
-            return row
-        return {name: value for name, value in row.items() if name != self.images}
+        return {name: value for name, value in row.items() if name not in self.files}
 
     def wrong(self, key: str, place: str, reason: str, fix: str) -> NoReturn:
         """Raises `Impossible` for a row."""

@@ -76,7 +76,8 @@ def _message(turn: Row, place: str) -> dict[str, Any]:
     calls = role == "assistant" and bool(keys.get("tool_calls"))
     if not isinstance(content, str) and not (content is None and calls):
         raise BadRow(
-            f"has {show(content)} as content of {place}", "write text, or parts of type text and image"
+            f"has {show(content)} as content of {place}",
+            "write text, or parts of type text, image, video and audio",
         )
     return {"role": role, "content": content, **keys}
 
@@ -87,7 +88,8 @@ def part_text(part: Any, place: str) -> str:
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else part
         raise BadRow(
-            f"has a part of type {show(kind)} in {place}", "write text, or parts of type text and image"
+            f"has a part of type {show(kind)} in {place}",
+            "write text, or parts of type text, image, video and audio",
         )
     return text
 

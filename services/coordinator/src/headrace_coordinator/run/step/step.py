@@ -247,7 +247,7 @@ class Step:
             finally:  # Where the calls fail, the step is recorded all the same.
                 context.projection.step(view)
                 lines = settled_lines(context, certificate, slots, self._trajectories)
-                prompts = {line.prompt_ordinal for line in lines} if context.modality.has_images else ()
+                prompts = {line.prompt_ordinal for line in lines} if context.modality.images else ()
                 context.projection.trajectories(lines, {each: context.item(each).images for each in prompts})
 
         # While the trainer works, retention ends and the files are written.

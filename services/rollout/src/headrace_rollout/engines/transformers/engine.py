@@ -10,7 +10,7 @@ from traceback import clear_frames
 
 import torch
 from headrace_modelkit.devices import grow_segments, is_out_of_memory
-from headrace_schema.images import VISION_FAMILIES
+from headrace_schema.images import MARKS, VISION_FAMILIES
 from headrace_servicekit.causes import raised
 from typing_extensions import override
 
@@ -48,6 +48,7 @@ CAPABILITIES = Capabilities(
     routed_experts=True,
     lora=True,
     images=VISION_FAMILIES,
+    files=tuple(MARKS),
     likeliest=True,
 )
 _log = logging.getLogger(__name__)

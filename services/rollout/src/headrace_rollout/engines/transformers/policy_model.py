@@ -21,17 +21,9 @@ from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import make_invariant
 from headrace_modelkit.loading import body_of, context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
+from headrace_modelkit.pictures import ImageReader, Span, place_number
 from headrace_modelkit.products import PackedLayers, PackedWeight
-from headrace_modelkit.vision import (
-    ImageReader,
-    Pictures,
-    Placed,
-    Span,
-    language_inputs,
-    place_number,
-    rope_positions,
-    rope_shift,
-)
+from headrace_modelkit.vision import Pictures, Placed, language_inputs, rope_positions, rope_shift
 from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.learning import DraftSection
 from numpy.typing import NDArray

@@ -17,7 +17,7 @@ from functools import cache, partial
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
-from headrace_schema.images import IMAGE_MARK
+from headrace_schema.images import MARKS
 from headrace_servicekit.image_files import image_file
 from headrace_servicekit.tool_arguments import typed
 from headrace_servicekit.tool_calls import Call
@@ -270,8 +270,8 @@ def _worded(parts: list[dict[str, Any]]) -> str:
 
 def _pictured(parts: list[dict[str, Any]], limits: Limits) -> list[dict[str, Any]]:
     """Raises ValueError for an image that is not read."""
-    if any(IMAGE_MARK in part.get("text", "") for part in parts):
-        raise ValueError(f"its text has {IMAGE_MARK}, which stands for an image")
+    if any(MARKS["image"] in part.get("text", "") for part in parts):
+        raise ValueError(f"its text has {MARKS['image']}, which stands for an image")
     return [
         {**part, "text": _short(part["text"], limits.characters)}
         if part["type"] == "text"

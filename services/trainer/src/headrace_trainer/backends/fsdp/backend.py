@@ -20,8 +20,9 @@ from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import is_invariant, make_invariant
 from headrace_modelkit.loading import body_prefix
 from headrace_modelkit.lora import standing_in
+from headrace_modelkit.pictures import ImageReader
+from headrace_modelkit.processors import load_images
 from headrace_modelkit.products import use_fp32_products
-from headrace_modelkit.vision import ImageReader, load_images
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -184,7 +185,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
         # 24 D² products a layer and token against 2 D for each token before it.
         self._square_nodes = 12.0 * max(hidden_size(body.config) for body in bodies)
         self._experts = self._expert_mesh()
-        self._images = load_images(self._config.model)
+        self._images = load_images(self._config.model) if self._config.sees else None
         policy = Policy(model, critic, self._routing)
         policy.context, policy.offloads_activations = self._context, self._options.offload_activations
         policy.unrolled = self._draft.unrolled if self._draft else 0

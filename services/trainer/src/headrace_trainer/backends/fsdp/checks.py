@@ -59,7 +59,7 @@ def _check_quantization(options: FsdpOptions, config: TrainerConfig) -> None:
 
 def _check_vision(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm) -> None:
     what = f"{config.model.path!r} is a vision-language model"
-    if options.context_parallel > 1:
+    if options.context_parallel > 1 and config.sees:
         raise invalid(f"{CONTEXT}: {what}, whose rows ranks cannot divide; leave it out", key=CONTEXT)
     if algorithm.critic is not None and algorithm.critic.own_model:
         key = "algorithm.options.critic"

@@ -18,10 +18,12 @@ from transformers import PreTrainedModel
 
 
 def layers_of(model: PreTrainedModel | None) -> list[nn.Module]:
-    """The layers that are gathered one after another."""
+    """The layers that are gathered one after another: of what a class names, the innermost."""
+    if model is None:
+        return []
     kinds = set(getattr(model, "_no_split_modules", None) or ())
-    modules = own_modules(model) if model is not None else ()
-    return [module for module in modules if type(module).__name__ in kinds]
+    found = [module for module in own_modules(model) if type(module).__name__ in kinds]
+    return [module for module in found if sum(type(each).__name__ in kinds for each in module.modules()) == 1]
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

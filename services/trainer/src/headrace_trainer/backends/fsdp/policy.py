@@ -130,9 +130,9 @@ class Policy(Root):
         inputs = {"position_ids": batch.positions_RL, "attention_mask": batch.mask_R1LL}
         if batch.pictures is not None:
             inputs |= language_inputs(body, batch.tokens_RL, batch.pictures, trained=self.sees)
-            body = body.language_model
         else:
             inputs["input_ids"] = batch.tokens_RL
+        body = getattr(body, "language_model", body)
         away = kept_on_host(batch.tokens_RL.device) if self.offloads_activations else nullcontext()
         with away:
             hidden_RLD: Tensor = body(**inputs, use_cache=False, **options).last_hidden_state

@@ -30,7 +30,7 @@ from headrace_modelkit.probing import (
     probe_tokens,
     wrong,
 )
-from headrace_modelkit.vision import load_images
+from headrace_modelkit.processors import load_images
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -79,7 +79,8 @@ class FormCheck:
         self._policy, self._context = policy, policy.context
         self._config, self._model, self._ranks = config, model, ranks
         architecture = policy.model.config
-        self._experts, self._images = expert_shape(architecture), load_images(config.model)
+        self._experts = expert_shape(architecture)
+        self._images = load_images(config.model) if config.sees else None
         limit = context_limit(config.model, architecture)
         self._window = longest_window(architecture, limit)
         self._first, self._second = _answers(architecture, limit, self._window)

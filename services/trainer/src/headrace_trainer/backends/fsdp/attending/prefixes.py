@@ -156,6 +156,6 @@ def obstacle_to_trees(config: TrainerConfig, architecture: PreTrainedConfig) -> 
     if implementation not in ("sdpa", INVARIANT):
         # Only sdpa takes a mask of four dimensions as it is.
         return f"the model's attention is {implementation or 'unknown'}, which takes no mask of its own (sdpa does)"
-    if looks_ahead(architecture):
+    if config.sees and looks_ahead(architecture):
         return "the tokens of an image look ahead, which no form of a tree can be told"
     return looks_elsewhere(architecture, context_limit(config.model, architecture), windows=True)
