@@ -117,6 +117,8 @@ def show(
         one = None if episode is None else found[episode]
     except DemonstrationsNotReadable as error:
         raise user_error("DIR", str(error), "give the directory of a LeRobot v3 data set") from error
+    rows: list[tuple[str, ...]]
+    keys: tuple[str, ...]
     if one is None:
         rows = [(str(at), str(steps), task) for at, (task, steps) in enumerate(found.listed())]
         keys = ("episode", "steps", "task")
