@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.digests import set_digest
+from headrace_servicekit.weights.bases import Bases
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.group.forming import join_trainer_group
 from headrace_trainer.group.group import TrainerGroup
@@ -38,6 +39,7 @@ class Accumulation:
         shared: bool | None = True,
         lora: dict[str, Any] | None = None,
         backend_options: dict[str, Any] | None = None,
+        bases: Bases | None = None,
     ) -> None:
         self._config = TrainerConfig.model_validate(
             {
@@ -50,9 +52,9 @@ class Accumulation:
                 },
             }
         )
-        self._rank = Rank(self._config, trainer_group)
+        self._rank = Rank(self._config, trainer_group, bases=bases)
         self._state = steps.StepState()
-        rounds = Rounds(self._rank, holds_lease=lambda: True, deadlines=False)
+        self.rounds = rounds = Rounds(self._rank, holds_lease=lambda: True, deadlines=False)
         rounds.restore("", 1, None)
         self._learner = Learner(self._config, self._rank.algorithms[""], PolicyRounds(rounds))
         self._open()

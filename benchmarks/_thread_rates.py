@@ -25,7 +25,7 @@ def thread_rates(threads: int = 1) -> dict[str, float]:
     from headrace_servicekit.rpc import digests
     from headrace_servicekit.weights.arrivals import Arrival
     from headrace_servicekit.weights.versions import check_body
-    from headrace_trainer.versions.publishing import cast_into
+    from headrace_trainer.backends.shared.casting import cast_into
 
     torch.set_num_threads(1)
     tensor, types = torch.randn(COUNT).to(torch.bfloat16), {"w": torch.bfloat16}

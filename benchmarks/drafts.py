@@ -54,7 +54,7 @@ def main() -> None:
 
 async def _measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     import torch
-    from headrace_modelkit.families.drafts import add_draft, drawn
+    from headrace_modelkit.families.draft_files import add_draft, drawn
     from headrace_modelkit.loading import load_model
     from headrace_modelkit.presets.tiny import write_tiny
     from headrace_schema.sections.generating import ModelSection
@@ -120,6 +120,7 @@ def _learn(model: Any, steps: int, tokens: int) -> None:
     """The head alone, on answers of the policy, as a trainer does."""
     import torch
     from headrace_modelkit.families.drafts import Features
+    from headrace_modelkit.logprobs import Head
 
     optimizer = torch.optim.AdamW(model.draft.parameters(), lr=2e-3)
     ids = torch.tensor([_prompt(number) for number in range(BATCH)])
@@ -132,7 +133,7 @@ def _learn(model: Any, steps: int, tokens: int) -> None:
     for _ in range(steps):
         loss = torch.zeros(())
         for step, hidden in enumerate(model.draft.unrolled(read[:, :-1], embeds[:, 1:], UNROLLED)):
-            own = model.draft.scores(hidden[:, : -1 - step].flatten(0, 1)).log_softmax(-1)
+            own = model.draft.scores(hidden[:, : -1 - step].flatten(0, 1), Head.of(model)).log_softmax(-1)
             loss = loss - (wanted[:, 1 + step : -1].flatten(0, 1) * own).sum(-1).mean()
         optimizer.zero_grad()
         torch.autograd.backward(loss)

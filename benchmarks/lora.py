@@ -13,6 +13,9 @@ seconds at the trainer's commit (`version_stage_ratio`), alone over merged; `mer
 has learned, the bytes that a receiver of the version before is sent, over those of the version.
 `engines_one_memory_gb`, `engines_each_memory_gb`: of two policies of one base in a rollout on the CPU, resident memory
 with one built-in engine (`rollout.enable_lora`), and with an engine for each, after both have said something.
+`sessions_shared_memory_gb`, `sessions_own_memory_gb`: of each of three sessions at once, with one base for all and with
+one each: PSS above that before the model was read, shared memory aside, and the files on the tmpfs. A session is a
+trainer that has published a step, and a built-in engine (`rollout.enable_lora`) that has answered, in one process.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -37,6 +41,10 @@ if TYPE_CHECKING:
 KINDS: dict[str, dict[str, Any] | None] = {"whole": None, "lora": {}}
 ENGINES = ("engines_each", "engines_one")
 """Two policies of one base: with an engine each, and in one."""
+SESSIONS = {"sessions_own": "session_own", "sessions_shared": "session_shared"}
+"""Several sessions of one base, and the kind of each process."""
+AT_ONCE, FEW = 3, 2
+"""How many sessions, and answers in a step of each."""
 GROUPS, SIZE, PROMPT, ANSWER = 4, 8, 40, (24, 40)
 RANK = 16
 WARM_UP = 1
@@ -51,10 +59,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each kind")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--model", type=Path, help="a model directory; default: SmolLM2's shape at random")
-    parser.add_argument("--kind", choices=[*KINDS, *ENGINES, "version"], help=argparse.SUPPRESS)
+    kinds = (*KINDS, "version", *ENGINES, *SESSIONS)
+    parser.add_argument("--kind", choices=[*kinds, *SESSIONS.values()], help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=kinds, nargs="*", help="of these alone, without ratios")
+    parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.kind == "version":
         print(json.dumps(version(options.model, options.steps, options.threads)))
+        return
+    if options.kind in SESSIONS:
+        print(json.dumps(sessions(options.model, SESSIONS[options.kind], options.threads)))
+        return
+    if options.kind in SESSIONS.values():
+        session(options.model, options.root, options.threads, shares=options.kind == "session_shared")
         return
     if options.kind in ENGINES:
         print(json.dumps(policies(options.model, options.kind == "engines_one", options.threads)))
@@ -65,11 +82,11 @@ def main() -> None:
     say(machine())
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
         model = options.model or random_model(Path(folder))
-        kinds = (*KINDS, "version", *ENGINES)
-        found = {kind: in_child(model, kind, options.steps, options.threads) for kind in kinds}
+        wanted = options.only or kinds
+        found = {kind: in_child(model, kind, options.steps, options.threads) for kind in wanted}
     say(f"at the end: {machine()}")
     own = {f"{kind}_{name}": value for kind, figures in found.items() for name, value in figures.items()}
-    emit("lora", ratios(found) | own)
+    emit("lora", own if options.only else ratios(found) | own)
 
 
 def ratios(found: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -270,6 +287,106 @@ def policies(model: Path, one: bool, threads: int) -> dict[str, float]:
 
     spent = asyncio.run(say_something())
     return {"memory_gb": (resident_bytes() - before) / 1e9, "answers_s": spent}
+
+
+def sessions(model: Path, kind: str, threads: int) -> dict[str, float]:
+    """Memory of several sessions, started one after another and there at the same time, over how many they are."""
+    with tempfile.TemporaryDirectory(prefix="headrace-benchmark-", dir="/dev/shm") as folder:
+        command = [sys.executable, __file__, "--model", str(model), "--threads", str(threads)]
+        command += ["--kind", kind, "--root", folder]
+        children = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(AT_ONCE)
+        ]
+        try:
+            for child in children:
+                told(child)
+            before = own_bytes(children, Path(folder))
+            for child in children:
+                print("go on", file=child.stdin, flush=True)
+                told(child)
+            return {"memory_gb": (own_bytes(children, Path(folder)) - before) / AT_ONCE / 1e9}
+        finally:
+            for child in children:
+                child.kill()
+                child.communicate()
+
+
+def told(child: subprocess.Popen[str]) -> None:
+    """Waits for a line of a child. Raises RuntimeError where it ends instead."""
+    assert child.stdout is not None
+    if not child.stdout.readline():
+        raise RuntimeError(f"a session ended with {child.wait()}")
+
+
+def own_bytes(children: list[subprocess.Popen[str]], folder: Path) -> int:
+    """Memory of processes by their proportional set size, but for shared memory, of which the files count."""
+    files = {found.st_ino: 512 * found.st_blocks for path in folder.rglob("*") if (found := path.stat())}
+    size = sum(files.values())
+    for child in children:
+        lines = Path(f"/proc/{child.pid}/smaps_rollup").read_text().splitlines()[1:]
+        figures = {words[0]: 1024 * int(words[1]) for words in map(str.split, lines)}
+        size += figures["Pss_Anon:"] + figures["Pss_File:"]
+    return size
+
+
+def session(model: Path, root: Path, threads: int, *, shares: bool) -> None:
+    """A trainer with adapters that takes a step and publishes it, and an engine that answers with it; then it waits."""
+    import torch
+    from _gradient import Accumulation, synthetic_group
+    from headrace_modelkit.loading import load_architecture
+    from headrace_modelkit.presets.tiny import character_tokenizer
+    from headrace_modelkit.tokenizer import TextCodec
+    from headrace_rollout.engines.base import EngineConfig, Policy
+    from headrace_rollout.engines.merging import adapted
+    from headrace_rollout.engines.samples import Distribution, Group, Sample, Stream, TrajectoryUpdate
+    from headrace_rollout.engines.transformers.engine import TransformersEngine
+    from headrace_rollout.engines.weight_memory import return_to_system
+    from headrace_rollout.wire import weights_of
+    from headrace_schema.sections.generating import ModelSection
+    from headrace_servicekit.weights.store import WeightStore
+    from headrace_servicekit.weights.versions import BASE_NUMBER, base_name
+    from headrace_trainer.group.forming import join_trainer_group
+    from headrace_trainer.learning.step import Version
+    from headrace_trainer.versions.versions import RunVersions
+
+    torch.set_num_threads(threads)
+    name, store = "runs/session", WeightStore(root, f"trainer-{os.getpid()}")
+    trainer_group = join_trainer_group(1, 0, 1, "", 30.0, torch.device("cpu"))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    vocabulary = int(load_architecture(ModelSection(path=str(model))).vocab_size)
+    bases = store.bases if shares else None
+    accumulation = Accumulation(model, "bfloat16", trainer_group, FEW, lora={"rank": RANK}, bases=bases)
+    accumulation.step([synthetic_group(0, FEW, ANSWER, vocabulary, given=PROMPT)])
+    rounds = accumulation.rounds
+    versions = RunVersions(store, name, rounds.rank)
+    versions.publish(rounds, Version(2, 1, 1, versions.stage(rounds, 2)))
+
+    base, adapters = (store.get(each, number) for each, number in ((base_name(name), BASE_NUMBER), (name, 2)))
+    scales = dict(adapters.manifest.adapter.scales)
+    whole = adapted(
+        weights_of(base.manifest, base.body), weights_of(adapters.manifest, adapters.body), scales
+    )
+    tokenizer = character_tokenizer()
+    codec = TextCodec(tokenizer, frozenset({tokenizer.eos_token_id}), tokenizer.pad_token_id)
+    section = ModelSection(path=str(model), dtype="bfloat16", max_context=512)
+    engine = TransformersEngine(EngineConfig(section, codec, FEW, adapters={"": RANK}))
+    ended: queue.Queue[list[TrajectoryUpdate]] = queue.Queue()
+
+    async def answer() -> None:
+        await engine.install(Policy(2, "v"), whole)
+        stream = Stream(2, Distribution(), ANSWER[1], 1, ended.put, say)
+        prompt = list(range(3, 3 + PROMPT))
+        await engine.submit(stream, [Group(0, prompt, [Sample(each, 1) for each in range(FEW)])])
+        left = FEW
+        while left:
+            left -= len(await asyncio.to_thread(ended.get))
+
+    asyncio.run(answer())
+    return_to_system()
+    print("answered", flush=True)
+    sys.stdin.readline()
 
 
 def peak_bytes() -> int:

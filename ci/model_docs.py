@@ -42,14 +42,16 @@ loaded](own-model.md#how-a-family-is-found-to-be-right) decide.
   generate with the built-in engine. Weights are published by the names that `save_pretrained` gives them.
 - **Tools**: the value of `tool_calls` that reads the family's calls, why none does, or –. A turn comes without its
   special tokens, so that marks which are such tokens are lost.
+- **MTP**: *drafts*, the layer of a checkpoint that predicts one token more can [learn and
+  draft](engines.md#a-head-that-learns-to-draft) (`trainer.draft.form: mtp`); or why such layers are refused there; –:
+  checkpoints have none. What does not learn is in an export as it was, of all families.
 
-| family (`model_type`) | rows | experts | context parallel | two ranks | built-in engine | vLLM, SGLang | tools | |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| family (`type`) | rows | experts | context parallel | two ranks | built-in engine | vLLM, SGLang | tools | MTP | |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 TAIL = """
 Not in transformers' own classes, and so refused by `model.path`: the wrappers of Mistral 3 and Kimi K2.5 with
-images (use the language model's own directory). Layers that predict several tokens (MTP) are left out as a
-checkpoint is read, so exports lack them. vLLM and SGLang have lists of their own: [Engines](engines.md).
+images (use the language model's own directory). vLLM and SGLang have lists of their own: [Engines](engines.md).
 
 Speed of the tiny models against transformers' own loops: `benchmarks/families.py`.
 """
@@ -73,6 +75,7 @@ def _row(family: str, known: Known) -> str:
         f"no: {known.generates}" if known.generates else "yes" if known.continues else "yes, begins again",
         ", ".join(name for name, has in (("vLLM", known.vllm), ("SGLang", known.sglang)) if has) or "–",
         f"`{known.parser}`" if known.parser else known.no_parser,
+        "drafts" if known.mtp == "read" else f"no: {known.mtp}" if known.mtp else "–",
         known.note,
     ]
     return f"| {' | '.join(cells)} |\n"

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from headrace.client import Certificate, Event, Instance, Leases, Step, Trajectory
 from headrace.client.errors import HeadraceError, Problem
-from headrace_cli.commands.options import complete_run
+from headrace_cli.commands.options import complete_key, complete_run
 from headrace_cli.errors import refused
 from headrace_cli.output import console, error_console, styled
 from headrace_cli.show.fleet import devices_table, instances_table
@@ -46,6 +46,13 @@ def test_version(headrace):
 
 def test_completion_is_offered(headrace):
     assert "--install-completion" in headrace("--help").stdout
+
+
+def test_keys_of_specs_are_completed():
+    assert ("optimizer.", "The optimizer.") in [(word, text[:14]) for word, text in complete_key("opt")]
+    found = dict(complete_key("trainer.lora.r"))
+    assert "rank" in found["trainer.lora.rank="] and all(word.startswith("trainer.lora.r") for word in found)
+    assert complete_key("no.such") == [] and len(complete_key("")) > 20
 
 
 def test_run_ids_are_completed(coordinator):
@@ -244,6 +251,8 @@ def test_lines_of_a_log_are_short_and_can_be_of_one_instance(headrace, long_run)
         ("run_state_changed", {"state": "PAUSED", "reason": "pause asked for"}, "PAUSED: pause asked for"),
         ("run_state_changed", {"state": "RUNNING", "reason": ""}, "RUNNING"),
         ("noted", {"text": "trainer-0 is slow"}, "trainer-0 is slow"),
+        ("version_restored", {"checkpoint": "step-4", "ordinal": 4}, "goes on from step 4 (step-4)"),
+        ("version_restored", {"checkpoint": "c", "ordinal": 4, "recovery": True}, "rewound to step 4 (c)"),
         (
             "stage_ended",
             {"what": "rollout-0 starts its engine", "seconds": 41.26},

@@ -97,7 +97,7 @@ def main(directory: Path) -> None:
         camera.take_for_docs("run", f"/runs/{live}", 1365)
         camera.take_for_docs("timeline", f"/runs/{ended}/timeline", 660)
         camera.take_for_docs("compare", f"/compare?runs={ended},{live}&seeds=1", 900)
-        camera.take_for_docs("trajectory", f"/runs/{ended}/trajectories?order=worst", 760)
+        camera.take_for_docs("trajectory", f"/runs/{ended}/trajectories?order=worst", 1130)
         camera.take("live", runs="/runs", run=f"/runs/{live}", queued=f"/runs/{queued}", fleet="/fleet")
         views = ("timeline", "trajectories", "proof", "spec")
         camera.take("ended", run=f"/runs/{ended}", **{view: f"/runs/{ended}/{view}" for view in views})

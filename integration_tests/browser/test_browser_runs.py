@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from harness.crowd import Crowd, CrowdServer, reward_at
 from harness.waiting import wait_for
+from headrace_schema.workflow import WorkflowChoice
 
 NOTE = "<img src=x onerror=alert(1)>"
 MARKDOWN = "## Why\n**Halved** the `lr` of [#7](https://example.org/7), not [this](javascript:alert(1))\n- one\n- two"
@@ -121,15 +124,17 @@ def test_a_spec_is_written_as_yaml_from_an_example_beside_what_its_keys_mean(ope
 
 def _write_a_spec(server, page):
     text = page.locator("#text")
-    options = page.get_by_label("Start from").locator("option")
-    options.nth(3).wait_for(state="attached")
-    examples = options.all_inner_texts()[1:]
-    assert len(examples) == 6
-    for name in examples:
-        page.get_by_label("Start from").select_option(name)
+    begin = page.get_by_role("group", name="Begin with a workflow")
+    begin.get_by_role("button").nth(3).wait_for()
+    workflows = {text.replace(" ", "_") for text in begin.locator("b").all_inner_texts()}
+    assert workflows == set(get_args(get_args(get_args(get_args(WorkflowChoice)[0])[0])[0])), (
+        "each workflow has an example"
+    )
+    for example in begin.get_by_role("button").all():
+        example.click()
         page.get_by_role("button", name="Check and preview").click()
         page.get_by_text("finds nothing wrong").wait_for()
-    page.get_by_label("Start from").select_option(examples[1])
+    begin.get_by_role("button", name="own data and reward").click()
     lines = text.input_value().split("\n")
     at = next(n for n, line in enumerate(lines) if line.startswith("algorithm:"))
     lines[at] = "algorithm:\n  name: grpo\n  group_size: none"

@@ -6,6 +6,7 @@ import os
 
 import pytest
 from harness.crowd_files import HOSTILE
+from harness.waiting import wait_for
 
 
 def test_hostile_text_stays_text(crowd, opened):
@@ -130,14 +131,15 @@ def test_tokens_are_coloured_over_the_text(crowd, opened):
         ("log-prob", "lowest -4.6 nats"),
         ("advantage", "made"),
         ("version", "version 11: 10 tokens"),
+        ("ratio", "against that when it was sampled: 0.779 to 1.284"),
     ):
         colours.get_by_label(name, exact=True).check()
         assert says in colours.inner_text()
         assert answer.text_content() == HOSTILE, "no token is lost, and none is cut in a character"
         pieces = answer.locator(".token")
         seen.append(pieces.evaluate_all("all => all.map((each) => getComputedStyle(each).backgroundColor)"))
-    by_log_prob, by_advantage, by_version = seen
-    assert len(set(by_log_prob)) > 3
+    by_log_prob, by_advantage, by_version, by_ratio = seen
+    assert len(set(by_log_prob)) > 3 and len(set(by_ratio)) == 2, "likelier or less likely, by as much"
     assert len(by_advantage) == 1 and len(by_version) == 2
     page.get_by_text("Its group side by side").first.click()
     page.locator(".side article").nth(3).wait_for()
@@ -150,10 +152,54 @@ def test_a_robots_episodes_are_told_in_words_of_robots(crowd, open_page):
     found = lines.all_inner_texts()
     assert "episode succeeded after 12 steps, return 0.96" in found[0] and "24 actions" in found[0]
     assert "did not succeed after 24 steps" in found[1] and "lost: its process was killed" in found[2]
+    assert "Return" in page.locator("main").inner_text().split()
+    shown = page.evaluate("getComputedStyle(document.querySelector('.trajectory .excerpt bdi')).unicodeBidi")
+    assert shown == "isolate", "a mark of direction in a prompt turns nothing beside it"
     lines.first.click()
     shown = page.locator(".trajectory .body").first.inner_text()
     assert "Log-prob of each action" in shown and "Actions\n24" in shown
     assert not {"Answer", "Reference", "Tokens"} & set(shown.split())
+
+
+def test_a_start_state_is_played_again_by_one_click(crowd, open_page):
+    page = open_page(f"{crowd.url}/#/runs/robot-1/trajectories")
+    page.get_by_role("button", name="Play again: 0001-0-push-seed-1-success.mp4").click()
+    page.wait_for_url("**/#/evaluations/eval-0")
+    (asked,) = crowd.crowd.asked
+    assert (asked.checkpoint.run, asked.suite.options["only"], asked.suite.options["videos"]) == (
+        "robot-1",
+        1,
+        1,
+    )
+    page.goto(f"{crowd.url}/#/runs/robot-1/trajectories")
+    page.locator(".trajectory summary").first.click()
+    page.locator(".trajectory .body").get_by_role("button", name="Play again").click()
+    page.locator(".trajectory .body").get_by_role("alert").get_by_text(
+        "robot-1 has no start state"
+    ).wait_for()
+    assert len(crowd.crowd.asked) == 1, "words that name no start state begin nothing"
+
+
+def test_demonstrations_are_browsed_as_episodes_are(crowd, opened):
+    page = opened(crowd, "demonstrations")
+    page.get_by_text("2 episodes of").wait_for()
+    page.get_by_role("button", name="Watch demonstration 1").click()
+    shown = page.locator(".episode")
+    picture = shown.get_by_alt_text("Camera front")
+    picture.wait_for()
+    read = """async (image) => {
+        const canvas = new OffscreenCanvas(1, 1).getContext("2d");
+        await image.decode();
+        canvas.drawImage(image, 0, 0);
+        return canvas.getImageData(0, 0, 1, 1).data[0];
+    }"""
+    wait_for(lambda: picture.evaluate(read) == 0, "the picture of the start")
+    shown.get_by_role("slider").fill("3")
+    shown.get_by_text("Step 3 of 6").wait_for()
+    wait_for(lambda: picture.evaluate(read) == 120, "the picture of step 3")
+    assert "action 0.5, 1" in shown.locator(".says").inner_text()
+    page.get_by_role("button", name="Watch demonstration 1").click()
+    shown.wait_for(state="detached")
 
 
 def test_trajectories_are_found_by_text_and_their_rewards_shown_by_step(crowd, opened):

@@ -101,6 +101,18 @@ def test_the_flow_of_the_step_in_hand_says_what_is_behind(crowd, opened):
     assert not page.locator(".flow").is_visible()
 
 
+def test_agreement_and_a_yield_are_no_trouble(crowd, opened):
+    page = opened(crowd, "run")
+    events = page.locator(".events li")
+    events.get_by_text("engine and trainer agree").wait_for()
+    assert page.locator(".events .grave").all_inner_texts()[0].endswith("longer than max_context")
+    assert page.locator(".events .grave").count() == 1
+    events.get_by_text("goes on from step 20 (step-20), version 22").wait_for()
+    page.get_by_label("only notes and trouble").check()
+    assert events.get_by_text("engine and trainer agree").is_visible()
+    assert not events.get_by_text("goes on from step 20").is_visible()
+
+
 def test_curves_fold_what_is_constant_and_are_smoothed_over_samples(crowd, opened):
     """After 41 steps of 64 samples a rewind at step 20 stands at 1,280; both pages fit two screens."""
     page = opened(crowd, "run")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
@@ -17,6 +18,7 @@ from typing import Any, Self, cast
 import uvicorn
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.reading.presenters import run_summary_view
+from headrace_coordinator.api.recordings import Demonstrations
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.submission import Submission
@@ -82,6 +84,10 @@ class Crowd:
         self.states = dict(runs)
         self.evaluations = evaluations
         self.drained: list[str] = []
+        self.asked: list[Any] = []
+        self.demonstrations = Demonstrations(cast(Any, self))
+        self.data_set = ""
+        """Directory of what robots imitate."""
         self.labels: dict[str, dict[str, Any]] = {}
         self.reads = self.past = self.suites = self.submissions = self.videos = self
         self.run_changes = self.instance_changes = self.vitals = self
@@ -93,6 +99,9 @@ class Crowd:
 
     def refused_s(self, caller: Principal) -> tuple[str, float]:
         return "", 0.0
+
+    def stream(self, caller: Principal) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def usage(self, caller: Principal) -> list[UsageView]:
         return []
@@ -122,8 +131,12 @@ class Crowd:
         state = self.states.get(run_id, "SUCCEEDED")
         name, _, number = run_id.rpartition("-")
         spec = {"name": name, "seed": int(number)} if name == "seeds" else {"name": run_id, "seed": 0}
+        robots: dict[str, Any] = {}
         if name == "robot":
-            spec |= {"workflow": "embodied", "environment": {"videos": {"every": 3}}}
+            robots = {"workflow": "embodied", "environment": {"tasks": ["push"], "videos": {"every": 3}}}
+            robots |= {"model": {"policy": {"kind": "mlp"}}, "algorithm": {"name": "ppo", "group_size": 1}}
+            if self.data_set:
+                robots["trainer"] = {"warmup": {"demonstrations": self.data_set, "steps": 10}}
         step = {"QUEUED": 0, "SUCCEEDED": 120}.get(state, 41)
         began = time.time() - 190 if state == "RUNNING" else NOW + 9
         ended = state in ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -137,7 +150,7 @@ class Crowd:
             counts=CountsView(trained=64 * step, dropped=0, duplicates=0, max_staleness=1, frontier=64 * step),
             run_directory="", export_path="", **self.labels.get(run_id, {}),
             spec={**spec, "steps": 120, "optimizer": {"lr": 3e-5 if name == "other" else 1e-5},
-                "algorithm": {"name": "grpo"}, "reward": REWARD},
+                "algorithm": {"name": "grpo"}, "reward": REWARD, **robots},
         )  # fmt: skip
 
     async def label(self, run_id: str, change: RunLabels, idempotency_key: str) -> RunView:
@@ -194,6 +207,8 @@ class Crowd:
     async def newest_events(self, run_id: str, size: int, before: int) -> tuple[list[EventView], int | None]:
         run = self.run(run_id)
         said = [("run_submitted", {}), ("noted", {"text": "6 of 64 prompts are longer than max_context"})]
+        said += [("noted", {"text": "engine and trainer agree: 2.1e-07", "plain": True})]
+        said += [("version_restored", {"checkpoint": "step-20", "ordinal": 20, "number": 22})]
         said += [("run_state_changed", {"state": run.state, "reason": run.reason})]
         found = [
             EventView(id=n, type=kind, time=NOW + n, run=run_id, data=data)
@@ -246,8 +261,8 @@ class Crowd:
         return VideoListView(
             videos=[
                 VideoView(
-                    name=f"000{item}-0-push.mp4", step=None if evaluation else 3, item=item, sample=0,
-                    success=(run_id, item) != ("eval-0", 2), size_bytes=4,
+                    name=f"000{item}-0-push-seed-{item}-success.mp4", item=item,
+                    step=None if evaluation else 3, sample=0, success=(run_id, item) != ("eval-0", 2), size_bytes=4,
                 )
                 for item in range(1, 3 if evaluation else 2)
             ]
@@ -272,6 +287,11 @@ class Crowd:
     async def drain(self, name: str, idempotency_key: str) -> str:
         self.drained.append(name)
         return f"{name}.1"
+
+    async def submit(self, asked: Any, idempotency_key: str, visibility: str = "private") -> str:
+        """Keeps what was asked; the first evaluation stands in for it."""
+        self.asked.append(asked)
+        return self.evaluations[0]
 
     async def check(self, spec: RunSpec) -> Submission:
         return Submission(spec, FleetView({}, {}, []))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import numpy as np
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
 from headrace_coordinator.projections.trajectories import Call, Message, SettledTrajectory, TrajectoryFile
+from headrace_robots.cli.lerobot import EpisodeData, write_data_set
+from PIL import Image
 
 from harness.crowd import NOW, Crowd, CrowdServer
 
@@ -33,6 +37,7 @@ VIEWS = {
     "run": ("#/runs/live-1", ".chart"),
     "timeline": ("#/runs/done-1/timeline", ".lanes"),
     "trajectories": ("#/runs/done-1/trajectories", ".trajectory"),
+    "demonstrations": ("#/runs/robot-1/demonstrations", "tbody tr"),
     "proof": ("#/runs/done-1/proof", "table"),
     "spec": ("#/runs/done-1/spec", "pre"),
     "fleet": ("#/fleet", ".devices li"),
@@ -54,6 +59,7 @@ def settled(step: int, prompt: int, sample: int, text: str, better: int = 0) -> 
         finish_reason="EOS", tokens=24,
         versions=[(step - 1, 10), (step, 14)] if step > 1 else [(step, 24)],
         log_probs=[-(n * 7 % 24) / 5 for n in range(24)], text_bytes=places(text, 24), advantage=sample % 4 / 2 - 0.75,
+        new_log_probs=[-(n * 7 % 24) / 5 + (n % 3 - 1) / 4 for n in range(24)],
         read=[[f"<|user|>Q{prompt}: {text}<|assistant|>"]],
     )  # fmt: skip
 
@@ -148,6 +154,23 @@ def write_episodes(directory: Path, seen: str) -> None:
     TrajectoryFile(directory, 8, 16 << 20, 100).append(made)
 
 
+def write_demonstrations(directory: Path) -> None:
+    """Two episodes with a camera's pictures, which grow lighter."""
+    pictures = []
+    for step in range(6):
+        png = io.BytesIO()
+        Image.new("RGB", (32, 32), (40 * step, 90, 120)).save(png, format="PNG")
+        pictures.append(png.getvalue())
+    made = [
+        EpisodeData(
+            HOSTILE, [np.ones(2)] * 6, [np.array([step / 6, number], np.float32) for step in range(6)],
+            {"front": pictures}, [0.0] * 5 + [1.0], [False] * 5 + [True], [False] * 5 + [True],
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    write_data_set(directory, made, {"front": (32, 32, 3)})
+
+
 def write_trajectories(directory: Path, steps: int, per_step: int, text: str, better: int = 0) -> None:
     """Files of a run as the coordinator writes them: groups of four."""
     directory.mkdir(parents=True)
@@ -196,4 +219,7 @@ def everything(directory: Path) -> CrowdServer:
     for number in range(2):
         write_trajectories(runs / f"eval-{number}", 1, 48, HOSTILE, better=number)
     many = [(f"many-{number}", "SUCCEEDED") for number in range(MANY)]
-    return CrowdServer(Crowd([*RUNS, *many], ["eval-0", "eval-1"]), runs)
+    crowd = Crowd([*RUNS, *many], ["eval-0", "eval-1"])
+    crowd.data_set = str(directory / "push")
+    write_demonstrations(directory / "push")
+    return CrowdServer(crowd, runs)

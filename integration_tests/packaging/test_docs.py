@@ -155,6 +155,15 @@ def commands():
                     yield f"{page.relative_to(ROOT)}:{number}", shlex.split(text)[1:]
 
 
+@pytest.mark.parametrize("line", ["You see: ", "Takes: "])
+def test_each_example_says_what_one_sees_and_how_long_it_takes(line):
+    examples = [*ROOT.glob("examples/**/*.yaml"), *ROOT.glob("examples/**/*.ipynb")]
+    assert len(examples) > 100
+    form = re.compile(rf'^(# |\s*"){line}\S.{{3,}}', re.MULTILINE)
+    silent = [str(each.relative_to(ROOT)) for each in examples if not form.search(each.read_text("utf-8"))]
+    assert not silent, f"say '{line}…' in the head of {', '.join(silent)}"
+
+
 @cache
 def whole_command() -> Any:
     """`headrace` with all that is below it."""

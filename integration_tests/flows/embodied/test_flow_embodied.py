@@ -6,6 +6,7 @@ import io
 import json
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,15 @@ def test_training_episodes_are_watched_and_a_rollout_and_its_simulator_hold_one_
                 frames = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
             assert len(frames) == 1 + len(actions), "the start, and what each action led to"
             assert frames[0].shape == (pictures.SIZE, pictures.SIZE, 3) and frames[0].max() > 200
+    again = fleet.client.replay(run.id, shown[0]["name"])
+    wait_for(lambda: fleet.client.evaluation(again.id).ended, f"{again.id} to end", 240)
+    (played,) = fleet.client.trajectories(again.id)
+    begun = {each.prompt for each in fleet.client.trajectories(run.id) if each.step == 1}
+    assert played.prompt in begun and played.version == 1
+    (film,) = fleet.client.videos(again.id)
+    assert (
+        film.name.split("-", 2)[2].rpartition("-")[0] == shown[0]["name"].split("-", 3)[3].rpartition("-")[0]
+    )
     holds = fleet.client.timeline(run.id)["holds"]
     acts = [hold for hold in holds if hold["stage"] in ("generate", "simulate")]
     assert {name.rpartition("/")[2] for hold in acts for name in hold["devices"]} == {"cpu:0"}
@@ -205,6 +215,7 @@ def evaluated(fleet: Fleet, directory: Path, **source: Any) -> tuple[str, float,
     )
     assert found.state == "SUCCEEDED", found.reason
     assert found.result is not None and found.answers == 6
+    assert found.versions["gymnasium"] == version("gymnasium"), "what it was made in"
     (greedy,) = found.result.modes
     return found.weights_digest, greedy.score, found.result.tokens_mean
 

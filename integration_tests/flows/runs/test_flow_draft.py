@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from harness.ledger import audit
 from harness.waiting import wait_for
+from headrace_modelkit.presets.families import write_predicting
 from safetensors.numpy import load_file
 
 STEPS = 12
@@ -23,6 +24,7 @@ SETTINGS = {
     "rollout": {"engine": "transformers", "max_concurrency": 8, "engine_options": {"speculative_tokens": 2}},
     "checkpoint": {"interval_steps": 1, "keep": 2},
 }
+WARM = {"steps": 20, "lr": 2.0e-3, "batch": 32}
 
 
 def shares(fleet, run, name):
@@ -30,8 +32,7 @@ def shares(fleet, run, name):
 
 
 def test_a_head_learns_beside_the_policy_and_drafts_for_it(fleet, spec_of):
-    warm = {"steps": 20, "lr": 2.0e-3, "batch": 32}
-    spec = spec_of(**SETTINGS | {"trainer": SETTINGS["trainer"] | {"warmup": warm}})
+    spec = spec_of(**SETTINGS | {"trainer": SETTINGS["trainer"] | {"warmup": WARM}})
     run = fleet.succeed(fleet.submit(spec))
     losses, steps = shares(fleet, run, "draft_loss"), [*fleet.client.metrics(run.id)]
     assert sum(losses[-3:]) < sum(losses[:3]) - 1.0, losses
@@ -73,3 +74,26 @@ def test_a_head_goes_on_over_a_killed_trainer_to_the_same_bits(fleet, spec_of):
     assert found.rewinds >= 1 and len(found.live) == STEPS
     first, second = (fleet.client.checkpoints(each.id)[0] for each in (calm, run))
     assert first.step == second.step == STEPS and first.version.digest == second.version.digest
+
+
+@pytest.mark.nightly  # quick: test_trainer_mtp.py, test_engine_learned_drafts.py
+def test_a_layer_of_the_checkpoint_learns_drafts_and_comes_back_among_the_others(fleet, spec_of, tmp_path):
+    """Experts of it are published one by one, as the checkpoint has them."""
+    layer = write_predicting(tmp_path / "model", "deepseek_v3")
+    own = {
+        "deterministic": False,
+        "steps": 4,
+        "trainer": {"draft": {"form": "mtp", "lr": 1e-2, "unrolled": 2}, "warmup": WARM},
+    }
+    run = fleet.succeed(fleet.submit(spec_of(model__path=str(tmp_path / "model"), **SETTINGS | own)))
+    steps = [*fleet.client.metrics(run.id)]
+    assert any(step.figures.get("draft_loss", 0.0) > 0 for step in steps), "no step has learned from answers"
+    assert sum(step.figures.get("drafted_tokens", 0) for step in steps) > 0
+    assert all(step.log_prob_mismatch_mean < 1e-3 for step in fleet.client.certificates(run.id))
+    exported, given = (
+        load_file(Path(each) / "model.safetensors") for each in (run.export_path, tmp_path / "model")
+    )
+    assert exported.keys() == given.keys() and layer.keys() <= exported.keys()
+    assert not (Path(run.export_path) / "draft").exists()
+    moved = "model.layers.2.mlp.experts.1.down_proj.weight"
+    assert exported[moved].shape == given[moved].shape and (exported[moved] != given[moved]).any()

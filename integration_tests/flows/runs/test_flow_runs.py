@@ -14,7 +14,11 @@ DIGITS = set("0123456789")
     [("collocated", None), ("collocated", "resident"), ("disaggregated", None), ("hybrid", None)],
 )
 def test_every_slot_is_trained_exactly_once(fleet, spec_of, mode, memory):
-    run = fleet.succeed(fleet.submit(spec_of(placement__mode=mode, placement__memory=memory, steps=4)))
+    run = fleet.succeed(
+        fleet.submit(
+            spec_of(placement__mode=mode, placement__memory=memory, steps=4, tracking__ratios=memory is None)
+        )
+    )
     found = audit(fleet, run)
     assert len(found.trained) == 4 * BATCH and not found.dropped and found.rewinds == 0
     assert [evaluation.step for evaluation in run.evaluations] == [0, 4]
@@ -24,6 +28,9 @@ def test_every_slot_is_trained_exactly_once(fleet, spec_of, mode, memory):
     ]
     assert all({"generate", "score", "learn"} <= step.stage_s.keys() for step in steps)
     # One engine and one trainer in the same arithmetic: what was sampled is what is learned from.
+    shown = fleet.client.trajectories(run.id)
+    assert all(len(each.new_log_probs) == (memory is None and len(each.log_probs)) for each in shown)
+    assert memory or any(each.new_log_probs != each.log_probs for each in shown), "the policy has moved"
     assert all(item.log_prob_compared_tokens and item.log_prob_mismatch_mean < 1e-3 for item in found.live)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import httpx
@@ -255,6 +257,70 @@ def test_adapters_learn_beside_all_weights_saved_loaded_and_async(fleet, session
     assert training.checkpoints() == []
     with pytest.raises(HeadraceError, match="has no checkpoint 'one'"):
         training.load("one").result(120)
+
+
+def learned(training):
+    """What three steps and greedy samples of a session give."""
+    losses = []
+    for _ in range(3):
+        gradient = training.forward_backward(data())
+        training.optim_step(RATE)
+        losses.append(gradient.result(240).metrics["loss:sum"])
+    training.publish().result(240)
+    found = training.sample(ROWS[0][:4], temperature=0, max_tokens=5, prompt_log_probs=True).result(240)
+    return losses, found.sequences[0].tokens, found.prompt_log_probs[1:]
+
+
+def mapping(fleet, base):
+    """Which instances have mapped the file of a base."""
+    inode, kinds = str(base.stat().st_ino), ("trainer-0", "trainer-1", "rollout-0", "rollout-1")
+
+    def has(name):
+        lines = Path(f"/proc/{fleet.pid_of(name)}/maps").read_text().splitlines()
+        return any(line.split()[4] == inode for line in lines)
+
+    return {name for name in kinds if has(name)}
+
+
+@pytest.mark.nightly  # quick: test_trainer_shared_base
+@pytest.mark.timeout(900)
+def test_two_sessions_of_adapters_share_one_base_and_learn_as_each_alone(own_fleet, tiny_model):
+    model, beside = {"path": str(tiny_model), "dtype": "float32"}, {"enable_lora": True}
+    with own_fleet("--trainer", "2", "--rollout", "2", "--reward", "0") as fleet:
+
+        def opened(seed):
+            lora = {"lora": {"rank": 4, "alpha": 8}}
+            spec = {"model": model, "trainer": lora, "rollout": beside, "seed": seed, "export": False}
+            return Training(fleet.client, spec)
+
+        alone = []
+        for seed in (1, 2):
+            training = opened(seed)
+            alone.append(learned(training))
+            training.close()
+            fleet.succeed(training.session)
+        assert alone[0] != alone[1]
+        words = fleet.process("trainer-0").cmdline()
+        root = Path(words[words.index("--shm-dir") + 1])
+        assert not list(root.glob("base-*")), "the last session took it along"
+        both = [opened(seed) for seed in (1, 2)]
+        with ThreadPoolExecutor(2) as pool:
+            together = list(pool.map(learned, both))
+        for own, same in zip(alone, together, strict=True):
+            assert same[0] == pytest.approx(own[0], rel=1e-6) and same[1] == own[1]
+            assert same[2] == pytest.approx(own[2], rel=1e-6)
+        [base] = root.glob("base-*/base.weights")
+        assert mapping(fleet, base) == {"trainer-0", "trainer-1", "rollout-0", "rollout-1"}
+        before = [training.forward(data()).result(240).log_probs for training in both]
+        fleet.replaced("trainer-0", fleet.kill("trainer-0"))
+        again = [training.forward(data()).result(240).log_probs for training in both]
+        assert [pytest.approx(own, abs=1e-4) for own in before[0]] == again[0]
+        assert list(root.glob("base-*/base.weights")) == [base], "its successor shares the same one"
+        assert "trainer-0" in mapping(fleet, base)
+        for training in both:
+            training.close()
+            fleet.succeed(training.session)
+        wait_for(lambda: not list(root.glob("base-*")), "the base to go")
 
 
 def test_calls_come_in_any_order_and_once_beside_samples(fleet, session):

@@ -360,5 +360,9 @@ def coordinator_target(service):
         "Register": lambda: [registration],
         "Session": heartbeat,
         "Supervise": supervise,
+        "Relay": lambda: [
+            fleet_pb2.RelayRequest(),
+            fleet_pb2.RelayRequest(connection=1, data=b"x", ended=True),
+        ],
     }
     return Target(service, "headrace.coordinator.v1.FleetService", valid)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import context_limit, load_architecture, load_model, save_model
+from headrace_modelkit.model_files import files_of, open_model
 from headrace_modelkit.presets import tiny
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights, state_tensors
+from headrace_schema.progress import counting
 from headrace_schema.sections.generating import ModelSection
 
 
@@ -24,6 +26,19 @@ def test_an_empty_model_with_given_weights_is_the_model(tiny_config):
     with torch.no_grad():
         assert torch.equal(full(ids).logits, empty(ids).logits)
     assert not full.training and not empty.training
+
+
+def test_loading_says_how_far_it_is(tiny_config):
+    with counting() as far:
+        model = load_model(tiny_config)
+        loaded = far.read()
+        files = open_model(tiny_config, load_model(tiny_config, weights=False))
+        for name in files.names():
+            files.read(name)
+        read = far.read()
+    assert loaded.unit == "tensors" and loaded.done == loaded.total >= len([*state_tensors(model)]) - 1
+    size = sum(file.stat().st_size for file in files_of(tiny_config, cached=False))
+    assert (read.unit, read.total) == ("bytes", size) and 0.9 * size < read.done <= size
 
 
 def test_the_type_is_the_configs_unless_told(tiny_config):

@@ -47,7 +47,7 @@ algorithm:
    direction: forward}}
 trainer:
   {backend: megatron, helpers: 1, draft: {}, reference: {path: org/other}, shared_prefix: true, lora: {},
-   warmup: {steps: 2, demonstrations: d}, backend_options: {compile: true, offload_activations: true,
+   warmup: {steps: 2, demonstrations: d}, backend_options: {compile: true, fp8: true, offload_activations: true,
    expert_parallel: 2, context_parallel: 2,
    virtual_stages: 2}}
 rollout:

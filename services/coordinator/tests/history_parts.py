@@ -62,10 +62,10 @@ def submitted(directory="d", run="r", evaluation=None):
     return ev.RunSubmitted(at=1.0, run=run, spec=SPEC, directory=directory, evaluation=evaluation)
 
 
-def restored(number, parent=0, ordinal=0, frontier=0, kept=None):
+def restored(number, parent=0, ordinal=0, frontier=0, kept=None, **more):
     return ev.VersionRestored(
         at=0, run="r", number=number, parent=parent, ordinal=ordinal, digest=f"d{number}", checkpoint="",
-        frontier_step=frontier, kept=kept,
+        frontier_step=frontier, kept=kept, **more,
     )  # fmt: skip
 
 

@@ -46,6 +46,9 @@ def live(monkeypatch):
             run_virtual(world.live())
         run, history = world.ended, world.history
         steps = [event for _, event in history if isinstance(event, ev.StepCommitted)]
+        said = [event for _, event in history if isinstance(event, ev.Noted) and "agree:" in event.text]
+        assert not [event for event in said if not event.plain], "agreement is no warning"
+        assert said or run.state == "FAILED"
         return run, [step.certificate for step in steps]
 
     return run

@@ -7,8 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from headrace_coordinator.data.contract import check_source
+from headrace_coordinator.data.dataset import open_dataset
 from headrace_coordinator.data.sources import open_source
 from headrace_schema.problems import Impossible
+from headrace_schema.progress import counting
+from headrace_schema.spec import RunSpec
 
 GPQA = {
     "Question": "Which is a noble gas?",
@@ -25,6 +28,20 @@ def refusal(name, /, **options) -> str:
     with pytest.raises(Impossible) as caught:
         items_of(name, **options)
     return str(caught.value)
+
+
+async def test_reading_says_how_many_rows_it_has_read(lines):
+    path = lines(*({"question": f"{n}+{n}", "answer": str(2 * n)} for n in range(30)))
+    spec = RunSpec.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"source": "jsonl", "options": {"path": path}},
+            "reward": {"scorers": [{"name": "exact"}]},
+        }
+    )
+    with counting() as far:
+        await open_dataset(spec)
+        assert far.read() == (30, 0, "rows", "")
 
 
 @pytest.fixture

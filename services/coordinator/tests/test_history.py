@@ -183,12 +183,16 @@ async def test_curves_and_summaries_show_the_live_lineage_thinned_out(opened):
     for states, search in (({"PAUSED"}, ""), (set(), "other")):
         assert await one.coordinator.reads.summaries(10, "", frozenset(states), search) == ([], None, 0)
     kept = await one.event_log.history.kept("r", 3)
-    one.event_log.post(restored(100, 4, 3, 3, kept), committed(3, 101, 100))
+    one.event_log.post(restored(100, 4, 3, 3, kept, recovery=True), committed(3, 101, 100))
     await one.event_log.flush()
     rewound = await one.coordinator.past.curves("r", 100)
     assert rewound.steps == [1, 2, 3, 4] and [each.step for each in rewound.rewinds] == [3]
     (shown,), _, _ = await one.coordinator.reads.summaries(10, "", frozenset(), "")
     assert len(shown.rewards) == 4
+    one.event_log.post(restored(110, 101, 4, 4, kept))
+    await one.event_log.flush()
+    yielded = await one.coordinator.past.curves("r", 100)
+    assert yielded.rewinds == rewound.rewinds, "a run that yielded and goes on has not recovered"
 
 
 async def test_labels_survive_a_restart_and_a_tag_is_found(opened):

@@ -167,6 +167,12 @@ async def test_videos_are_listed_and_served_as_files(api, served, run_id):
     assert (answer.headers["content-type"], answer.content) == ("application/x-protobuf", b"arrays")
 
 
+async def test_a_start_state_of_a_run_without_any_is_refused(api, run_id):
+    refused = await api.post(f"/v1/evaluations:replay?run={run_id}&start=push,+seed+1")
+    assert refused.status_code == 422 and "workflow: embodied" in problems(refused)["start"]
+    assert (await api.post("/v1/evaluations:replay?run=none&start=push")).status_code == 404
+
+
 def test_an_episode_is_told_action_by_action(tmp_path):
     valid_TC = np.array([[True, True], [True, False]])
     episode = Episode(

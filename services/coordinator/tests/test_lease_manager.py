@@ -15,6 +15,7 @@ from headrace_coordinator.fleet.instance_client import InstanceDown
 from headrace_coordinator.fleet.sessions import FleetSettings, InstanceUsage, Supervisor
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
+from headrace_schema.progress import Progress
 
 SETTINGS = FleetSettings()
 TTL, BEAT = SETTINGS.lease_ttl, SETTINGS.heartbeat
@@ -118,8 +119,9 @@ async def test_a_step_of_the_wall_clock_ends_no_lease_and_no_silence(lease_manag
 
 async def test_what_an_instance_uses_is_what_its_last_heartbeat_said(lease_manager):
     lease_manager.live(1, beats=True)
-    usage = InstanceUsage(7, 1.25, (("GPU-aa/gpu:0", 0.5, 9),))
+    usage = InstanceUsage(7, 1.25, (("GPU-aa/gpu:0", 0.5, 9),), Progress(1, 4, "steps"))
     lease_manager.fleet.heartbeat("a", [1], usage)
+    assert [*lease_manager.fleet.waits.progress.values()] == [usage.progress]
     view = shown(lease_manager)
     assert (view.resident_memory_bytes, view.busy_cores) == (7, 1.25)
     assert [each.model_dump() for each in view.gpus] == [

@@ -62,6 +62,23 @@ def test_a_run_whose_state_cannot_be_saved_does_not_yield_it():
         assert trained_once(scene, submitted.run)
 
 
+def test_a_run_that_yielded_has_not_recovered_and_one_whose_trainer_was_killed_has():
+    async def play(scene):
+        await scene.until(lambda: any(each.checkpoint for each in scene.log(ev.VersionRestored)))
+        yielded.extend(scene.log(ev.VersionRestored))
+        assert not scene.log(ev.RunRecovering)
+        made = len(scene.log(ev.StepCommitted))
+        await scene.until(lambda: len(scene.log(ev.StepCommitted)) > made)
+        victim = next(each for each in scene.instances.values() if isinstance(each, Trainer) and each.alive)
+        await scene.kill(victim.incarnation)
+
+    yielded = []
+    scene = Scene(play, count=2, steps=30, scheduling={"quantum_s": 0.5})
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    assert not any(each.recovery for each in yielded)
+    assert any(each.recovery for each in scene.log(ev.VersionRestored)) and scene.log(ev.RunRecovering)
+
+
 def test_a_run_that_is_paused_and_cancelled_is_in_nobodys_way():
     async def play(scene):
         a = await scene.first()

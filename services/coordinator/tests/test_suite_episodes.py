@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+from headrace_coordinator.api.submission.evaluations import replayed
 from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain.episode_figures import settle_successes, told_of
 from headrace_coordinator.projections.trajectories import SettledTrajectory
 from headrace_coordinator.projections.transcripts import Answer, answer_of
@@ -21,7 +24,7 @@ from headrace_coordinator.projections.videos import (
 from headrace_coordinator.run.evaluation.suite_figures import result_of
 from headrace_coordinator.suites import open_suite
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.problems import explain
+from headrace_schema.problems import Impossible, explain
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
@@ -65,6 +68,64 @@ def test_each_task_and_variant_has_a_figure_with_its_interval():
     ]
     assert [each.low is not None and each.low < 1 for each in found.tasks] == [True] * 3
     assert found.modes[0].score == pytest.approx(2 / 3)
+
+
+def replay_of(start, evaluation=None, **options):
+    data = {"options": {"starts": 40, "first_seed": 100, **options}}
+    spec = {
+        "workflow": "embodied",
+        "model": {"policy": {"kind": "mlp"}},
+        "environment": ENVIRONMENT,
+        "data": data,
+    }
+    spec["algorithm"] = {"name": "ppo", "group_size": 1}
+    spec["evaluation"] = {"greedy": False}
+    resolved = RunSpec.model_validate(spec).model_dump(mode="json")
+    suite = None if evaluation is None else SimpleNamespace(spec=evaluation)
+    return replayed(SimpleNamespace(id="push-1", spec=resolved, suite=suite), start)
+
+
+@pytest.mark.parametrize("of_states", [False, True])
+def test_a_start_state_is_replayed_from_its_words_or_its_video(of_states):
+    options = {"init_states": 30} if of_states else {}
+    place = "initial state 7" if of_states else "seed 107"
+    start = DataItem(f"push@dark, {place}", "", {"task": "push@dark"})
+    for named in (start.question, Video.of(3, 0, start, success=False, step=2).name):
+        asked = replay_of(named, **options)
+        suite = open_suite("episodes", asked.suite.options)
+        (item,) = Dataset.open(suite.data(), seed=0).asked()
+        assert item.question == start.question and item.metadata["seed"] == 107
+        assert item.metadata.get("init_state") == (7 if of_states else None)
+        assert suite.recorded([item]) == {0} and suite.environment.tasks == ["push@dark"]
+        assert asked.checkpoint.run == "push-1" and asked.checkpoint.step is None
+        assert asked.sampling.temperature == 1.0
+
+
+def test_seeds_begin_where_the_runs_do_unless_it_says_otherwise():
+    asked = replay_of("reach, seed 7", first_seed=0)
+    assert open_suite("episodes", asked.suite.options).first_seed == 0
+    spec = {"workflow": "embodied", "model": {"policy": {"kind": "mlp"}}, "environment": ENVIRONMENT}
+    spec["algorithm"] = {"name": "ppo", "group_size": 1}
+    resolved = RunSpec.model_validate(spec).model_dump(mode="json")
+    found = replayed(SimpleNamespace(id="push-1", spec=resolved, suite=None), "reach, seed 7")
+    (item,) = Dataset.open(open_suite("episodes", found.suite.options).data(), seed=0).asked()
+    assert item.question == "reach, seed 7"
+
+
+def test_of_an_evaluation_the_newest_version_of_its_policy_plays_as_it_did():
+    checkpoint = {"run": "push-0", "step": 20, "policy": ""}
+    asked = {"model": None, "checkpoint": checkpoint, "seed": 3, "sampling": {"temperature": 0.0}}
+    found = replay_of("reach, seed 139", asked)
+    assert (found.checkpoint.run, found.checkpoint.step, found.seed) == ("push-0", None, 3)
+
+
+@pytest.mark.parametrize(
+    "start", ["", "push", "push, seed 99", "push, seed 140", "pull, seed 101", "push, seed -3"]
+)
+def test_what_is_no_start_state_is_named(start):
+    with pytest.raises(Impossible) as refused:
+        replay_of(start)
+    assert refused.value.problems[0].key == "start" and "place of a prompt" in refused.value.problems[0].fix
 
 
 def told(total: float, success: bool | None, at_end: bool | None = None) -> str:

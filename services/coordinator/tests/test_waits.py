@@ -8,6 +8,7 @@ from headrace_coordinator.run.workers.clients import SILENCE_S, WatchedInstanceC
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 from headrace_coordinator.waits import Waits, WaitTimeout
+from headrace_schema.progress import Progress
 
 
 class Silent:
@@ -67,6 +68,13 @@ async def test_a_call_that_takes_long_is_a_stage_that_is_shown_and_told_of_at_it
     ]
     clock[0] = 45.0
     assert waits.of("run") == [] and "for 40 s" in waits.stages("run")[0]
+    waits.progress["trainer-0"] = Progress(1_200_000_000, 4_800_000_000, "bytes")
+    assert waits.stages("run")[0].endswith("for 40 s: 25%, 1.2 of 4.8 GB, about 135 s left")
+    waits.progress["trainer-0"] = Progress(3, 10, "steps", "loss 0.5")
+    assert waits.stages("run")[0].endswith(": 30%, 3 of 10 steps, about 105 s left, loss 0.5")
+    waits.progress["trainer-0"] = Progress(12000, 0, "rows")
+    assert waits.stages("run")[0].endswith("for 40 s: 12,000 rows")
+    waits.progress["trainer-0"] = None
     port.answer.set()
     await asyncio.gather(*calls)
     assert waits.stages("run") == []

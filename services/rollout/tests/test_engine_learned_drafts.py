@@ -9,46 +9,72 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from headrace_modelkit.families.drafts import Features, add_draft, drawn
+from headrace_modelkit.families.draft_files import add_draft, open_draft
+from headrace_modelkit.families.drafts import Features
 from headrace_modelkit.loading import load_model
+from headrace_modelkit.logprobs import Head
+from headrace_modelkit.presets.families import write_predicting
 from headrace_modelkit.weights import load_weights
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import EngineConfig, Policy
 from headrace_rollout.engines.samples import Distribution, Group, Sample, SlotKey
 from headrace_rollout.engines.transformers import drafting
+from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.learning import DraftSection
 from model_weights import weights_of_model
 
-HEAD = DraftSection()
+BOTH = pytest.mark.parametrize("form", ["eagle3", "mtp"])
 SAMPLED = Distribution()
 DRAFTED, LONG = 3, 24
-SURE = 30.0
-"""Times that the tiny model's logits are multiplied."""
-RISEN = 0.2
+SURE = {"eagle3": 30.0, "mtp": 6.0}
+"""Times that the logits of each form's tiny model are multiplied."""
+RISEN = {"eagle3": 0.2, "mtp": 0.03}
 SAMPLES, TOKENS = 600, 3
 CHI_SQUARE = 3.7
 """Standard deviations that a sum of squares may be off: 1 in 10,000."""
 
 
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory):
+    """A tiny model whose checkpoint has a layer that predicts one token more."""
+    directory = tmp_path_factory.mktemp("models") / "predicting"
+    write_predicting(directory, "deepseek_v3")
+    return ModelSection(path=str(directory), dtype="float32")
+
+
 @pytest.fixture
-def model(model_config):
-    """The tiny model with a new head, as its trainer publishes both."""
-    found = load_model(model_config)
-    load_weights(add_draft(found, HEAD, model_config), drawn(found.draft, 3))
+def form():
+    return "eagle3"
+
+
+@pytest.fixture
+def chosen(form, model_config, predicting):
+    """The model, and its head."""
+    return (model_config if form == "eagle3" else predicting), DraftSection(form=form)
+
+
+@pytest.fixture
+def model(chosen):
+    """The tiny model with a head, as its trainer publishes both."""
+    config, head = chosen
+    found = load_model(config)
+    add_draft(found, head, config)
+    source = open_draft(head, config, found, 3)
+    load_weights(found.draft, {name: source.read(name) for name in source.names()})
     return found
 
 
 @pytest.fixture
-async def answers(model_config, codec, new_collector, in_step):
+async def answers(chosen, codec, new_collector, in_step):
     """Tokens and log-probs of samples, and the engine; `drafted` None: of an engine that knows no head."""
     engines = []
 
     async def answers(model, groups, distribution=SAMPLED, drafted=None, deterministic=False, **stream):
         knows = drafted is not None
-        chosen = ENGINES.choose("transformers", {"speculative_tokens": drafted} if knows else {})
-        draft = HEAD if knows else None
+        built = ENGINES.choose("transformers", {"speculative_tokens": drafted} if knows else {})
+        model_config, draft = chosen[0], chosen[1] if knows else None
         config = EngineConfig(model_config, codec, 4, deterministic=deterministic, draft=draft)
-        engine = chosen.build(config)
+        engine = built.build(config)
         engines.append(engine)
         weights = weights_of_model(model if knows else without_head(model))
         await engine.install(Policy(1, "one"), weights)
@@ -84,6 +110,7 @@ def asked(codec, samples=2):
     ]
 
 
+@BOTH
 @pytest.mark.parametrize("distribution", [Distribution(0.0), Distribution(0.4), Distribution(1.0, 0.9, 5)])
 async def test_answers_are_those_without_drafts_while_rows_come_and_go(answers, model, codec, distribution):
     """Six samples on four rows: some join late behind a kept prompt, and none is drafted for until few are left."""
@@ -112,8 +139,9 @@ async def test_nothing_is_drafted_beside_stop_strings_and_the_head_reads_on(
     assert not engine.figures.drafted_tokens and read and set(read) == {8}
 
 
+@BOTH
 async def test_the_engine_s_drafts_are_those_that_the_head_learned_to_make(
-    answers, model, codec, monkeypatch
+    answers, model, codec, form, monkeypatch
 ):
     """Greedy ones, of rows that came and went, against the unrolled head over the whole row."""
     made, original = [], drafting.LearnedDrafts.draft
@@ -125,7 +153,7 @@ async def test_the_engine_s_drafts_are_those_that_the_head_learned_to_make(
         return found
 
     monkeypatch.setattr(drafting.LearnedDrafts, "draft", draft)
-    await answers(sharpened(model, SURE), asked(codec), Distribution(0.0), DRAFTED)
+    await answers(sharpened(model, SURE[form]), asked(codec), Distribution(0.0), DRAFTED)
     assert len(made) > 20
     for context, own in made:
         ids = torch.tensor([[*context, *own]])
@@ -134,7 +162,8 @@ async def test_the_engine_s_drafts_are_those_that_the_head_learned_to_make(
             embeds = model.get_input_embeddings()(ids)
             steps = model.draft.unrolled(features.taken()[:, :-1], embeds[:, 1:], len(own))
             expected = [
-                int(model.draft.logits(step[0, len(context) - 2])[None][0].argmax()) for step in steps
+                int(model.draft.logits(step[0, len(context) - 2][None], Head.of(model))[0].argmax())
+                for step in steps
             ]
         assert own == expected
 
@@ -142,7 +171,7 @@ async def test_the_engine_s_drafts_are_those_that_the_head_learned_to_make(
 def learned(model, prompt, steps):
     """Trains the head on what the model itself says, as a trainer does; the policy stays."""
     head = model.draft
-    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(5)
     ids = torch.tensor([prompt] * 16)
     with torch.no_grad():
@@ -155,7 +184,7 @@ def learned(model, prompt, steps):
     for _ in range(steps):
         loss = torch.zeros(())
         for step, hidden in enumerate(head.unrolled(read[:, :-1], embeds[:, 1:], DRAFTED)):
-            own = head.scores(hidden[:, : -1 - step].flatten(0, 1)).log_softmax(-1)
+            own = head.scores(hidden[:, : -1 - step].flatten(0, 1), Head.of(model)).log_softmax(-1)
             loss = loss - (wanted[:, 1 + step : -1].flatten(0, 1) * own).sum(-1).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -169,9 +198,12 @@ def sharpened(model, by):
     return model
 
 
-async def test_a_head_that_has_learned_is_right_more_often_also_beside_a_new_version(answers, model, codec):
-    sharpened(model, SURE)
-    group = asked(codec, samples=4)[:1]
+@BOTH
+async def test_a_head_that_has_learned_is_right_more_often_also_beside_a_new_version(
+    answers, model, codec, form
+):
+    sharpened(model, SURE[form])
+    group = asked(codec, samples=8)[:1]
 
     async def share():
         plain, without = await answers(model, group)
@@ -183,19 +215,21 @@ async def test_a_head_that_has_learned_is_right_more_often_also_beside_a_new_ver
     before, _, _ = await share()
     learned(model, list(group[0].prompt_ids), 30)
     after, figures, without = await share()
-    assert after > before + RISEN
+    assert after > before + RISEN[form]
     assert figures.decode_steps < without.decode_steps
+    torch.manual_seed(1)
     with torch.no_grad():  # a step of the policy, of which the head knows nothing yet
         for name, parameter in model.named_parameters():
             if not name.startswith("draft."):
-                parameter.add_(0.01 * parameter.std() * torch.randn(parameter.shape))
+                parameter.add_(0.002 * parameter.std() * torch.randn(parameter.shape))
     newer, _, _ = await share()
-    assert newer > before + RISEN
+    assert newer > before + RISEN[form]
 
 
-async def test_drafted_tokens_have_the_policy_s_distribution(answers, model, codec):
+@BOTH
+async def test_drafted_tokens_have_the_policy_s_distribution(answers, model, codec, form):
     """Chi-square of the last of three tokens, of which two are drafted, over many samples."""
-    sharpened(model, SURE / 3)
+    sharpened(model, SURE[form] / 3)
     prompt = codec.encode_prompt(text="1+1=")
     learned(model, list(prompt), 6)
     groups = [Group(0, prompt, [Sample(index, 1) for index in range(SAMPLES)])]
@@ -232,9 +266,9 @@ def said(ended):
 
 
 async def test_the_next_turn_behind_what_is_kept_is_the_one_without_drafts(
-    answers, model, codec, new_collector
+    answers, model, codec, form, new_collector
 ):
-    sharpened(model, SURE / 3)
+    sharpened(model, SURE[form] / 3)
     found = [
         await answers(model, asked(codec), drafted=each, max_new_tokens=8, goes_on=True)
         for each in (None, DRAFTED)
@@ -256,6 +290,7 @@ async def test_the_next_turn_behind_what_is_kept_is_the_one_without_drafts(
     assert after[0] == after[1]
 
 
+@BOTH
 async def test_samples_that_move_go_on_beside_a_head(answers, model, codec, new_collector, resumed):
     """Behind keys of another engine, the head's among them, whose newest tokens it has not read."""
     groups = asked(codec)[:2]

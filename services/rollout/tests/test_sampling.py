@@ -134,6 +134,7 @@ def test_removing_rows_keeps_each_remaining_sequence_with_its_numbers(count, dat
     batch.trajectories = [f"s{row}" for row in range(count)]
     batch.routes = [bytearray([row]) for row in range(count)]
     batch._histories = [(f"s{row}", row) for row in range(count)]
+    batch.read = [[row] for row in range(count)]
     batch.length[:count] = np.arange(count)
     gone = data.draw(st.sets(st.integers(0, count - 1)))
     targets, sources = batch.remove(list(gone))
@@ -142,3 +143,4 @@ def test_removing_rows_keeps_each_remaining_sequence_with_its_numbers(count, dat
     assert kept == {f"s{row}": row for row in range(count) if row not in gone}
     assert [f"s{own[0]}" for own in batch.routes] == batch.trajectories
     assert [own for own, _ in batch._histories] == batch.trajectories
+    assert [f"s{own}" for [own] in batch.read] == batch.trajectories

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from itertools import count
@@ -241,6 +242,9 @@ async def instance(tmp_path, monkeypatch, reset_timeout_s):
     monkeypatch.setenv("HEADRACE_SIMULATOR_ENVIRONMENTS", "32")
     monkeypatch.setenv("HEADRACE_SIMULATOR_RESET_TIMEOUT_S", str(reset_timeout_s))
     monkeypatch.setenv("HEADRACE_SIMULATOR_GATHER_S", "0.3")
+    if os.environ.get("BACKEND_UNDER_TEST") == "robot":
+        file = Path(__file__).parents[3] / "examples/robots/stand_in.py"
+        monkeypatch.setenv("HEADRACE_SIMULATOR_ROBOT", f"{file}:pendulum")
     made = Instance(InstanceConfig(kind="simulator", shm_dir=tmp_path / "shm", data_dir=tmp_path / "data"))
     close = await mount(made)
     await made.start()

@@ -22,6 +22,8 @@ class Case:
     expert: bool = False
     together: bool = False
     """Its environments are stepped in one call."""
+    alone: bool = False
+    """There is one of it: the environments of a pool take turns by the episode."""
     variant: dict[str, Any] = field(default_factory=lambda: {"execution": {"random_start": [2, 4]}})
 
 
@@ -86,6 +88,16 @@ CASES = [
         {"settle_steps": 0, "cameras": ["agentview"], "image_size": 64, "reflections": False},
     ),
 ]
+CASES.append(
+    # A stand-in of a robot; see conftest for its file.
+    Case(
+        "robot",
+        "pendulum",
+        "pendulun",
+        alone=True,
+        variant={"execution": {"observation_noise": 0.1}},
+    )
+)
 TESTED = [case for case in CASES if case.backend == UNDER_TEST]
 PIXELS = [case for case in TESTED if case.pixels]
 EXPERTS = [case for case in TESTED if case.expert]

@@ -27,6 +27,12 @@ REFUSED = simulator_pb2.OUTCOME_STATUS_REFUSED
 every = pytest.mark.parametrize(
     "case", TESTED, ids=lambda case: case.name + ("-together" if case.together else "")
 )
+several = pytest.mark.parametrize(
+    "case",
+    [case for case in TESTED if not case.alone],
+    ids=lambda case: case.name + ("-together" if case.together else ""),
+)
+"""Of environments that can be in the middle of an episode at the same time."""
 ours = pytest.mark.nightly if UNDER_TEST != "gymnasium" else lambda test: test
 """What the service does alike with each simulator: nightly with those that take seconds to make."""
 
@@ -152,7 +158,7 @@ async def test_truncation_keeps_the_final_observation(simulator, case, arrays):
 
 
 @ours
-@every
+@several
 async def test_a_chunk_is_its_actions_one_by_one(simulator, case, arrays):
     pool, other = [await opened(simulator, case) for _ in range(2)]
     for each in (pool, other):
@@ -181,7 +187,7 @@ async def test_a_variant_follows_from_the_seed_and_changes_the_episode(simulator
     assert not np.allclose(first, plain, atol=1e-6)
 
 
-@every
+@several
 async def test_a_partial_reset_leaves_the_others_alone(simulator, case, arrays):
     """Two environments in one process: the episode of one is the same with and without resets of the other.
 
@@ -209,7 +215,7 @@ async def test_a_partial_reset_leaves_the_others_alone(simulator, case, arrays):
 
 
 @ours
-@every
+@several
 async def test_a_wrong_action_is_refused_and_siblings_go_on(simulator, case):
     pool = await opened(simulator, case, count=2)
     await pool.send(pool.reset_operation(0), pool.reset_operation(1))
@@ -229,7 +235,7 @@ async def test_a_wrong_action_is_refused_and_siblings_go_on(simulator, case):
 
 
 @ours
-@every
+@several
 @pytest.mark.parametrize("fault", ["killed", "hung"])
 async def test_a_killed_or_hung_child_is_made_anew(simulator, case, fault):
     pool = await opened(simulator, case, count=2, processes=2, step_timeout_s=4.0)

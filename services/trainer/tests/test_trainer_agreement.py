@@ -53,6 +53,33 @@ async def test_a_step_of_equal_rewards_is_compared_on_a_few_answers(
     assert figures["log_prob_ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-3)
 
 
+async def test_a_commit_says_what_the_new_version_makes_of_rated_tokens(
+    client, make_settled, settled_digest, plain_log_probs
+):
+    version = (await client.open()).version
+    groups = [make_settled(0, version=version), make_settled(1, version=version)]
+    groups[1].rated = True
+    before = await client.weights(1)
+    reply = await committed(client, settled_digest, 0, groups)
+    assert [(each.sample.prompt_ordinal, each.sample.sample_index) for each in reply.rated] == [
+        (1, number) for number in range(4)
+    ]
+    after = await client.weights(2)
+    sequences = [read_sequence(each.trajectory, SamplingSection(), VOCABULARY) for each in groups[1].members]
+    for found, own, old in zip(
+        reply.rated, plain_log_probs(after, sequences), plain_log_probs(before, sequences), strict=True
+    ):
+        assert list(found.log_probs) == pytest.approx(own, abs=2e-2), (
+            "bfloat16 publishes what float32 computes"
+        )
+        assert len(found.log_probs) == len(old)
+    assert any(
+        abs(a - b) > 1e-6
+        for found, old in zip(reply.rated, plain_log_probs(before, sequences), strict=True)
+        for a, b in zip(found.log_probs, old, strict=True)
+    )
+
+
 def settled(make_settled, version, change):
     """A group whose first sampled segment is changed, digest and all."""
     group = make_settled(0, version=version)

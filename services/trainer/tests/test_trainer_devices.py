@@ -23,6 +23,7 @@ from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import OptimizerSection
 from headrace_trainer import backends, trainer
 from headrace_trainer.backends.fsdp import backend
+from headrace_trainer.backends.shared import figures
 from headrace_trainer.backends.shared import model as shared_model
 from headrace_trainer.backends.shared.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.errors import Refusal
@@ -221,11 +222,11 @@ def test_a_deterministic_run_needs_workspaces_with_which_cublas_sums_in_one_orde
             with pytest.raises(
                 Refusal, match=f"deterministic: CUBLAS_WORKSPACE_CONFIG {words}.*makes it :4096:8"
             ):
-                shared_model.fix_sums(True)
-        shared_model.fix_sums(False)
+                figures.fix_sums(True)
+        figures.fix_sums(False)
         assert not torch.are_deterministic_algorithms_enabled()
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        shared_model.fix_sums(True)
+        figures.fix_sums(True)
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)

@@ -10,8 +10,10 @@ import math
 import pytest
 import torch
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.families.drafts import DRAFT, add_draft, open_draft, save_draft
+from headrace_modelkit.families.draft_files import add_draft, open_draft, save_draft
+from headrace_modelkit.families.drafts import DRAFT
 from headrace_modelkit.loading import load_model
+from headrace_modelkit.logprobs import Head
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.weights import load_weights
 from headrace_schema.openings import TrainerConfig
@@ -61,7 +63,7 @@ def plain_step(draft, embeds, hidden, seen, at):
         return heads * cos[0] + torch.cat([-heads[:, half:], heads[:, :half]], -1) * sin[0]
 
     seen = [*seen, (turned(k), v)]
-    groups = attention.num_key_value_groups
+    groups = len(q) // len(k)
     keys, values = (
         torch.stack([each[side] for each in seen]).repeat_interleave(groups, 1) for side in (0, 1)
     )
@@ -257,7 +259,8 @@ def test_a_head_is_read_from_its_files_and_knows_fewer_words(make_backend, tmp_p
     sharpened(backend)
     rises = overlap(backend, [sequences(1), sequences(2)], 3)
     assert all(math.isfinite(each) for each in rises) and rises[-1] > rises[0]
-    logits = plain_model_of(directory, target).draft.logits(torch.ones(1, 64))
+    plain = plain_model_of(directory, target)
+    logits = plain.draft.logits(torch.ones(1, 64), Head.of(plain))
     assert logits[0].isfinite().nonzero().flatten().tolist() == words.tolist()
     save_draft(tmp_path / "again", DraftSection(path=str(target)), backend._config.model, found)
     again = load_file(tmp_path / "again" / "model.safetensors")
@@ -269,7 +272,7 @@ def plain_model_of(directory, target):
     section, draft = ModelSection(path=str(directory), dtype="float32"), DraftSection(path=str(target))
     model = load_model(section)
     head = add_draft(model, draft, section)
-    source = open_draft(draft, section, head, 0)
+    source = open_draft(draft, section, model, 0)
     head.load_state_dict({name: source.read(name) for name in source.names()})
     return model
 

@@ -11,10 +11,11 @@ from headrace_servicekit.rpc import digests
 from headrace_servicekit.weights.store import WeightStore
 from headrace_servicekit.weights.versions import check_body
 from headrace_trainer.backends.fsdp.loading import HostCopies
+from headrace_trainer.backends.shared.casting import CAST_ELEMENTS
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.step import Version
 from headrace_trainer.versions.parts import RankPart, owners_of, staged_parts
-from headrace_trainer.versions.publishing import CAST_ELEMENTS, Publisher, Unread
+from headrace_trainer.versions.publishing import Publisher, Unread
 
 LAYOUT = [("embed", "bfloat16", (3, CAST_ELEMENTS)), ("head", "bfloat16", (7,)), ("seen", "int64", ())]
 

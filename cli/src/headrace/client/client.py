@@ -178,6 +178,21 @@ class Client:
         body = load_spec(spec, overrides)
         return EvaluationRun.from_json(self._begin("evaluations", body, idempotency_key, visibility))
 
+    def replay(self, run: str, start: str, *, idempotency_key: str | None = None) -> EvaluationRun:
+        """Queues one episode from a start state of a run's, or an evaluation's, episodes, and films it.
+
+        The policy is the run's newest checkpoint. `start` is what a trajectory has in place of a prompt
+        ("push-v3, seed 17"), or the name of a video.
+        """
+        made = self._transport.post(
+            "/v1/evaluations:replay",
+            idempotency_key=idempotency_key,
+            answer_s=checking_s({}),
+            run=run.removeprefix("runs/"),
+            start=start,
+        )
+        return EvaluationRun.from_json(made)
+
     def check_evaluation(self, spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
         """Checks an evaluation's spec against suites and fleet without queueing it; returns the answer."""
         body = load_spec(spec, overrides)

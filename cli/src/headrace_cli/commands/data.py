@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands.options import JsonFlag
+from headrace_cli.commands.options import JsonFlag, complete_key
 from headrace_cli.errors import EXIT_USER_ERROR, CommandError, refused, user_error
 from headrace_cli.output import console, print_json, table
 from headrace_cli.show.reporters import BLOCKS
@@ -77,7 +77,10 @@ def dataset_lines(document: Mapping[str, Any], lengths: Lengths, width: int) -> 
 
 Spec = Annotated[Path, typer.Argument(metavar="FILE", help="Run spec, a YAML file.")]
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, such as data.heldout=64.")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override, such as data.heldout=64.", autocompletion=complete_key
+    ),
 ]
 PROMPT_CHARACTERS = 1200
 MORE = (

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url
+from headrace_cli.commands.options import (
+    DEFAULT_DATA_DIR,
+    DataDirOption,
+    JsonFlag,
+    NoToken,
+    Url,
+    complete_key,
+)
 from headrace_cli.connection import Target, connect, find_target
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError
 from headrace_cli.launcher.plan import FleetPlan
@@ -45,7 +52,8 @@ def demo(
         int | None, typer.Option(min=1, help="Steps; default: the preset's.", show_default=False)
     ] = None,
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override of the spec.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override of the spec.", autocompletion=complete_key),
     ] = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="HTTP port of the demo's fleet; 0: a free one.")

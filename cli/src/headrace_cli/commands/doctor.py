@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from pathlib import Path
+from textwrap import wrap
 
 import typer
 
@@ -62,7 +63,11 @@ def doctor(data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
         width = max(len(each.what) for each in found)
         for each in found:
             mark = ("  !", "bold red") if each.problem else (" ok", "green")
-            console().print(styled(mark, f"  {each.what:{width}}  {each.value}"))
+            room = max(20, console().width - width - 7)
+            first, *others = wrap(each.value, room, break_long_words=False, break_on_hyphens=False) or [""]
+            console().print(styled(mark, f"  {each.what:{width}}  {first}"))
+            for line in others:
+                console().print(" " * (width + 7) + line, markup=False)
             if each.problem:
                 console().print(styled(f"     {each.problem}; ", (each.fix, "green")))
         console().print(f"\n{len(bad)} problem{'' if len(bad) == 1 else 's'}")

@@ -202,6 +202,31 @@ def save_videos(
         _save_videos(client, evaluation, directory, rrd)
 
 
+@app.command()
+def replay(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Id of a run of episodes, or of an evaluation.")],
+    start: Annotated[
+        str,
+        typer.Argument(
+            metavar="START", help="A start state, as 'push-v3, seed 17' of a trajectory, or a video's name."
+        ),
+    ],
+    videos: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the video into DIR.")] = None,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Play one episode again from its start state, with the newest checkpoint of the run's policy."""
+    from headrace.client import HeadraceError
+
+    with connect(find_target(url, data_dir), patience_s=PATIENCE_S) as client:
+        try:
+            made = client.replay(run, start)
+        except HeadraceError as error:
+            raise refused(error) from error
+        _finish(client, made, as_json, videos, rrd=False)
+
+
 def _check_rerun(rrd: bool) -> None:
     if not rrd:
         return

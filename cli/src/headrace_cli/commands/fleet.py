@@ -155,6 +155,13 @@ def join(
             help="Address of this host for the others; default: that towards HEAD.", show_default=False
         ),
     ] = "",
+    outgoing: Annotated[
+        bool,
+        typer.Option(
+            "--outgoing",
+            help="This host connects to the head and nobody to it, as behind a NAT: for robots and scorers.",
+        ),
+    ] = False,
     ca_file: Annotated[
         Path | None,
         typer.Option(help="Copy of tls/ca.pem in an encrypted head's data directory.", show_default=False),
@@ -173,6 +180,8 @@ def join(
     from headrace_cli.launcher.start import refuse_second_fleet
 
     host, port = head_place(head)
+    if outgoing:
+        _check_outgoing(options, listen)
     place, authority = DataDir.at(options.data_dir), None
     if options.tls_files is not None:
         authority = options.tls_files / "supervisor" / AUTHORITY
@@ -189,7 +198,12 @@ def join(
     if address != LOOPBACK:
         require_own_address("--listen", address)
     plan = options.plan(
-        0, encrypt=authority is not None, listen=address, host=name or host_name(), head=found
+        0,
+        encrypt=authority is not None,
+        listen=address,
+        host=name or host_name(),
+        head=found,
+        outgoing=outgoing,
     )
     if plan.certificates:
         from headrace_cli.launcher.encryption import ask_for_certificates, take_files
@@ -200,6 +214,18 @@ def join(
         else:
             ask_for_certificates(place, plan)
     start(plan, options)
+
+
+def _check_outgoing(options: JoinOptions, listen: str) -> None:
+    """Raises CommandError (exit code 2) for what others of the fleet would have to reach by themselves."""
+    for option, count in (("--rollout", options.rollout), ("--trainer", options.trainer)):
+        if count:
+            problem = "others fetch weights from these, and nobody reaches a host with --outgoing"
+            raise user_error(option, problem, f"write {option} 0, and --simulator 1 or --reward 1")
+    if listen:
+        raise user_error(
+            "--listen", "is where others reach this host, and with --outgoing nobody does", "leave it out"
+        )
 
 
 def down(data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:

@@ -70,6 +70,35 @@ Visibility = Annotated[
     VisibilityName,
     typer.Option("--visibility", help="Who sees it: you, your team too, or everybody (docs/security.md)."),
 ]
+
+
+def complete_key(incomplete: str) -> list[tuple[str, str]]:
+    """Keys of a run's spec that go on with what is typed, with what they mean; a section ends in a dot."""
+    from headrace_schema.spec import RunSpec
+
+    schema = RunSpec.model_json_schema()
+
+    def section(node: dict[str, Any]) -> dict[str, Any]:
+        """The keys of a node, or of the first of its forms that has some."""
+        if "$ref" in node:
+            return section(schema["$defs"][node["$ref"].rpartition("/")[2]])
+        if "properties" in node:
+            return dict(node["properties"])
+        forms = [*node.get("anyOf", ()), *node.get("allOf", ()), *node.get("oneOf", ())]
+        return next(filter(None, map(section, forms)), {})
+
+    *above, last = incomplete.split(".")
+    found = section(schema)
+    for name in above:
+        found = section(found.get(name, {}))
+    begun = "".join(f"{name}." for name in above)
+    return [
+        (f"{begun}{name}{'.' if section(node) else '='}", node.get("description", ""))
+        for name, node in found.items()
+        if name.startswith(last)
+    ]
+
+
 RunId = Annotated[
     str,
     typer.Argument(

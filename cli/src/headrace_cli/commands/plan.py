@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
+from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url, complete_key
 from headrace_cli.connection import Answer, asking, connect, find_target
 from headrace_cli.errors import refused, writing
 from headrace_cli.launcher.data_dir import DataDir
@@ -94,7 +94,10 @@ def plan(
 def profile(
     file: Annotated[Path, typer.Argument(metavar="SPEC", help="Run spec, a YAML file.")],
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the spec.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override a key of the spec.", autocompletion=complete_key
+        ),
     ] = None,
     stored: Annotated[
         bool, typer.Option("--stored", help="Use only runs that the fleet has made; start none.")

@@ -17,6 +17,7 @@ from headrace_cli.commands.options import (
     Url,
     Visibility,
     VisibilityName,
+    complete_key,
     complete_run,
     grouped,
 )
@@ -41,7 +42,12 @@ app = typer.Typer(help="Submit, watch and steer runs.", no_args_is_help=True)
 
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override, such as optimizer.lr=2e-5."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override, such as optimizer.lr=2e-5.",
+        autocompletion=complete_key,
+    ),
 ]
 Tags = Annotated[
     list[str] | None, typer.Option("--tag", metavar="TAG", help="A word to find it by; may be repeated.")

@@ -69,6 +69,8 @@ class FleetPlan:
     host: str = field(default_factory=lambda: host_name())
     """The host's name in the fleet."""
     head: Head | None = None
+    outgoing: bool = False
+    """Nobody reaches this host: its processes listen on the loopback, and are reached through the head."""
     sessions_grpc: int = 0
     """Port at which users' own loops speak gRPC; 0: by HTTP alone."""
     tls: Literal["", "made", "given"] = ""
@@ -164,7 +166,8 @@ class Wiring:
         return [
             *_module(f"headrace_{kind}", python),
             *("--name", plan.instance_name(kind, index), "--incarnation", incarnation, "--host", plan.host),
-            *("--coordinator", self.coordinator, "--listen", host_port(plan.listen, 0), *devices),
+            *("--coordinator", self.coordinator, *devices),
+            *(("--outgoing",) if plan.outgoing else ("--listen", host_port(plan.listen, 0))),
             *("--token-file", str(self.token_file), "--shm-dir", str(self.shared_memory)),
             *("--data-dir", str(self.data_dir)),
         ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -91,4 +93,6 @@ def _figure(value: float | None) -> str:
 
 
 def _value(value: Any) -> str:
-    return UNSET if value is None else str(value)
+    """As JSON where it is no plain value; paths below the working directory without it."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return UNSET if value is None else text.replace(f"{Path.cwd()}/", "")

@@ -149,6 +149,15 @@ def _words(kind: str, data: dict[str, Any]) -> str:
             return f"{state}: {rest['reason']}" if rest.get("reason") else str(state)
         case "noted" | "death_charged" | "scorer_failed", {"text": text}:
             return str(text)
+        case "version_restored", {"checkpoint": str(name), "ordinal": step, **rest} if name:
+            how = (
+                "rewound to"
+                if rest.get("recovery")
+                else "begins at"
+                if rest.get("source_run")
+                else "goes on from"
+            )
+            return f"{how} step {step} ({name})"
         case "stage_ended", {"what": what, "seconds": seconds}:
             return f"{what}: {seconds:.1f} s"
         case "warned", {"warnings": dict() as warnings}:

@@ -98,10 +98,15 @@ def take_routers(model: PreTrainedModel) -> Routing | None:
             block.gate = Router(block.gate, config, routing, layer)
         elif shape.routed and (rule := rule_of(router_of(block), model.config)) is not None:
             _follow(router_of(block), rule, routing, layer)
-    ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
-    for each in (model.config, config):
-        each._experts_implementation = NAME
+    compute_here(model.config, config)
     return routing
+
+
+def compute_here(*configs: Any) -> None:
+    """Lets the experts of models with these configurations be computed by `compute_experts`."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
+    for each in configs:
+        each._experts_implementation = NAME
 
 
 def _follow(router: Any, rule: Rule, routing: Routing, layer: int) -> None:

@@ -11,7 +11,9 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import torch
@@ -48,16 +50,20 @@ def export_model(
     beside: Callable[[Path], None] | None = None,
     limit: int = MAX_FILE_BYTES,
     model: PreTrainedModel | None = None,
+    more: Mapping[str, tuple[Tensor, Callable[[], Tensor]]] = MappingProxyType({}),
 ) -> None:
     """Writes the model of `config` with these weights, in its types, aside and renames it into place; as `save_model`.
-    `model`: an empty one in place of it.
+    `model`: an empty one in place of it. `more`: tensors of the files that the model has not, each with what it is like
+    and how to get it, once all others have come.
 
     `tensors` come in the model's order. Files hold at most `limit` bytes; an index names them where there are several.
     Raises ValueError for tensors that are not the model's, and OSError.
     """
     whole: Any = model
     model = model or empty_model(config)
-    plan = _Plan.of(model, limit)
+    plan = _Plan.of(model, limit, {name: like for name, (like, _) in more.items()})
+    if plan is None and more:
+        raise ValueError(f"{min(more)} has no place among files whose weights are made of several")
     if plan is None:  # Several weights become one on the way back to the names of the files.
         whole = load_model(config, weights=False) if whole is None else whole.to_empty(device="cpu")
         load_weights(whole, {name: value.clone() for name, value in tensors})
@@ -69,7 +75,8 @@ def export_model(
         untyped: Any = model
         drop_quantisation(model.config)
         untyped.save_pretrained(aside, state_dict={})  # Its configurations.
-        _write(model, plan, tensors, aside)
+        behind = ((name, read()) for name, (_, read) in more.items())
+        _write(plan, chain(_cast(model, plan, tensors), behind), aside)
         getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(aside)
         if beside is not None:
             beside(aside)
@@ -88,7 +95,7 @@ class _Plan:
     """By the model's own names."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, limit: int) -> _Plan | None:
+    def of(cls, model: PreTrainedModel, limit: int, more: Mapping[str, Tensor]) -> _Plan | None:
         """None where a tensor of the files is made of several weights."""
         own = dict(state_tensors(model))
         meta = {name: torch.empty_like(value, device="meta") for name, value in own.items()}
@@ -102,7 +109,7 @@ class _Plan:
             return None
         groups: list[dict[str, Tensor]] = [{}]
         size = 0
-        for name, value in alone.items():
+        for name, value in (*alone.items(), *more.items()):
             if groups[-1] and size + value.nbytes > limit:
                 groups.append({})
                 size = 0
@@ -123,8 +130,7 @@ class _Plan:
         return json.dumps({"metadata": total, "weight_map": names}, indent=2, sort_keys=True) + "\n"
 
 
-def _write(model: PreTrainedModel, plan: _Plan, tensors: Iterable[tuple[str, Tensor]], aside: Path) -> None:
-    coming = _cast(model, plan, tensors)
+def _write(plan: _Plan, coming: Iterator[tuple[str, Tensor]], aside: Path) -> None:
     for file, group in plan.files.items():
         with (aside / file).open("wb") as opened:
             _write_file(opened, group, coming)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from headrace_schema.images import VISION_FAMILIES
+from headrace_schema.progress import counter
 from headrace_schema.sections.generating import ModelSection
 from safetensors import SafetensorError
 from torch.nn.modules.dropout import _DropoutNd
@@ -270,6 +271,21 @@ def reading(config: ModelSection) -> Iterator[None]:
         raise not_readable(config, reason) from error
 
 
+def _counted(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """transformers' bar over the tensors of a model, with each of them counted."""
+    if not args or not hasattr(args[0], "__len__"):
+        return make(*args, **kwargs)
+    tensors, far = args[0], counter()
+
+    def each() -> Iterator[Any]:
+        for tensor in tensors:
+            yield tensor
+            far.add()
+
+    far.begin(len(tensors), "tensors")
+    return make(each(), *args[1:], **{"total": len(tensors), **kwargs})
+
+
 def _with_weights(
     config: ModelSection, architecture: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
@@ -279,9 +295,13 @@ def _with_weights(
     else:
         # Never the pickled *.bin files that older directories hold.
         options["use_safetensors"] = True
-    model, report = _models(architecture).from_pretrained(
-        config.path, config=architecture, dtype=dtype, output_loading_info=True, **options
-    )
+    before = transformers_logging.set_tqdm_hook(_counted)
+    try:
+        model, report = _models(architecture).from_pretrained(
+            config.path, config=architecture, dtype=dtype, output_loading_info=True, **options
+        )
+    finally:
+        transformers_logging.set_tqdm_hook(before)
     if missing := sorted(report["missing_keys"]):
         raise not_readable(config, f"{len(missing)} weights are missing, first {missing[0]}")
     if scales := sorted(name for name in report["unexpected_keys"] if name.endswith("_scale_inv")):

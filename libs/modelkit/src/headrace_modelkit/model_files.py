@@ -40,6 +40,7 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_model, location, not_readable, quantisation, reading
 from headrace_modelkit.tensor_files import (
     Box,
+    SourceFiles,
     TensorFiles,
     Tensors,
     TensorsInMemory,
@@ -100,7 +101,7 @@ def open_model(config: ModelSection, model: PreTrainedModel, *, cached: bool = F
     Quantised weights (`dequantising`) are computed as they are read. Files of other kinds (GGUF, adapters) are loaded
     whole, in the model's types.
     """
-    found = None if _only_whole(config, model) else _opened(config, model, cached=cached)
+    found = _opened(config, model, cached=cached)
     # What the architecture lets a checkpoint leave out is drawn or computed by transformers.
     return _whole_model(config) if found is None or found.drawn else found
 
@@ -111,17 +112,21 @@ def read_quantised(config: ModelSection, model: PreTrainedModel) -> None:
     transformers would keep them quantised where the host has a GPU. Raises ModelNotReadable.
     """
     with reading(config):
-        read_weights(model, _opened(config, model, cached=False))
+        read_weights(model, open_model(config, model))
 
 
 def check_model(config: ModelSection) -> None:
     """Opens a model's files as `open_model` does, and loads nothing. Raises ModelNotReadable."""
-    model = empty_model(config)
-    if not _only_whole(config, model):
-        _opened(config, model, cached=False)
+    _opened(config, empty_model(config), cached=False)
 
 
-def _opened(config: ModelSection, model: PreTrainedModel, *, cached: bool) -> ModelFiles:
+def open_files(config: ModelSection, model: PreTrainedModel, *, cached: bool) -> SourceFiles | None:
+    """A model's files, whose weights are computed as they are read where they are quantised; None for other kinds.
+
+    Raises ModelNotReadable by `reading`.
+    """
+    if _only_whole(config, model):
+        return None
     scheme = quantisation(model.config)
     if scheme and (method := str(scheme.get("quant_method"))) not in METHODS:
         known = " and ".join(METHODS)
@@ -129,10 +134,16 @@ def _opened(config: ModelSection, model: PreTrainedModel, *, cached: bool) -> Mo
             config,
             f"its weights are quantised by {method}, and those of {known} alone are read; use the ones before",
         )
+    files = TensorFiles(files_of(config, cached=cached))
+    return Dequantised(files, scheme, model.dtype) if scheme else files
+
+
+def _opened(config: ModelSection, model: PreTrainedModel, *, cached: bool) -> ModelFiles | None:
     with reading(config):
-        files = TensorFiles(files_of(config, cached=cached))
-        found = ModelFiles(Dequantised(files, scheme, model.dtype) if scheme else files, model)
-    if scheme and found.drawn:  # transformers would draw them for a model that it keeps quantised
+        if (files := open_files(config, model, cached=cached)) is None:
+            return None
+        found = ModelFiles(files, model)
+    if quantisation(model.config) and found.drawn:  # drawn for a model that is kept quantised
         found.missing |= found.drawn
     if found.missing:
         first, count = min(found.missing), len(found.missing)
@@ -205,7 +216,7 @@ class ModelFiles(Tensors):
     Raises ModelNotReadable by `reading`: OSError or ValueError for a file that is missing or damaged.
     """
 
-    def __init__(self, files: TensorFiles | Dequantised, model: PreTrainedModel) -> None:
+    def __init__(self, files: SourceFiles, model: PreTrainedModel) -> None:
         self._model = model
         self._files = files
         # As it is now: the model may be taken to other types and devices before its weights are read.
@@ -325,8 +336,15 @@ def _may_be_missing(model: PreTrainedModel, missing: set[str]) -> set[str]:
 
 def _may_be_left(model: PreTrainedModel, extra: set[str]) -> set[str]:
     """Those that the class says it has no use for, as layers that predict several tokens."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+    patterns += [rf"model\.layers\.{layer}\." for layer in predicting_layers(model.config.get_text_config())]
     return {name for name in extra if any(re.search(pattern, name) for pattern in patterns)}
+
+
+def predicting_layers(text: Any) -> range:
+    """Numbers of the layers behind those of the model that predict several tokens, as DeepSeek and GLM name them."""
+    count = int(getattr(text, "num_nextn_predict_layers", None) or 0)
+    return range(text.num_hidden_layers, text.num_hidden_layers + count)
 
 
 def _merges_along_first(converter: Any) -> bool:

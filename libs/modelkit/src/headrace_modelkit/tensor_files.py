@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from headrace_schema.progress import counter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from typing_extensions import override
@@ -104,6 +105,8 @@ class TensorFiles(Tensors):
                         f"{file.name}: {name} has the shape {list(shape)} there and {other} elsewhere"
                     )
                 self._pieces.setdefault(name, []).append(_Piece(file, key, box))
+        read = {piece.file for pieces in self._pieces.values() for piece in pieces}
+        counter().begin(sum(file.stat().st_size for file in read), "bytes")
         for name, pieces in self._pieces.items():
             found = sum(volume(piece.box) for piece in pieces)
             if found != (needed := math.prod(self._shapes[name])):
@@ -137,9 +140,42 @@ class TensorFiles(Tensors):
                     found = torch.empty([end - first for first, end in wanted], dtype=part.dtype)
                 if common is not None:
                     found[slices(common, wanted)] = part
+                counter().add(part.nbytes)
                 del part  # The mapping ends with the last view of it.
         assert found is not None
         return found
+
+
+class SourceFiles(Tensors, Protocol):
+    """Tensors of files by their names there."""
+
+    def kind(self, name: str) -> str:
+        """Which numbers a tensor has, as safetensors says it: "BF16"."""
+
+
+class Renamed(Tensors):
+    """Tensors of files under other names, which `names` gives them."""
+
+    def __init__(self, files: Tensors, names: Mapping[str, str]) -> None:
+        self._files, self._names = files, names
+
+    @override
+    def names(self) -> Iterable[str]:
+        return self._names.keys()
+
+    @override
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files.shape(self._names[name])
+
+    def kind(self, name: str) -> str:
+        """As `SourceFiles.kind`."""
+        untyped: Any = self._files
+        kind: str = untyped.kind(self._names[name])
+        return kind
+
+    @override
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        return self._files.read(self._names[name], box)
 
 
 def open_file(file: Path) -> Any:

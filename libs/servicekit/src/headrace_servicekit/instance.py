@@ -27,9 +27,10 @@ from headrace_servicekit.lease.usage import Usage, gpu_use
 from headrace_servicekit.logs import configure_logging, get_logger, log_context
 from headrace_servicekit.memory.segments import filesystem_bytes
 from headrace_servicekit.process.worker import hide_from_workers
-from headrace_servicekit.rpc.addresses import advertised_host, host_port, split_address
+from headrace_servicekit.rpc.addresses import LOOPBACK, advertised_host, host_port, split_address
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.metrics import CHECKPOINTS, WEIGHTS, watch
+from headrace_servicekit.rpc.relay import Relay
 from headrace_servicekit.rpc.requests import check_name
 from headrace_servicekit.rpc.server import AddServicer, GrpcServer
 from headrace_servicekit.rpc.tls import check_listen, keys_folder, tls_dir
@@ -153,7 +154,10 @@ class Instance:
             if self._weights is not None:
                 self._weights.address = self.address
             self.log.info("listening", extra={"address": self.address, "incarnation": config.incarnation})
-            if config.coordinator:
+            if config.outgoing and config.coordinator:
+                relay = Relay(config.coordinator, self.token, host_port(LOOPBACK, port))
+                self._tasks.append(asyncio.create_task(relay.run(self._reached_at), name="relay"))
+            elif config.coordinator:
                 self._open_session()
         return self.address
 
@@ -217,6 +221,16 @@ class Instance:
             self.log.warning("on_drain did not end within its grace", extra={"grace_s": grace_s})
         finally:
             self.drained.set()
+
+    def _reached_at(self, address: str) -> None:
+        """Hears where the coordinator listens for this instance: others know it by that address."""
+        if self._session is None:
+            self.address = address
+            if self._weights is not None:
+                self._weights.address = address
+            self._open_session()
+        elif address != self.address:
+            self._fail(f"it was reached at {self.address}, which another program has now; it starts anew")
 
     def _open_session(self) -> None:
         hooks = SessionHooks(

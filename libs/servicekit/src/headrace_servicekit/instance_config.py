@@ -63,6 +63,10 @@ class InstanceConfig(BaseModel):
     )
     listen: str = Field("127.0.0.1:0", description="host:port to listen on; port 0 picks a free one")
     advertise: str = Field("", description="host that others reach this instance at; default: from --listen")
+    outgoing: bool = Field(
+        False,
+        description="nobody reaches this instance: callers come through a connection that it opens to the coordinator",
+    )
     devices: tuple[str, ...] = Field((), description="devices to lease out, comma-separated, or 'auto'")
     index: int = Field(
         0, ge=0, description="number among this host's instances of its kind: says which MIG device it has"

@@ -130,6 +130,10 @@ class Demonstrations:
             ),
         )
 
+    def listed(self) -> list[tuple[str, int]]:
+        """(what its tasks are, steps) of each episode, from the metadata alone."""
+        return [("; ".join(map(str, row.get("tasks") or [])), int(row["length"])) for row in self._episodes]
+
     @property
     def rewarded(self) -> bool:
         """Whether it states the reward of each step."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from headrace_coordinator.projections.demonstrations import DemonstrationSet, NotReadable
+from headrace_robots.cli.collecting import _png
+from headrace_robots.cli.lerobot import EpisodeData, write_data_set
 from headrace_robots.demonstrations import Demonstrations, DemonstrationsNotReadable
+from PIL import Image
 
 ENVIRONMENT = '''
 import gymnasium
@@ -136,6 +141,67 @@ def test_successful_episodes_become_a_data_set_that_the_trainer_and_pandas_read(
     episodes = pd.read_parquet(target / "meta" / "episodes")
     assert episodes["dataset_to_index"].tolist() == [12, 24, 36, 48]
     assert not list(target.parent.glob(".*")), "nothing is left aside"
+    shown = headrace("demonstrations", "show", str(target), "--json")
+    assert [each["steps"] for each in json.loads(shown.stdout)["episodes"]] == ["12"] * 4
+    shown = headrace("demonstrations", "show", str(target), "2")
+    assert shown.returncode == 0 and len(shown.stdout.split("\n")) > 12, shown.stderr
+    shown = headrace("demonstrations", "show", str(target), "4")
+    assert shown.returncode == 2 and "give 0 to 3" in shown.stderr
+
+
+@pytest.mark.parametrize("videos", [False, True])
+def test_the_coordinator_shows_what_the_trainer_reads(tmp_path, videos):
+    shades = [[60, 120, 180], [20, 200]]
+    episodes = [
+        EpisodeData(
+            f"walk {number}",
+            states=[np.ones(2, np.float32)] * len(steps),
+            actions=[np.array([number, step], np.float32) for step in range(len(steps))],
+            images={"front": [_png(np.full((16, 16, 3), shade, np.uint8)) for shade in steps]},
+            rewards=[float(step) for step in range(len(steps))] if not videos else [],
+            successes=[step > 0 for step in range(len(steps))] if not videos else [],
+            ends=[False] * len(steps) if not videos else [],
+        )
+        for number, steps in enumerate(shades)
+    ]
+    write_data_set(tmp_path / "walk", episodes, {"front": (16, 16, 3)}, videos=videos)
+    trained, shown = Demonstrations(tmp_path / "walk", ["front"]), DemonstrationSet(tmp_path / "walk")
+    assert len(shown) == 2 and shown.fps == trained.fps
+    for place, one in enumerate(trained):
+        view, steps = shown.view(place), shown.steps(place)
+        assert (view.task, view.steps) == (one.task, len(one.action_TA))
+        assert steps.actions == one.action_TA.tolist()
+        assert steps.rewards == ([] if videos else one.reward_T.tolist())
+        (camera,) = view.cameras
+        assert (camera.name, camera.film) == ("front", videos)
+        if videos:
+            assert shown.film(place, "front").read_bytes()[4:8] == b"ftyp"
+            assert camera.from_s == pytest.approx(3 * place / shown.fps)
+            continue
+        for step, shade in enumerate(shades[place]):
+            seen = Image.open(io.BytesIO(shown.picture(place, "front", step)))
+            assert np.asarray(seen)[0, 0].tolist() == [shade] * 3
+    for wrong in (
+        lambda: shown.view(2),
+        lambda: shown.picture(0, "back", 0),
+        lambda: shown.picture(0, "front", 9),
+    ):
+        with pytest.raises(NotReadable):
+            wrong()
+
+
+def test_a_data_set_leads_nowhere_else(tmp_path):
+    write_data_set(tmp_path / "walk", [EpisodeData("walk", [], [np.ones(1)], {}, [], [], [])], {})
+    (tmp_path / "walk2").mkdir()
+    secret = tmp_path / "secret.parquet"
+    (tmp_path / "walk/data/chunk-000/file-000.parquet").rename(secret)
+    info = tmp_path / "walk/meta/info.json"
+    for path in ("../secret.parquet", str(secret)):
+        info.write_text(json.dumps(json.loads(info.read_text()) | {"data_path": path}))
+        with pytest.raises(NotReadable, match="not below"):
+            DemonstrationSet(tmp_path / "walk").steps(0)
+    with pytest.raises(NotReadable, match="no LeRobot v3 data set on the coordinator's host"):
+        DemonstrationSet(tmp_path / "walk2")
 
 
 def test_demonstrations_of_categories_have_some_that_the_script_did_not_choose(headrace, spec, tmp_path):

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace_schema.problems import Impossible
+from headrace_schema.progress import counting
 from headrace_schema.sections.tracking import TrackingSection
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.descriptors import lack_behind
@@ -134,7 +135,8 @@ class Scheduler:
 
     async def _work(self, run: RunState) -> None:
         spec = RunSpec.model_validate(run.spec)
-        with self._fleet.waits.stage(run.id, "the coordinator reads the data"):
+        reading = "the coordinator reads the data"
+        with counting() as far, self._fleet.waits.stage(run.id, reading, progress=far.read):
             dataset = await self._open_dataset(spec)
         if not await self._same_data(run, dataset):
             return

@@ -25,7 +25,7 @@ from headrace_servicekit.instance_config import make_token, read_token
 from headrace_servicekit.lease.clock import boottime
 from headrace_servicekit.logs import configure_logging
 from headrace_servicekit.memory.allocator import give_freed_memory_back, reuse_freed_memory
-from headrace_servicekit.rpc.addresses import is_loopback, split_address
+from headrace_servicekit.rpc.addresses import advertised_host, is_loopback, split_address
 from headrace_servicekit.rpc.doors import DOORS, peer_name
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.metrics import CHECKPOINTS, watch
@@ -205,7 +205,10 @@ async def _serve(
     server.add_service(
         fleet_pb2_grpc.add_FleetServiceServicer_to_server,
         FleetServicer(
-            coordinator.fleet, coordinator.instance_changes.answered, contained=coordinator.contained
+            coordinator.fleet,
+            coordinator.instance_changes.answered,
+            contained=coordinator.contained,
+            host=advertised_host(arguments.listen, ""),
         ),
         "headrace.coordinator.v1.FleetService",
     )

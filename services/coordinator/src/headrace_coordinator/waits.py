@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from headrace_schema.progress import Progress
+
 
 class WaitTimeout(Exception):
     """A wait passed its deadline; the message names what was waited for and who holds it."""
@@ -27,12 +29,21 @@ class Waits:
     ) -> None:
         self._now, self._ended = now, ended
         self._by_run: dict[str, list[tuple[str, float, float]]] = defaultdict(list)
-        self._stages: dict[str, list[tuple[str, float]]] = defaultdict(list)
+        self._stages: dict[str, list[tuple[str, float, Callable[[], Progress | None]]]] = defaultdict(list)
+        self.progress: dict[str, Progress | None] = {}
+        """How far instances are, as their newest heartbeats say."""
 
     @contextmanager
-    def stage(self, run: str, what: str, *, told: bool = True) -> Iterator[None]:
+    def stage(
+        self,
+        run: str,
+        what: str,
+        *,
+        told: bool = True,
+        progress: Callable[[], Progress | None] = lambda: None,
+    ) -> Iterator[None]:
         """Shows `what` is done while the body runs, from LONG_S on; with `told` its end is an event."""
-        entry = (what, self._now())
+        entry = (what, self._now(), progress)
         self._stages[run].append(entry)
         try:
             yield
@@ -48,9 +59,10 @@ class Waits:
         """The long stages that a run is in."""
         now = self._now()
         return [
-            f"{what}, for {_rounded(now - since)} s"
-            for what, since in self._stages.get(run, ())
+            f"{what}, for {_rounded(now - since)} s" + (f": {far.words(now - since)}" if far else "")
+            for what, since, progress in self._stages.get(run, ())
             if now - since >= LONG_S
+            for far in [progress()]
         ]
 
     @contextmanager

@@ -36,7 +36,7 @@ async def mount(instance: Instance) -> Close:
     settings = settings_from_environment(SimulatorSettings, "HEADRACE_SIMULATOR_")
     contain(instance.capabilities)
     (catalogue, brokers), missing = await asyncio.gather(
-        list_environments(settings.open_timeout_s), not_held()
+        list_environments(settings.open_timeout_s, settings.robot), not_held()
     )
     # Its directory exists from here on; its address is known once the instance listens.
     blobs = BlobStore(instance.weights.directory)

@@ -24,4 +24,8 @@ class SimulatorSettings(BaseModel):
         description="how long environments that are stepped in one call wait for the action of one whose episode goes "
         "on; that episode is then lost",
     )
+    robot: str = Field(
+        "",
+        description="PATH.py:FUNCTION of this host's robot file: the instance is that robot, and opens nothing else",
+    )
     open_timeout_s: PositiveFloat = Field(300.0, description="limit of making one process's environments")

@@ -33,7 +33,7 @@ from headrace_servicekit.stores.problems import StoreProblem
 
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.pools.gathering import Authority
-from headrace_simulator.pools.host import HostFault, HostLost
+from headrace_simulator.pools.host import ROBOT, HostFault, HostLost
 from headrace_simulator.pools.open_pools import Conflict, Pools, TooMany
 from headrace_simulator.pools.pool import EnvironmentPool, PoolPlan
 
@@ -103,6 +103,7 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         # The first pool of a run opens the run here; a higher open_id closes the pools of the opening before.
         await self._instance.open_run(request.header, None, _ready, lambda: self._pools.close_run(run))
         try:
+            self._check_robot(plan)
             plan = await asyncio.to_thread(_fetched, plan)
             pool = await self._pools.open(run, request.header.request_id, plan)
         except StoreProblem as problem:
@@ -209,6 +210,12 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         else:
             await self._instance.close_run(request.header)
         return simulator_pb2.ClosePoolResponse()
+
+    def _check_robot(self, plan: PoolPlan) -> None:
+        """Whoever may open pools could else have a robot's host run what its limits do not hold."""
+        if self._settings.robot and plan.backend != ROBOT:
+            reason = f"this host has a robot, {self._settings.robot}, and opens nothing else; write {ROBOT}"
+            raise _invalid(f"environment.backend: {plan.backend!r}: {reason}", key="environment.backend")
 
     async def _close_without_pools(self, run: str) -> None:
         """A run whose last pool is closed, or could not be opened, is not open; its opening may open another."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from headrace.simulator.v1 import simulator_pb2
@@ -31,6 +32,16 @@ class ArraySpace:
     def counts(self) -> np.ndarray:
         """`categories` in the space's shape."""
         return np.reshape(np.asarray(self.categories or np.zeros(self.shape), np.int64), self.shape)
+
+    @cached_property
+    def inside(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The least and the most of each number, where a value of the space's type between them is in the space."""
+        if not self.categories:
+            return None if self.low is None or self.high is None else (self.low, self.high)
+        if not all(self.categories) or self.dtype.kind not in "iu":
+            return None
+        first = np.zeros(self.shape, self.dtype) if self.low is None else self.low
+        return first, first + (self.counts - 1).astype(self.dtype)
 
 
 def to_message(space: ArraySpace) -> simulator_pb2.Space:
@@ -160,10 +171,11 @@ def chunk_fault(space: ArraySpace, actions: np.ndarray) -> str | None:
 
 def _all_inside(space: ArraySpace, actions: np.ndarray) -> bool:
     """Whether all actions of a chunk are plainly in a bounded space: the common case, in two comparisons."""
-    if space.low is None or space.high is None or space.categories:
+    if space.inside is None:
         return False
     if actions.shape[1:] != space.shape or actions.dtype != space.dtype:
         return False
     # What is not a number is in no bounds; neither is what is infinite, where the bounds are finite.
-    inside = (actions >= space.low) & (actions <= space.high)
+    low, high = space.inside
+    inside = (actions >= low) & (actions <= high)
     return bool(inside.all()) and bool(np.isfinite(actions).all())

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from headrace_trainer.backends import choose_backend
 from headrace_trainer.backends.fsdp.layouts.planned import choose_layout
+from headrace_trainer.backends.fsdp.resident import shares_base
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
 from headrace_trainer.memory import Room, Rooms, check_host, check_rooms
@@ -35,7 +36,8 @@ def layout_on(config: TrainerConfig, gpu_bytes: int, host_bytes: int, ranks_per_
     ranks = config.trainer.ranks
     ranks_here = max(1, min(ranks, ranks_per_host))
     device = Room("GPU memory", gpu_bytes, gpu_bytes) if gpu_bytes else None
-    rooms = Rooms(Room("host memory", host_bytes, host_bytes), device)
+    base = False if shares_base(config, ranks, on_gpu=bool(gpu_bytes)) else None
+    rooms = Rooms(Room("host memory", host_bytes, host_bytes), device, base)
     _, plan = choose_layout(config, algorithm, backend.options, ranks, ranks_per_host, rooms, kind.sizes)
     check_host(plan, rooms, ranks_here)
     check_rooms(plan, rooms)

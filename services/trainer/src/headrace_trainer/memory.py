@@ -26,7 +26,7 @@ COPY = "checkpoint copy"
 """Part of the host's memory: what a rank writes behind training, as it was at the step's end."""
 LENT = "lent versions"
 """Part of the leader's GPU: copies that engines of its host map (`cuda_ipc`), of the version they read and the next."""
-LEADERS = {"published versions", "kept groups"}
+LEADERS = {"published versions", "published base", "kept groups"}
 """Parts that the leader alone has."""
 VALUE_BYTES = 40
 """Of a token's value of a column, an advantage or a return: entry and float in a list, a float64 in a tensor."""
@@ -106,6 +106,8 @@ class Rooms:
 
     host: Room
     device: Room | None
+    base: bool | None = None
+    """Whether frozen weights that the host's processes share are there already; None where they are not shared."""
 
 
 def rooms_on(device: torch.device) -> Rooms:
@@ -193,7 +195,7 @@ def check_room(
     )
     message = (
         f"trainer.ranks: {who or 'a rank needs'} at least {_gib(total)} GiB of {room.name}, and {has} ({parts}); "
-        f"{_fixes(needed, would_fit, room)}"
+        f"{_fixes(needed, would_fit, room, short=not never)}"
     )
     if len(tried) > 1:
         message += f". Tried, the cheapest first:\n{_table(tried)}"
@@ -209,7 +211,7 @@ def _table(tried: Sequence[Tried]) -> str:
     )
 
 
-def _fixes(needed: Mapping[str, int], would_fit: str | None, room: Room) -> str:
+def _fixes(needed: Mapping[str, int], would_fit: str | None, room: Room, *, short: bool) -> str:
     ranks = would_fit or "give more ranks, which share the model's state"
     fixes = [f"give more {room.name}: more ranks alone do not help" if would_fit is None else ranks]
     if needed.get("activations", 0) + needed.get("head", 0) > sum(needed.values()) // 4:
@@ -222,6 +224,11 @@ def _fixes(needed: Mapping[str, int], would_fit: str | None, room: Room) -> str:
         fixes.append("checkpoint.enabled: false, which copies nothing")
     if needed.get("kept groups"):
         fixes.append("fewer algorithm.prompts_per_step or sampling.max_new_tokens")
+    if short:
+        own = room.name == "GPU memory" and needed.get("frozen weights")
+        fixes.append(
+            f"fewer runs at a time there{', each of which has frozen weights of its own' if own else ''}"
+        )
     return "; or ".join(fixes)
 
 

@@ -137,12 +137,15 @@ class Trainer:
 
     def close_run(self) -> None:
         """Drops the run and what it held, and leaves its trainer group. Repeated calls do nothing."""
+        opened = bool(self._run)
         self._disband()
         self._end_session()
         self._run, self._config, self._joined, self._reduced = "", None, None, None
         self._kept = False
         self.suspended = False  # A run that is opened next has released nothing.
         gc.collect()  # Session and learner refer to each other: the model must not stay until the next collection.
+        if opened:
+            self._store().bases.reap()
         give_freed_memory_back()  # Else a run's largest step would stay with the process for good.
 
     def join(
@@ -311,7 +314,9 @@ class Trainer:
         """Makes a rank once both a run and a trainer group are there."""
         if self._config is None or self._ranks is None or self._rank is not None:
             return
-        self._rank = rank = Rank(self._config, self._ranks, self.device, self._directory, self._reduced)
+        self._rank = rank = Rank(
+            self._config, self._ranks, self.device, self._directory, self._reduced, self._store().bases
+        )
         if self._config.weights.publish == "ranks":
             rank.own_part = RankPart(self._store(), self._run, self._ranks.rank, self._ranks.world_size)
         self._rounds = rounds = Rounds(

@@ -30,6 +30,10 @@ class Known:
     """Whether vLLM has its class in the release that is pinned."""
     sglang: bool = True
     """Whether SGLang has."""
+    mtp: str = ""
+    """`read`: a layer of its checkpoints that predicts one token more can learn and draft; else why not, where
+    checkpoints have some.
+    """
     note: str = ""
 
 
@@ -37,12 +41,15 @@ _STATES = "layers with a state of their own"
 _SINKS = "eager attention with sinks"
 _INDEXER = "an indexer chooses tokens"
 _SPECIAL = "its marks are special tokens"
+_BESIDE_STATES = "nothing is drafted beside states"
 _UNKEPT = "states outside of transformers' cache"
 
 KNOWN: dict[str, Known] = {
-    "qwen3_5_text": Known("Qwen3.5 and later", False, _STATES, parser="qwen3_coder"),
-    "qwen3_5_moe_text": Known("Qwen3.5 with experts", False, _STATES, parser="qwen3_coder"),
-    "qwen3_next": Known("Qwen3-Next", False, _STATES, parser="hermes"),
+    "qwen3_5_text": Known("Qwen3.5 and later", False, _STATES, parser="qwen3_coder", mtp=_BESIDE_STATES),
+    "qwen3_5_moe_text": Known(
+        "Qwen3.5 with experts", False, _STATES, parser="qwen3_coder", mtp=_BESIDE_STATES
+    ),
+    "qwen3_next": Known("Qwen3-Next", False, _STATES, parser="hermes", mtp=_BESIDE_STATES),
     "qwen3": Known("Qwen3", parser="hermes"),
     "qwen3_moe": Known("Qwen3 with experts", parser="hermes"),
     "qwen2": Known("Qwen2, 2.5", parser="hermes"),
@@ -66,22 +73,24 @@ KNOWN: dict[str, Known] = {
     "deepseek_v3": Known(
         "DeepSeek V3, R1; Kimi K2",
         parser="deepseek",
+        mtp="read",
         note="checkpoints of fp8 are read; `kimi_k2` needs `model.trust_remote_code`, its calls have special tokens",
     ),
-    "deepseek_v32": Known("DeepSeek V3.2", False, _INDEXER, _INDEXER, parser="deepseek"),
-    "glm_moe_dsa": Known("GLM-5", False, _INDEXER, _INDEXER, parser="glm"),
+    "deepseek_v32": Known("DeepSeek V3.2", False, _INDEXER, _INDEXER, parser="deepseek", mtp=_INDEXER),
+    "glm_moe_dsa": Known("GLM-5", False, _INDEXER, _INDEXER, parser="glm", mtp=_INDEXER),
     "deepseek_v4": Known(
         "DeepSeek V4",
         False,
         "compressed attention",
         _INDEXER,
         parser="deepseek",
+        mtp="its attention compresses",
         note="checkpoints of fp8 and FP4 are read; hash routers are not replayed",
     ),
     "glm4": Known("GLM-4", parser="glm"),
-    "glm4_moe": Known("GLM-4.5 to 4.7", parser="glm"),
-    "glm4_moe_lite": Known("GLM-4.7-Flash", parser="glm"),
-    "nemotron_h": Known("Nemotron-H, Nemotron 3", False, _STATES, parser="qwen3_coder"),
+    "glm4_moe": Known("GLM-4.5 to 4.7", parser="glm", mtp="read"),
+    "glm4_moe_lite": Known("GLM-4.7-Flash", parser="glm", mtp="read"),
+    "nemotron_h": Known("Nemotron-H, Nemotron 3", False, _STATES, parser="qwen3_coder", mtp=_BESIDE_STATES),
     "nemotron": Known("Nemotron-4, Minitron", False, "its layers pass no keywords on", sglang=False),
     "llama": Known("Llama 2 and 3, SmolLM2", parser="llama3"),
     "llama4_text": Known(
@@ -98,7 +107,7 @@ KNOWN: dict[str, Known] = {
     "smollm3": Known("SmolLM3", parser="hermes", sglang=False),
     "olmo2": Known("OLMo 2"),
     "olmo3": Known("OLMo 3", parser="pythonic", sglang=False),
-    "olmo_hybrid": Known("OLMo Hybrid", False, _STATES, sglang=False),
+    "olmo_hybrid": Known("OLMo Hybrid", False, _STATES, sglang=False, mtp=_BESIDE_STATES),
     "granite": Known("Granite 3", no_parser=_SPECIAL),
     "granitemoe": Known("Granite MoE", no_parser=_SPECIAL),
     "granitemoehybrid": Known("Granite 4", False, _STATES, no_parser=_SPECIAL),
@@ -106,9 +115,9 @@ KNOWN: dict[str, Known] = {
     "seed_oss": Known("Seed-OSS", sglang=False),
     "minimax_m2": Known("MiniMax M2", parser="minimax"),
     "minimax": Known("MiniMax-Text-01", False, _STATES, _UNKEPT, vllm=False, sglang=False),
-    "ernie4_5_moe": Known("Ernie 4.5"),
+    "ernie4_5_moe": Known("Ernie 4.5", mtp="another form"),
     "afmoe": Known("AFMoE (Trinity)"),
-    "mimo_v2_flash": Known("MiMo-V2-Flash", False, _SINKS),
+    "mimo_v2_flash": Known("MiMo-V2-Flash", False, _SINKS, mtp="three layers of another form"),
     "kimi_linear": Known("Kimi Linear", False, _STATES, no_parser=_SPECIAL),
     "bamba": Known("Bamba", False, _STATES, vllm=False, sglang=False),
     "jamba": Known("Jamba", False, _STATES, continues=False, sglang=False),
@@ -129,6 +138,17 @@ KNOWN: dict[str, Known] = {
 ON_TWO_RANKS = {
     *("gpt_oss", "nemotron_h", "deepseek_v3", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
     *("gemma3_text", "gemma4_text", "gemma4_text+experts", "glm4_moe", "glm_moe_dsa", "llama4_text"),
-    *("deepseek_v32", "deepseek_v4", "smollm3"),
+    *(
+        "deepseek_v32",
+        "deepseek_v4",
+        "smollm3",
+        "ministral3",
+        "olmo3",
+        "granitemoehybrid",
+        "phi3",
+        "afmoe",
+        "bamba",
+    ),
+    *("jamba", "granite", "granitemoe", "olmo2", "mixtral", "qwen3_moe", "qwen2"),
 }
 """Those of which `test_trainer_family_ranks.py` was seen green in all its forms. Add a family when it was."""

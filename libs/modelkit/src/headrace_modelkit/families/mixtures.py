@@ -108,9 +108,16 @@ def chosen_of(router: Any, config: PreTrainedConfig) -> int:
     return int(getattr(router, "top_k", 0) or getattr(text, "top_k_experts", 0) or text.num_experts_per_tok)
 
 
+def own_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Those of a model without those of the head that drafts for it."""
+    beside: Any = getattr(model, "draft", None)
+    left_out = set() if beside is None else set(beside.modules())
+    return (each for each in model.modules() if each not in left_out)
+
+
 def expert_blocks(model: nn.Module) -> Iterator[Any]:
     """The blocks of a model that have a router and `experts` behind transformers' interface, in the order of layers."""
-    for module in model.modules():
+    for module in own_modules(model):
         experts = getattr(module, "experts", None)
         if not isinstance(experts, nn.Module) or router_of(module) is None:
             continue

@@ -28,7 +28,7 @@ def router_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: each
         for name, each in tensors.items()
-        if name.endswith(_BIAS) and not isinstance(each, nn.Parameter)
+        if name.endswith(_BIAS) and not name.startswith("draft.") and not isinstance(each, nn.Parameter)
     }
 
 

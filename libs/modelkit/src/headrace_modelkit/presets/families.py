@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from headrace_modelkit.loading import save_model
 from headrace_modelkit.presets.tiny import CHARACTERS, character_tokenizer
+from headrace_modelkit.weights import saved, state_tensors
 
 _Configs: Any = CONFIG_MAPPING
 _Models: Any = AutoModelForCausalLM
@@ -184,3 +186,31 @@ def write_family(directory: Path, family: str, *, seed: int = 0, **overrides: An
     model = tiny_of(family, seed=seed, **overrides)
     save_model(model, character_tokenizer(), directory)
     return model
+
+
+def write_predicting(directory: Path, family: str, **overrides: Any) -> dict[str, torch.Tensor]:
+    """As `write_family`, of DeepSeek's kind, and a layer behind the others that predicts one token more."""
+    layers = SHAPE["num_hidden_layers"]
+    write_family(directory, family, num_nextn_predict_layers=1, **overrides)
+    deeper, file = (
+        tiny_of(family, seed=1, num_hidden_layers=layers + 1, **overrides),
+        directory / "model.safetensors",
+    )
+    whole, name = load_file(file), f"model.layers.{layers}."
+    own = {
+        key: value.detach()
+        for key, value in saved(deeper, dict(state_tensors(deeper))).items()
+        if key.startswith(name)
+    }
+    width = SHAPE["hidden_size"]
+    drawn = torch.Generator().manual_seed(2)
+    own |= {f"{name}{key}.weight": torch.ones(width) for key in ("enorm", "hnorm", "shared_head.norm")}
+    own[f"{name}eh_proj.weight"] = 0.3 * torch.randn(width, 2 * width, generator=drawn)
+    own[f"{name}embed_tokens.weight"] = whole["model.embed_tokens.weight"].clone()
+    own[f"{name}shared_head.head.weight"] = whole.get(
+        "lm_head.weight", own[f"{name}embed_tokens.weight"]
+    ).clone()
+    save_file(
+        {**whole, **{key: value.contiguous() for key, value in own.items()}}, file, metadata={"format": "pt"}
+    )
+    return own

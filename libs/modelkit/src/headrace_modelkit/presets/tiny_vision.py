@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from headrace_schema.images import READS, VISION_FAMILIES
+from headrace_schema.images import READS, VISION_FAMILIES, Kind
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
@@ -247,7 +247,8 @@ def plain_inputs(
 def kinds_of(reader: ImageReader, ids_BL: torch.Tensor, images: Sequence[Pixels]) -> torch.Tensor:
     """1 for the tokens of images, 2 for those of videos, where there are any: a policy may sample such a token."""
     found_BL = torch.zeros_like(ids_BL)
-    for number, kind in enumerate(("image", "video"), 1):
+    seen: tuple[Kind, ...] = ("image", "video")
+    for number, kind in enumerate(seen, 1):
         if any(image.kind == kind for image in images):
             found_BL += number * (ids_BL == reader.tokens[kind])
     return found_BL

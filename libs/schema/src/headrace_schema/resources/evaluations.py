@@ -189,6 +189,33 @@ class EpisodeView(Resource):
     truncated: bool = Field(description="cut by the limit of steps")
 
 
+class CameraView(Resource):
+    """A camera of a demonstration."""
+
+    name: str
+    film: bool = Field(description="one film, in which the episode begins at from_s; false: a picture a step")
+    from_s: float = 0.0
+
+
+class DemonstrationView(Resource):
+    """An episode that a robot policy imitates."""
+
+    episode: int = Field(description="its place in the data set, counted from 0")
+    task: str
+    steps: int
+    cameras: list[CameraView]
+
+
+class DemonstrationListView(Resource):
+    """A page of the demonstrations of a run."""
+
+    directory: str
+    fps: float = Field(description="steps a second that the data set states")
+    total: int = Field(description="episodes on all pages")
+    demonstrations: list[DemonstrationView]
+    next_page_token: str = ""
+
+
 class DifferenceView(Resource):
     """One figure of two evaluations, compared item by item."""
 

@@ -72,7 +72,7 @@ class ScorePointView(Resource):
 
 
 class RewindView(Resource):
-    """A recovery: the run went on from a checkpoint."""
+    """A recovery: after a failure, or with steps undone, the run went on from a checkpoint. A yield is none."""
 
     step: int = Field(description="steps in the checkpoint; what was made after them was made again")
     time: float = Field(description="seconds since the epoch")

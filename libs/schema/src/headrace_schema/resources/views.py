@@ -311,6 +311,10 @@ class TrajectoryView(Resource):
     log_probs: list[float | None] = Field(
         default=[], description="the engine's log-prob of each sampled token in nats, of the first 1024"
     )
+    new_log_probs: list[float | None] = Field(
+        default=[],
+        description="the same tokens' log-probs under the version that the step made, where tracking.ratios is set",
+    )
     text_bytes: list[int] = Field(
         default=[],
         description="bytes (UTF-8) of `completion`, in a conversation of the policy's turns in `messages`, that each "

@@ -42,6 +42,7 @@ OF_TEXT = {
     "trainer.shared_prefix": "episodes have no common beginning",
     "trainer.backend_options.compile": "it compiles the layers of a language model",
     "trainer.backend_options.offload_activations": "it moves the inputs of a language model's layers",
+    "trainer.backend_options.fp8": "it multiplies in the layers of a language model",
     "trainer.backend_options.expert_parallel": "a robot policy has no experts",
     "rollout.engine": _OWN_ENGINE,
     "rollout.engine_options": _OWN_ENGINE,

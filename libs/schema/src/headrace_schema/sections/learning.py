@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, PositiveFloat, Tag
+from pydantic import BeforeValidator, Discriminator, Field, PositiveFloat, Tag, model_validator
 
 from headrace_schema.sections.base import MANY, Count, CountOrZero, Helpers, Processes, Rate, Seconds, Section
 from headrace_schema.sections.generating import ModelSection
@@ -117,8 +117,13 @@ class LoraSection(Section):
 
 
 class DraftSection(Section):
-    """A head that drafts tokens for the engine (EAGLE-3) learns beside the policy, and is part of its versions."""
+    """A head that drafts tokens for the engine learns beside the policy, and is part of its versions."""
 
+    form: Literal["eagle3", "mtp"] = Field(
+        default="eagle3",
+        description="eagle3: a head that reads three hidden states; mtp: the layer of the checkpoint itself that "
+        "predicts one token more (DeepSeek V3, GLM-4.5), which an export has under the checkpoint's names",
+    )
     path: str | None = Field(
         default=None,
         description="Hugging Face id or local directory of a head that was made for this model, as vLLM and SpecForge "
@@ -135,6 +140,12 @@ class DraftSection(Section):
         description="optimizer steps of which the head learns in one: its versions change as often, and an engine that "
         "takes changes alone is sent none of it in between",
     )
+
+    @model_validator(mode="after")
+    def _of_the_model(self) -> Self:
+        if self.form == "mtp" and (self.path, self.revision) != (None, None):
+            raise ValueError("path: a layer of form mtp is read from model.path; remove path and revision")
+        return self
 
 
 class TrainerSection(Section):

@@ -60,3 +60,8 @@ class TrackingSection(Section):
     trajectories_per_step: CountOrZero = Field(
         default=64, description="settled trajectories of a step that are stored, evenly spread; 0: none"
     )
+    ratios: bool = Field(
+        default=False,
+        description="their tokens' log-probs under the version that the step made are stored too, which the trainer "
+        "computes in a pass of its own; for tokens coloured by ratio",
+    )

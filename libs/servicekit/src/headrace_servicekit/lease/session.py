@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
+from headrace_schema.progress import counter
 
 from headrace_servicekit.lease import leases
 from headrace_servicekit.lease.fence import Fence
@@ -162,6 +163,8 @@ class Session:
             open_runs=self._hooks.open_runs(),
             lost_peers=self._hooks.lost_peers(),
         )
+        if (progress := counter().read()) is not None:
+            beat.progress.CopyFrom(fleet_pb2.Progress(**progress._asdict()))
         return fleet_pb2.SessionRequest(incarnation=registration.incarnation, heartbeat=beat)
 
     async def _read(self, call: _Call) -> None:

@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +25,8 @@ from headrace_servicekit.folders import own_folder
 from headrace_servicekit.rpc.errors import ServiceError
 
 MAPPED_FILES = 4
+BASE_FILE = "base.weights"
+"""In the directory of frozen weights that processes share: locked by whoever has mapped it."""
 
 
 class Segment:
@@ -141,22 +144,27 @@ class MappedSegments:
 
 
 def reap_dead_stores(root: Path) -> list[str]:
-    """Removes the directories below `root` whose process is dead; returns their names."""
-    reaped = []
-    for directory in root.iterdir():
-        try:
-            handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
+    """Removes the directories below `root` whose process is dead, and bases that nobody maps; returns their names."""
+    return [directory.name for directory in root.iterdir() if _reaped(directory)]
+
+
+def _reaped(directory: Path) -> bool:
+    """Whether nobody had a lock on it, or on the base in it."""
+    handles = []
+    try:
+        handles.append(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
+        with suppress(FileNotFoundError):
+            handles.append(os.open(directory / BASE_FILE, os.O_RDONLY | os.O_NOFOLLOW))
+        for handle in handles:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
-            reaped.append(directory.name)
-        except BlockingIOError:
-            pass  # its process lives
-        finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    except OSError:
+        return False  # its process lives, or it is no directory
+    else:
+        return True
+    finally:
+        for handle in handles:
             os.close(handle)
-    return reaped
 
 
 def make_private(root: Path) -> None:

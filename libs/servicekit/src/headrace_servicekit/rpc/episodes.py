@@ -42,7 +42,8 @@ class Episode:
 
     `observation` and `sampled` are (T, …) by name, `executed_TCA` numbers in the environment's units, `valid_TC` true
     at executed actions, `rewards_TC` and `successes_TC` theirs. `values_T` is None without a critic.
-    `final_observation` is what came behind the last action of an episode that was cut; else empty.
+    `final_observation` is what came behind the last action of an episode that was cut; else empty. `intervened_TC` is
+    true where `author` did the executed action, in place of the policy's; None where nobody did.
     """
 
     observation: Arrays
@@ -56,6 +57,8 @@ class Episode:
     truncated: bool
     values_T: np.ndarray | None = None
     final_observation: Arrays = field(default_factory=dict)
+    intervened_TC: np.ndarray | None = None
+    author: str = ""
 
     @property
     def steps(self) -> int:
@@ -85,6 +88,7 @@ def encode_episode(
         successes=encode_tensor(episode.successes_TC),
         terminated=episode.terminated,
         truncated=episode.truncated,
+        author=episode.author,
     )
     for arrays, target in (
         (episode.observation, message.observation),
@@ -98,6 +102,8 @@ def encode_episode(
                 write_tensor(target[name], array, hold)
     if episode.values_T is not None:
         message.values.CopyFrom(encode_tensor(episode.values_T))
+    if episode.intervened_TC is not None:
+        message.intervened.CopyFrom(encode_tensor(episode.intervened_TC))
     return message
 
 
@@ -147,6 +153,10 @@ def decode_episode(
         if message.HasField("values")
         else None,
         final_observation=_named("final_observation", message.final_observation, max_bytes, None, bodies),
+        intervened_TC=_decoded("intervened", message.intervened, max_bytes, np.dtype(np.bool_), 2)
+        if message.HasField("intervened")
+        else None,
+        author=message.author,
     )
     _check_shapes(found, chunks, length)
     return found
@@ -160,6 +170,7 @@ def _check_shapes(found: Episode, chunks: int, length: int) -> None:
         ("log_probs", found.log_probs_TCA.shape[:2]),
         ("rewards", found.rewards_TC.shape),
         ("successes", found.successes_TC.shape),
+        ("intervened", (chunks, length) if found.intervened_TC is None else found.intervened_TC.shape),
     ):
         if shape != (chunks, length):
             raise invalid(f"{name}: shape {tuple(shape)} where valid_mask has {(chunks, length)}")

@@ -33,7 +33,7 @@ def _each(names: str, *roles: str) -> dict[str, tuple[str, ...]]:
 
 TABLE: Mapping[str, frozenset[str]] = {
     # An instance registers as its own role and host, a supervisor speaks of processes of its own host: `FleetServicer`.
-    **_rows("coordinator.v1.FleetService", _each("Register Session", *INSTANCES)),
+    **_rows("coordinator.v1.FleetService", _each("Register Session Relay", *INSTANCES)),
     # In a container the supervisor of an instance has the instance's certificate.
     **_rows("coordinator.v1.FleetService", _each("Supervise", SUPERVISOR, SCALER, *INSTANCES)),
     **_rows(

@@ -9,16 +9,24 @@ import dataclasses
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from headrace_schema.progress import counter
 
 from headrace_servicekit.process.spawn import die_with_parent
 from headrace_servicekit.stores.checkpoints import RemoteRun, probe
 from headrace_servicekit.stores.files import local, look
 from headrace_servicekit.stores.problems import StoreProblem, explain
+from headrace_servicekit.stores.process import PROGRESS
 
 NICENESS = 10
+TELL_S = 0.5
+_WRITING = threading.Lock()
+"""Held while a line is written: what is told of a command comes before its answer."""
 _known: dict[str, tuple[int, int]] = {}
 """Files that were copied, by their names in the store."""
 
@@ -71,6 +79,7 @@ def main() -> None:
     os.nice(NICENESS)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # What a package prints is no answer.
+    threading.Thread(target=_tell, args=(answers,), daemon=True).start()
     for line in sys.stdin:
         asked = json.loads(line)
         try:
@@ -79,7 +88,20 @@ def main() -> None:
             answer = {"problem": _told(problem)}
         except Exception as error:  # noqa: BLE001 - an error of a disk or a package is an answer too
             answer = {"problem": _told(explain(error, asked["url"], asked["do"]))}
-        answers.write(json.dumps(answer) + "\n")
+        counter().end()
+        with _WRITING:
+            answers.write(json.dumps(answer) + "\n")
+
+
+def _tell(answers: TextIO) -> None:
+    """Says how far the command in hand is, from time to time."""
+    before = None
+    while True:
+        time.sleep(TELL_S)
+        with _WRITING:
+            if (now := counter().read()) is not None and now != before:
+                answers.write(f"{PROGRESS.decode()}{json.dumps(now)}\n")
+            before = now
 
 
 def _told(problem: StoreProblem) -> dict[str, Any]:

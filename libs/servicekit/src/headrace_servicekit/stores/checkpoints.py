@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from headrace_schema.progress import counter
+
 from headrace_servicekit.failpoints import failpoint_sync
 from headrace_servicekit.stores.files import Store, digest_of
 from headrace_servicekit.stores.problems import StoreProblem
@@ -88,8 +90,10 @@ class RemoteRun:
             if known is not None and known.files == digests and _complete(known, before):
                 return known
             self._store.remove([f"{below}/{MANIFEST}"])
+        counter().begin(sum(file.stat().st_size for file in sources.values()), "bytes")
         for own, file in sources.items():
             self._upload_one(file, f"{below}/{own}", str(digests[own]["digest"]))
+            counter().add(file.stat().st_size)
         sealed = {"name": name, "base": _base(lineage), **facts, "files": digests}
         data = json.dumps(sealed, sort_keys=True).encode()
         failpoint_sync("stores.before_manifest")

@@ -10,12 +10,15 @@ import sys
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from headrace_schema.progress import Progress
 from headrace_schema.stores import remote_paths, with_paths
 from pydantic import BaseModel
 
 from headrace_servicekit.process.spawn import signal_group
 from headrace_servicekit.stores.problems import StoreProblem
 
+PROGRESS = b"progress "
+"""Begins a line that says how far a command is, in place of its answer."""
 _LINE_BYTES = 2**26
 _Section = TypeVar("_Section", bound=BaseModel)
 
@@ -27,11 +30,16 @@ class StoreProcess:
         self.url = url
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
+        self._progress: Progress | None = None
 
     @property
     def pid(self) -> int:
         """Of the process; 0 while there is none."""
         return self._process.pid if self._process is not None else 0
+
+    def read(self) -> Progress | None:
+        """How far the command in hand is, where it says so."""
+        return self._progress
 
     async def ask(self, command: str, **asked: Any) -> Any:
         """The answer to a command of `__main__`. Raises StoreProblem."""
@@ -61,7 +69,9 @@ class StoreProcess:
         with suppress(ConnectionError):
             process.stdin.write(json.dumps(asked).encode() + b"\n")
             await process.stdin.drain()
-            line = await process.stdout.readline()
+            while (line := await process.stdout.readline()).startswith(PROGRESS):
+                self._progress = Progress(*json.loads(line.removeprefix(PROGRESS)))
+        self._progress = None
         if not line.endswith(b"\n"):
             await self.stop()
             reason = f"the process that speaks with {self.url} has ended (status {process.returncode})"

@@ -30,6 +30,7 @@ from headrace_servicekit.memory.segments import (
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.arrivals import Arrival, forget_turns
+from headrace_servicekit.weights.bases import Bases
 from headrace_servicekit.weights.delta import Changes
 from headrace_servicekit.weights.versions import (
     Layout,
@@ -64,6 +65,8 @@ class WeightStore:
         make_private(root)
         reap_dead_stores(root)
         self._root = root
+        self.bases = Bases(root)
+        """Frozen weights that it shares with other processes of the host."""
         self._directory = root / incarnation
         self._lock = lock_new_directory(self._directory)
         self._nonce = secrets.token_hex(16)
@@ -193,6 +196,7 @@ class WeightStore:
         if not numbers:
             self._drop_spare()
             self._mapped.forget()
+            self.bases.reap()
 
     def _forget_beside(self, run: str, numbers: set[int]) -> None:
         """Gives lent memory back and drops the changes of versions that go; those against them that were not asked for
@@ -241,12 +245,16 @@ class WeightStore:
 
     def close(self) -> None:
         """Drops everything and removes the directory; repeated calls do nothing."""
+        for stored in self._stored.values():
+            if not stored.segment.own:
+                stored.segment.written()
         self._stored.clear()
         self._changes.clear()
         shutil.rmtree(self._directory, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+            self.bases.close()
 
     def _publish(self, run: str, stored: StoredWeights) -> StoredWeights:
         found = self._stored.setdefault((run, stored.version.number), stored)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from headrace_cli.commands.options import JsonFlag
 from headrace_cli.errors import CommandError, refused, user_error, writing
-from headrace_cli.output import console, error_console, print_json
+from headrace_cli.output import console, error_console, print_json, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,6 +93,51 @@ def collect(
     console().print(
         f"{document['episodes']} demonstrations of {document['steps']} steps in {target}", markup=False
     )
+
+
+@app.command()
+def show(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A LeRobot v3 data set.")],
+    episode: Annotated[
+        int | None, typer.Argument(metavar="EPISODE", help="Show this one step by step, counted from 0.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the episodes of a data set, or show one: its actions, and rewards where they are stated."""
+    try:
+        from headrace_robots.demonstrations import Demonstrations, DemonstrationsNotReadable
+    except ImportError as error:
+        raise CommandError(
+            f"reading demonstrations needs pip install 'headrace[demonstrations]' ({error})"
+        ) from error
+    try:
+        found = Demonstrations(directory)
+        if episode is not None and not 0 <= episode < len(found):
+            raise user_error("EPISODE", f"there are {len(found)} episodes", f"give 0 to {len(found) - 1}")
+        one = None if episode is None else found[episode]
+    except DemonstrationsNotReadable as error:
+        raise user_error("DIR", str(error), "give the directory of a LeRobot v3 data set") from error
+    if one is None:
+        rows = [(str(at), str(steps), task) for at, (task, steps) in enumerate(found.listed())]
+        keys = ("episode", "steps", "task")
+        document: dict[str, object] = {"episodes": [dict(zip(keys, row, strict=True)) for row in rows]}
+    else:
+        rewards = [] if one.reward_T is None else one.reward_T.tolist()
+        keys = ("step", "action", *(["reward"] if rewards else []))
+        rows = [
+            (
+                str(at),
+                " ".join(f"{value:.3g}" for value in action),
+                *(f"{each:.3g}" for each in rewards[at : at + 1]),
+            )
+            for at, action in enumerate(one.action_TA.tolist())
+        ]
+        document = {"task": one.task, "actions": one.action_TA.tolist(), "rewards": rewards}
+        error_console().print(f"episode {episode}: {one.task}, {len(rows)} steps", markup=False)
+    if as_json:
+        print_json(document)
+    else:
+        console().print(table(keys, rows))
 
 
 def _spec(file: Path, sets: list[str]) -> RunSpec:

@@ -194,6 +194,9 @@ class Recording:
     _decisions: list[Decision] = field(default_factory=list)
     _rewards: list[np.ndarray] = field(default_factory=list)
     _successes: list[np.ndarray] = field(default_factory=list)
+    _persons: dict[int, np.ndarray] = field(default_factory=dict)
+    """By chunk, what a person did, (K, A); not a number where the policy's action was done."""
+    _author: str = ""
 
     @property
     def chunks(self) -> int:
@@ -221,6 +224,9 @@ class Recording:
         successes_K = decode_tensor(outcome.successes, max_bytes=_MAX_BYTES)
         self.terminated, self.truncated = outcome.terminated, outcome.truncated and not outcome.terminated
         self.success_reported |= outcome.success_reported
+        if outcome.HasField("interventions"):
+            self._persons[self.chunks] = decode_tensor(outcome.interventions, max_bytes=_MAX_BYTES)
+            self._author = outcome.author
         self._observations.append(observation)
         self._decisions.append(decision)
         self._rewards.append(rewards_K)
@@ -236,10 +242,16 @@ class Recording:
             valid_TC[row, : len(rewards_K)] = True
             rewards_TC[row, : len(rewards_K)] = rewards_K
             successes_TC[row, : len(rewards_K)] = successes_K
+        executed_TCA = np.stack([decision.executed_CA for decision in decisions])
+        intervened_TC = np.zeros(shape, np.bool_) if self._persons else None
+        for row, done_KA in self._persons.items():
+            theirs = np.flatnonzero(np.isfinite(done_KA).all(1))
+            executed_TCA[row, theirs] = done_KA[theirs]
+            intervened_TC[row, theirs] = True  # type: ignore[index]
         return Episode(
             observation=_stacked(self._observations),
             sampled=_stacked([decision.sampled for decision in decisions]),
-            executed_TCA=np.stack([decision.executed_CA for decision in decisions]),
+            executed_TCA=executed_TCA,
             valid_TC=valid_TC,
             log_probs_TCA=np.stack([decision.log_probs_CA for decision in decisions]),
             rewards_TC=rewards_TC,
@@ -248,6 +260,8 @@ class Recording:
             truncated=self.truncated,
             values_T=np.stack([decision.value for decision in decisions]),
             final_observation=final_observation if self.truncated else {},
+            intervened_TC=intervened_TC,
+            author=self._author,
         )
 
 

@@ -162,6 +162,8 @@ def trajectory_of(
         )
         trajectory.finish_reason = ended
         text = {"return": episode.total_reward, "success": output.success, "steps": episode.steps}
+        if episode.intervened_TC is not None:
+            text |= {"interventions": int(episode.intervened_TC.sum()), "author": episode.author}
         if output.success_at_end is not None:
             text["success_at_end"] = output.success_at_end
     else:

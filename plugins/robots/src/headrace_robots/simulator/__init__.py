@@ -10,3 +10,9 @@ MANISKILL = Plugin(
 )
 ISAACLAB = Plugin(f"{__name__}.isaaclab:build", description="Isaac Lab's tasks, many in one process on a GPU")
 LIBERO = Plugin(f"{__name__}.libero:build", description="LIBERO's five suites with their initial states")
+ROBOT = Plugin(
+    f"{__name__}.robot.backend:build",
+    description="the real robot of a simulator's host",
+    features=("waits",),
+    broker=f"{__name__}.robot.broker",
+)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from headrace_schema.openings import TrainerConfig
-from headrace_servicekit.rpc.episodes import IMAGE
+from headrace_servicekit.rpc.episodes import IMAGE, Episode
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.intake import admitted
 from headrace_trainer.learning.passes import EpisodeRounds, PassesLearner
@@ -56,6 +56,8 @@ class KeptEpisode:
     owner: int
     """The replica that has its pictures."""
     pictures: Mapping[str, np.ndarray]
+    persons_TC: np.ndarray
+    """True at chunks in which a person acted: the policy did not draw what was done, so that they carry no loss."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,14 @@ def _kept(member: EpisodeMember, scores: EpisodeScores, owner: int) -> KeptEpiso
         final_value=scores.final_value,
         owner=owner,
         pictures={name: seen for name, seen in episode.observation.items() if name.startswith(IMAGE)},
+        persons_TC=_persons(episode),
     )
+
+
+def _persons(episode: Episode) -> np.ndarray:
+    if episode.intervened_TC is None:
+        return np.zeros_like(episode.valid_TC)
+    return np.broadcast_to(episode.intervened_TC.any(1, keepdims=True), episode.valid_TC.shape)
 
 
 def record_of(state: steps.StepState, group: Group) -> GroupRecord:
@@ -288,7 +297,7 @@ def plan_credit(groups: Many[Many[KeptEpisode]], algorithm: EpisodeAlgorithm) ->
     kept = [(place, episode) for place, group in enumerate(groups) for episode in group]
     episodes = [episode for _, episode in kept]
     credit = algorithm.credit(_outcomes(kept))
-    mask_NC = _flat(credit.mask_BTC, episodes)
+    mask_NC = _flat(credit.mask_BTC, episodes) & ~np.concatenate([each.persons_TC for each in episodes])
     units_N = _units(mask_NC, algorithm, episodes[0].old_log_probs_TCA.shape[-1])
     lengths = [len(episode.values_T) for episode in episodes]
     starts = np.cumsum([0, *lengths[:-1]])

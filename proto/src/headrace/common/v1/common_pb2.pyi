@@ -283,7 +283,7 @@ class TokenSegment(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., distribution: _Optional[_Union[SamplingDistribution, _Mapping]] = ..., text_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ActionSegment(_message.Message):
-    __slots__ = ("observation", "sampled", "executed_action", "valid_mask", "log_probs", "rewards", "successes", "terminated", "truncated", "final_observation", "values")
+    __slots__ = ("observation", "sampled", "executed_action", "valid_mask", "log_probs", "rewards", "successes", "terminated", "truncated", "final_observation", "values", "intervened", "author")
     class ObservationEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -316,6 +316,8 @@ class ActionSegment(_message.Message):
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     FINAL_OBSERVATION_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
+    INTERVENED_FIELD_NUMBER: _ClassVar[int]
+    AUTHOR_FIELD_NUMBER: _ClassVar[int]
     observation: _containers.MessageMap[str, Tensor]
     sampled: _containers.MessageMap[str, Tensor]
     executed_action: Tensor
@@ -327,7 +329,9 @@ class ActionSegment(_message.Message):
     truncated: bool
     final_observation: _containers.MessageMap[str, Tensor]
     values: Tensor
-    def __init__(self, observation: _Optional[_Mapping[str, Tensor]] = ..., sampled: _Optional[_Mapping[str, Tensor]] = ..., executed_action: _Optional[_Union[Tensor, _Mapping]] = ..., valid_mask: _Optional[_Union[Tensor, _Mapping]] = ..., log_probs: _Optional[_Union[Tensor, _Mapping]] = ..., rewards: _Optional[_Union[Tensor, _Mapping]] = ..., successes: _Optional[_Union[Tensor, _Mapping]] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., final_observation: _Optional[_Mapping[str, Tensor]] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    intervened: Tensor
+    author: str
+    def __init__(self, observation: _Optional[_Mapping[str, Tensor]] = ..., sampled: _Optional[_Mapping[str, Tensor]] = ..., executed_action: _Optional[_Union[Tensor, _Mapping]] = ..., valid_mask: _Optional[_Union[Tensor, _Mapping]] = ..., log_probs: _Optional[_Union[Tensor, _Mapping]] = ..., rewards: _Optional[_Union[Tensor, _Mapping]] = ..., successes: _Optional[_Union[Tensor, _Mapping]] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., final_observation: _Optional[_Mapping[str, Tensor]] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ..., intervened: _Optional[_Union[Tensor, _Mapping]] = ..., author: _Optional[str] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("policy_number", "tokens", "actions")

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from headrace.common.v1 import common_pb2 as headrace_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#headrace/coordinator/v1/fleet.proto\x12\x17headrace.coordinator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fheadrace/common/v1/common.proto\"\x1c\n\nStringList\x12\x0e\n\x06values\x18\x01 \x03(\t\"\xd0\x04\n\x0fRegisterRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x32\n\x04kind\x18\x03 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\t\x12P\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0b\x32:.headrace.coordinator.v1.RegisterRequest.CapabilitiesEntry\x12\x31\n\x07profile\x18\x08 \x03(\x0b\x32 .headrace.common.v1.StageMetrics\x12.\n\x0bheld_leases\x18\t \x03(\x0b\x32\x19.headrace.common.v1.Lease\x12\x19\n\x11\x63oordinator_epoch\x18\n \x01(\x03\x12\x11\n\topen_runs\x18\x0b \x03(\t\x12\x10\n\x08store_id\x18\x0c \x01(\t\x12;\n\x10open_run_reports\x18\r \x03(\x0b\x32!.headrace.common.v1.OpenRunReport\x12\x15\n\rmax_open_runs\x18\x0e \x01(\x05\x12\x0f\n\x07\x62oot_id\x18\x0f \x01(\t\x1aX\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x32\n\x05value\x18\x02 \x01(\x0b\x32#.headrace.coordinator.v1.StringList:\x02\x38\x01\"\xc0\x01\n\x10RegisterResponse\x12\x19\n\x11\x63oordinator_epoch\x18\x01 \x01(\x03\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tlease_ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12stale_lease_epochs\x18\x04 \x03(\x03\x12\x10\n\x08store_id\x18\x05 \x01(\t\"\x9a\x02\n\x0eSessionRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x37\n\theartbeat\x18\x02 \x01(\x0b\x32\".headrace.coordinator.v1.HeartbeatH\x00\x12\x38\n\nlease_held\x18\x03 \x01(\x0b\x32\".headrace.coordinator.v1.LeaseHeldH\x00\x12@\n\x0elease_released\x18\x04 \x01(\x0b\x32&.headrace.coordinator.v1.LeaseReleasedH\x00\x12\x35\n\x08\x64raining\x18\x05 \x01(\x0b\x32!.headrace.coordinator.v1.DrainingH\x00\x42\x07\n\x05\x65vent\"\x92\x02\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x14\n\x0clease_epochs\x18\x02 \x03(\x03\x12\x1d\n\x15resident_memory_bytes\x18\x03 \x01(\x04\x12\x31\n\x07metrics\x18\x04 \x03(\x0b\x32 .headrace.common.v1.StageMetrics\x12\x34\n\topen_runs\x18\x05 \x03(\x0b\x32!.headrace.common.v1.OpenRunReport\x12\x12\n\nlost_peers\x18\x06 \x03(\t\x12\x12\n\nbusy_cores\x18\x07 \x01(\x01\x12-\n\x04gpus\x18\x08 \x03(\x0b\x32\x1f.headrace.coordinator.v1.GpuUse\"A\n\x06GpuUse\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0c\n\x04\x62usy\x18\x02 \x01(\x01\x12\x19\n\x11used_memory_bytes\x18\x03 \x01(\x04\"4\n\x08\x44raining\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"+\n\tLeaseHeld\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"T\n\rLeaseReleased\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x19\n\x11\x66ree_memory_bytes\x18\x02 \x01(\x04\x12\x19\n\x11used_memory_bytes\x18\x03 \x01(\x04\"\xf1\x01\n\x0fSessionResponse\x12>\n\rheartbeat_ack\x18\x01 \x01(\x0b\x32%.headrace.coordinator.v1.HeartbeatAckH\x00\x12/\n\x05grant\x18\x02 \x01(\x0b\x32\x1e.headrace.coordinator.v1.GrantH\x00\x12\x31\n\x06revoke\x18\x03 \x01(\x0b\x32\x1f.headrace.coordinator.v1.RevokeH\x00\x12/\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x1e.headrace.coordinator.v1.DrainH\x00\x42\t\n\x07\x63ommand\"h\n\x0cHeartbeatAck\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x16\n\x0erenewed_epochs\x18\x02 \x03(\x03\x12\x14\n\x0cstale_epochs\x18\x03 \x03(\x03\x12\x18\n\x10measured_devices\x18\x04 \x03(\t\"1\n\x05Grant\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.headrace.common.v1.Lease\"W\n\x06Revoke\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12)\n\x06notice\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bkeep_memory\x18\x03 \x01(\x08\"1\n\x05\x44rain\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x93\x02\n\x10SuperviseRequest\x12\x0c\n\x04host\x18\x01 \x01(\t\x12:\n\tprocesses\x18\x02 \x01(\x0b\x32%.headrace.coordinator.v1.ProcessTableH\x00\x12\x34\n\x04\x65xit\x18\x03 \x01(\x0b\x32$.headrace.coordinator.v1.ProcessExitH\x00\x12<\n\x0cscale_result\x18\x04 \x01(\x0b\x32$.headrace.coordinator.v1.ScaleResultH\x00\x12\x38\n\nhosts_gone\x18\x05 \x01(\x0b\x32\".headrace.coordinator.v1.HostsGoneH\x00\x42\x07\n\x05\x65vent\"\x8b\x01\n\x0cProcessTable\x12=\n\tprocesses\x18\x01 \x03(\x0b\x32*.headrace.coordinator.v1.SupervisedProcess\x12<\n\x0escalable_kinds\x18\x02 \x03(\x0e\x32$.headrace.coordinator.v1.ServiceKind\"\x1a\n\tHostsGone\x12\r\n\x05hosts\x18\x01 \x03(\t\"{\n\x11SupervisedProcess\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x32\n\x04kind\x18\x03 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\x0b\n\x03pid\x18\x04 \x01(\x03\"]\n\x0bProcessExit\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x65xit_status\x18\x03 \x01(\x05\x12\x12\n\nlast_words\x18\x04 \x01(\t\"s\n\x0bScaleResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x32\n\x04kind\x18\x02 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"~\n\x11SuperviseResponse\x12/\n\x05scale\x18\x01 \x01(\x0b\x32\x1e.headrace.coordinator.v1.ScaleH\x00\x12-\n\x04kill\x18\x02 \x01(\x0b\x32\x1d.headrace.coordinator.v1.KillH\x00\x42\t\n\x07\x63ommand\"^\n\x05Scale\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x32\n\x04kind\x18\x02 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\"=\n\x04Kill\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t*\x94\x01\n\x0bServiceKind\x12\x1c\n\x18SERVICE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVICE_KIND_ROLLOUT\x10\x01\x12\x18\n\x14SERVICE_KIND_TRAINER\x10\x02\x12\x1a\n\x16SERVICE_KIND_SIMULATOR\x10\x03\x12\x17\n\x13SERVICE_KIND_REWARD\x10\x04\x32\xb9\x02\n\x0c\x46leetService\x12_\n\x08Register\x12(.headrace.coordinator.v1.RegisterRequest\x1a).headrace.coordinator.v1.RegisterResponse\x12`\n\x07Session\x12\'.headrace.coordinator.v1.SessionRequest\x1a(.headrace.coordinator.v1.SessionResponse(\x01\x30\x01\x12\x66\n\tSupervise\x12).headrace.coordinator.v1.SuperviseRequest\x1a*.headrace.coordinator.v1.SuperviseResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#headrace/coordinator/v1/fleet.proto\x12\x17headrace.coordinator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fheadrace/common/v1/common.proto\"\x1c\n\nStringList\x12\x0e\n\x06values\x18\x01 \x03(\t\"\xd0\x04\n\x0fRegisterRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x32\n\x04kind\x18\x03 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\t\x12P\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0b\x32:.headrace.coordinator.v1.RegisterRequest.CapabilitiesEntry\x12\x31\n\x07profile\x18\x08 \x03(\x0b\x32 .headrace.common.v1.StageMetrics\x12.\n\x0bheld_leases\x18\t \x03(\x0b\x32\x19.headrace.common.v1.Lease\x12\x19\n\x11\x63oordinator_epoch\x18\n \x01(\x03\x12\x11\n\topen_runs\x18\x0b \x03(\t\x12\x10\n\x08store_id\x18\x0c \x01(\t\x12;\n\x10open_run_reports\x18\r \x03(\x0b\x32!.headrace.common.v1.OpenRunReport\x12\x15\n\rmax_open_runs\x18\x0e \x01(\x05\x12\x0f\n\x07\x62oot_id\x18\x0f \x01(\t\x1aX\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x32\n\x05value\x18\x02 \x01(\x0b\x32#.headrace.coordinator.v1.StringList:\x02\x38\x01\"\xc0\x01\n\x10RegisterResponse\x12\x19\n\x11\x63oordinator_epoch\x18\x01 \x01(\x03\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tlease_ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12stale_lease_epochs\x18\x04 \x03(\x03\x12\x10\n\x08store_id\x18\x05 \x01(\t\"\x9a\x02\n\x0eSessionRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x37\n\theartbeat\x18\x02 \x01(\x0b\x32\".headrace.coordinator.v1.HeartbeatH\x00\x12\x38\n\nlease_held\x18\x03 \x01(\x0b\x32\".headrace.coordinator.v1.LeaseHeldH\x00\x12@\n\x0elease_released\x18\x04 \x01(\x0b\x32&.headrace.coordinator.v1.LeaseReleasedH\x00\x12\x35\n\x08\x64raining\x18\x05 \x01(\x0b\x32!.headrace.coordinator.v1.DrainingH\x00\x42\x07\n\x05\x65vent\"\xc7\x02\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x14\n\x0clease_epochs\x18\x02 \x03(\x03\x12\x1d\n\x15resident_memory_bytes\x18\x03 \x01(\x04\x12\x31\n\x07metrics\x18\x04 \x03(\x0b\x32 .headrace.common.v1.StageMetrics\x12\x34\n\topen_runs\x18\x05 \x03(\x0b\x32!.headrace.common.v1.OpenRunReport\x12\x12\n\nlost_peers\x18\x06 \x03(\t\x12\x12\n\nbusy_cores\x18\x07 \x01(\x01\x12-\n\x04gpus\x18\x08 \x03(\x0b\x32\x1f.headrace.coordinator.v1.GpuUse\x12\x33\n\x08progress\x18\t \x01(\x0b\x32!.headrace.coordinator.v1.Progress\"C\n\x08Progress\x12\x0c\n\x04\x64one\x18\x01 \x01(\x03\x12\r\n\x05total\x18\x02 \x01(\x03\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x0c\n\x04note\x18\x04 \x01(\t\"A\n\x06GpuUse\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0c\n\x04\x62usy\x18\x02 \x01(\x01\x12\x19\n\x11used_memory_bytes\x18\x03 \x01(\x04\"4\n\x08\x44raining\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"+\n\tLeaseHeld\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"T\n\rLeaseReleased\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x19\n\x11\x66ree_memory_bytes\x18\x02 \x01(\x04\x12\x19\n\x11used_memory_bytes\x18\x03 \x01(\x04\"\xf1\x01\n\x0fSessionResponse\x12>\n\rheartbeat_ack\x18\x01 \x01(\x0b\x32%.headrace.coordinator.v1.HeartbeatAckH\x00\x12/\n\x05grant\x18\x02 \x01(\x0b\x32\x1e.headrace.coordinator.v1.GrantH\x00\x12\x31\n\x06revoke\x18\x03 \x01(\x0b\x32\x1f.headrace.coordinator.v1.RevokeH\x00\x12/\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x1e.headrace.coordinator.v1.DrainH\x00\x42\t\n\x07\x63ommand\"h\n\x0cHeartbeatAck\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x16\n\x0erenewed_epochs\x18\x02 \x03(\x03\x12\x14\n\x0cstale_epochs\x18\x03 \x03(\x03\x12\x18\n\x10measured_devices\x18\x04 \x03(\t\"1\n\x05Grant\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.headrace.common.v1.Lease\"W\n\x06Revoke\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12)\n\x06notice\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bkeep_memory\x18\x03 \x01(\x08\"1\n\x05\x44rain\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x93\x02\n\x10SuperviseRequest\x12\x0c\n\x04host\x18\x01 \x01(\t\x12:\n\tprocesses\x18\x02 \x01(\x0b\x32%.headrace.coordinator.v1.ProcessTableH\x00\x12\x34\n\x04\x65xit\x18\x03 \x01(\x0b\x32$.headrace.coordinator.v1.ProcessExitH\x00\x12<\n\x0cscale_result\x18\x04 \x01(\x0b\x32$.headrace.coordinator.v1.ScaleResultH\x00\x12\x38\n\nhosts_gone\x18\x05 \x01(\x0b\x32\".headrace.coordinator.v1.HostsGoneH\x00\x42\x07\n\x05\x65vent\"\x8b\x01\n\x0cProcessTable\x12=\n\tprocesses\x18\x01 \x03(\x0b\x32*.headrace.coordinator.v1.SupervisedProcess\x12<\n\x0escalable_kinds\x18\x02 \x03(\x0e\x32$.headrace.coordinator.v1.ServiceKind\"\x1a\n\tHostsGone\x12\r\n\x05hosts\x18\x01 \x03(\t\"{\n\x11SupervisedProcess\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x32\n\x04kind\x18\x03 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\x0b\n\x03pid\x18\x04 \x01(\x03\"]\n\x0bProcessExit\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x65xit_status\x18\x03 \x01(\x05\x12\x12\n\nlast_words\x18\x04 \x01(\t\"s\n\x0bScaleResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x32\n\x04kind\x18\x02 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"~\n\x11SuperviseResponse\x12/\n\x05scale\x18\x01 \x01(\x0b\x32\x1e.headrace.coordinator.v1.ScaleH\x00\x12-\n\x04kill\x18\x02 \x01(\x0b\x32\x1d.headrace.coordinator.v1.KillH\x00\x42\t\n\x07\x63ommand\"^\n\x05Scale\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x32\n\x04kind\x18\x02 \x01(\x0e\x32$.headrace.coordinator.v1.ServiceKind\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\"=\n\x04Kill\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"P\n\x0cRelayRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x12\n\nconnection\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\r\n\x05\x65nded\x18\x04 \x01(\x08\"Q\n\rRelayResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x12\n\nconnection\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\r\n\x05\x65nded\x18\x04 \x01(\x08*\x94\x01\n\x0bServiceKind\x12\x1c\n\x18SERVICE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVICE_KIND_ROLLOUT\x10\x01\x12\x18\n\x14SERVICE_KIND_TRAINER\x10\x02\x12\x1a\n\x16SERVICE_KIND_SIMULATOR\x10\x03\x12\x17\n\x13SERVICE_KIND_REWARD\x10\x04\x32\x95\x03\n\x0c\x46leetService\x12_\n\x08Register\x12(.headrace.coordinator.v1.RegisterRequest\x1a).headrace.coordinator.v1.RegisterResponse\x12`\n\x07Session\x12\'.headrace.coordinator.v1.SessionRequest\x1a(.headrace.coordinator.v1.SessionResponse(\x01\x30\x01\x12\x66\n\tSupervise\x12).headrace.coordinator.v1.SuperviseRequest\x1a*.headrace.coordinator.v1.SuperviseResponse(\x01\x30\x01\x12Z\n\x05Relay\x12%.headrace.coordinator.v1.RelayRequest\x1a&.headrace.coordinator.v1.RelayResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REGISTERREQUEST_CAPABILITIESENTRY']._loaded_options = None
   _globals['_REGISTERREQUEST_CAPABILITIESENTRY']._serialized_options = b'8\001'
-  _globals['_SERVICEKIND']._serialized_start=3377
-  _globals['_SERVICEKIND']._serialized_end=3525
+  _globals['_SERVICEKIND']._serialized_start=3664
+  _globals['_SERVICEKIND']._serialized_end=3812
   _globals['_STRINGLIST']._serialized_start=129
   _globals['_STRINGLIST']._serialized_end=157
   _globals['_REGISTERREQUEST']._serialized_start=160
@@ -48,43 +48,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONREQUEST']._serialized_start=950
   _globals['_SESSIONREQUEST']._serialized_end=1232
   _globals['_HEARTBEAT']._serialized_start=1235
-  _globals['_HEARTBEAT']._serialized_end=1509
-  _globals['_GPUUSE']._serialized_start=1511
-  _globals['_GPUUSE']._serialized_end=1576
-  _globals['_DRAINING']._serialized_start=1578
-  _globals['_DRAINING']._serialized_end=1630
-  _globals['_LEASEHELD']._serialized_start=1632
-  _globals['_LEASEHELD']._serialized_end=1675
-  _globals['_LEASERELEASED']._serialized_start=1677
-  _globals['_LEASERELEASED']._serialized_end=1761
-  _globals['_SESSIONRESPONSE']._serialized_start=1764
-  _globals['_SESSIONRESPONSE']._serialized_end=2005
-  _globals['_HEARTBEATACK']._serialized_start=2007
-  _globals['_HEARTBEATACK']._serialized_end=2111
-  _globals['_GRANT']._serialized_start=2113
-  _globals['_GRANT']._serialized_end=2162
-  _globals['_REVOKE']._serialized_start=2164
-  _globals['_REVOKE']._serialized_end=2251
-  _globals['_DRAIN']._serialized_start=2253
-  _globals['_DRAIN']._serialized_end=2302
-  _globals['_SUPERVISEREQUEST']._serialized_start=2305
-  _globals['_SUPERVISEREQUEST']._serialized_end=2580
-  _globals['_PROCESSTABLE']._serialized_start=2583
-  _globals['_PROCESSTABLE']._serialized_end=2722
-  _globals['_HOSTSGONE']._serialized_start=2724
-  _globals['_HOSTSGONE']._serialized_end=2750
-  _globals['_SUPERVISEDPROCESS']._serialized_start=2752
-  _globals['_SUPERVISEDPROCESS']._serialized_end=2875
-  _globals['_PROCESSEXIT']._serialized_start=2877
-  _globals['_PROCESSEXIT']._serialized_end=2970
-  _globals['_SCALERESULT']._serialized_start=2972
-  _globals['_SCALERESULT']._serialized_end=3087
-  _globals['_SUPERVISERESPONSE']._serialized_start=3089
-  _globals['_SUPERVISERESPONSE']._serialized_end=3215
-  _globals['_SCALE']._serialized_start=3217
-  _globals['_SCALE']._serialized_end=3311
-  _globals['_KILL']._serialized_start=3313
-  _globals['_KILL']._serialized_end=3374
-  _globals['_FLEETSERVICE']._serialized_start=3528
-  _globals['_FLEETSERVICE']._serialized_end=3841
+  _globals['_HEARTBEAT']._serialized_end=1562
+  _globals['_PROGRESS']._serialized_start=1564
+  _globals['_PROGRESS']._serialized_end=1631
+  _globals['_GPUUSE']._serialized_start=1633
+  _globals['_GPUUSE']._serialized_end=1698
+  _globals['_DRAINING']._serialized_start=1700
+  _globals['_DRAINING']._serialized_end=1752
+  _globals['_LEASEHELD']._serialized_start=1754
+  _globals['_LEASEHELD']._serialized_end=1797
+  _globals['_LEASERELEASED']._serialized_start=1799
+  _globals['_LEASERELEASED']._serialized_end=1883
+  _globals['_SESSIONRESPONSE']._serialized_start=1886
+  _globals['_SESSIONRESPONSE']._serialized_end=2127
+  _globals['_HEARTBEATACK']._serialized_start=2129
+  _globals['_HEARTBEATACK']._serialized_end=2233
+  _globals['_GRANT']._serialized_start=2235
+  _globals['_GRANT']._serialized_end=2284
+  _globals['_REVOKE']._serialized_start=2286
+  _globals['_REVOKE']._serialized_end=2373
+  _globals['_DRAIN']._serialized_start=2375
+  _globals['_DRAIN']._serialized_end=2424
+  _globals['_SUPERVISEREQUEST']._serialized_start=2427
+  _globals['_SUPERVISEREQUEST']._serialized_end=2702
+  _globals['_PROCESSTABLE']._serialized_start=2705
+  _globals['_PROCESSTABLE']._serialized_end=2844
+  _globals['_HOSTSGONE']._serialized_start=2846
+  _globals['_HOSTSGONE']._serialized_end=2872
+  _globals['_SUPERVISEDPROCESS']._serialized_start=2874
+  _globals['_SUPERVISEDPROCESS']._serialized_end=2997
+  _globals['_PROCESSEXIT']._serialized_start=2999
+  _globals['_PROCESSEXIT']._serialized_end=3092
+  _globals['_SCALERESULT']._serialized_start=3094
+  _globals['_SCALERESULT']._serialized_end=3209
+  _globals['_SUPERVISERESPONSE']._serialized_start=3211
+  _globals['_SUPERVISERESPONSE']._serialized_end=3337
+  _globals['_SCALE']._serialized_start=3339
+  _globals['_SCALE']._serialized_end=3433
+  _globals['_KILL']._serialized_start=3435
+  _globals['_KILL']._serialized_end=3496
+  _globals['_RELAYREQUEST']._serialized_start=3498
+  _globals['_RELAYREQUEST']._serialized_end=3578
+  _globals['_RELAYRESPONSE']._serialized_start=3580
+  _globals['_RELAYRESPONSE']._serialized_end=3661
+  _globals['_FLEETSERVICE']._serialized_start=3815
+  _globals['_FLEETSERVICE']._serialized_end=4220
 # @@protoc_insertion_point(module_scope)

@@ -100,7 +100,7 @@ class SessionRequest(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lease_held: _Optional[_Union[LeaseHeld, _Mapping]] = ..., lease_released: _Optional[_Union[LeaseReleased, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("sequence", "lease_epochs", "resident_memory_bytes", "metrics", "open_runs", "lost_peers", "busy_cores", "gpus")
+    __slots__ = ("sequence", "lease_epochs", "resident_memory_bytes", "metrics", "open_runs", "lost_peers", "busy_cores", "gpus", "progress")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LEASE_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,7 @@ class Heartbeat(_message.Message):
     LOST_PEERS_FIELD_NUMBER: _ClassVar[int]
     BUSY_CORES_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     lease_epochs: _containers.RepeatedScalarFieldContainer[int]
     resident_memory_bytes: int
@@ -117,7 +118,20 @@ class Heartbeat(_message.Message):
     lost_peers: _containers.RepeatedScalarFieldContainer[str]
     busy_cores: float
     gpus: _containers.RepeatedCompositeFieldContainer[GpuUse]
-    def __init__(self, sequence: _Optional[int] = ..., lease_epochs: _Optional[_Iterable[int]] = ..., resident_memory_bytes: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., open_runs: _Optional[_Iterable[_Union[_common_pb2.OpenRunReport, _Mapping]]] = ..., lost_peers: _Optional[_Iterable[str]] = ..., busy_cores: _Optional[float] = ..., gpus: _Optional[_Iterable[_Union[GpuUse, _Mapping]]] = ...) -> None: ...
+    progress: Progress
+    def __init__(self, sequence: _Optional[int] = ..., lease_epochs: _Optional[_Iterable[int]] = ..., resident_memory_bytes: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., open_runs: _Optional[_Iterable[_Union[_common_pb2.OpenRunReport, _Mapping]]] = ..., lost_peers: _Optional[_Iterable[str]] = ..., busy_cores: _Optional[float] = ..., gpus: _Optional[_Iterable[_Union[GpuUse, _Mapping]]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("done", "total", "unit", "note")
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    done: int
+    total: int
+    unit: str
+    note: str
+    def __init__(self, done: _Optional[int] = ..., total: _Optional[int] = ..., unit: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
 
 class GpuUse(_message.Message):
     __slots__ = ("device", "busy", "used_memory_bytes")
@@ -290,3 +304,27 @@ class Kill(_message.Message):
     incarnation: str
     reason: str
     def __init__(self, instance: _Optional[str] = ..., incarnation: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RelayRequest(_message.Message):
+    __slots__ = ("address", "connection", "data", "ended")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    connection: int
+    data: bytes
+    ended: bool
+    def __init__(self, address: _Optional[str] = ..., connection: _Optional[int] = ..., data: _Optional[bytes] = ..., ended: _Optional[bool] = ...) -> None: ...
+
+class RelayResponse(_message.Message):
+    __slots__ = ("address", "connection", "data", "ended")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    connection: int
+    data: bytes
+    ended: bool
+    def __init__(self, address: _Optional[str] = ..., connection: _Optional[int] = ..., data: _Optional[bytes] = ..., ended: _Optional[bool] = ...) -> None: ...

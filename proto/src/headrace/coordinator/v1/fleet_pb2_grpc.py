@@ -51,6 +51,11 @@ class FleetServiceStub:
                 request_serializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.SuperviseRequest.SerializeToString,
                 response_deserializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.SuperviseResponse.FromString,
                 _registered_method=True)
+        self.Relay = channel.stream_stream(
+                '/headrace.coordinator.v1.FleetService/Relay',
+                request_serializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.RelayRequest.SerializeToString,
+                response_deserializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.RelayResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer:
@@ -79,6 +84,13 @@ class FleetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Relay(self, request_iterator, context):
+        """Carries connections to an instance that nobody can reach: the coordinator listens for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +108,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.Supervise,
                     request_deserializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.SuperviseRequest.FromString,
                     response_serializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.SuperviseResponse.SerializeToString,
+            ),
+            'Relay': grpc.stream_stream_rpc_method_handler(
+                    servicer.Relay,
+                    request_deserializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.RelayRequest.FromString,
+                    response_serializer=headrace_dot_coordinator_dot_v1_dot_fleet__pb2.RelayResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -181,6 +198,33 @@ class FleetService:
             '/headrace.coordinator.v1.FleetService/Supervise',
             headrace_dot_coordinator_dot_v1_dot_fleet__pb2.SuperviseRequest.SerializeToString,
             headrace_dot_coordinator_dot_v1_dot_fleet__pb2.SuperviseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Relay(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/headrace.coordinator.v1.FleetService/Relay',
+            headrace_dot_coordinator_dot_v1_dot_fleet__pb2.RelayRequest.SerializeToString,
+            headrace_dot_coordinator_dot_v1_dot_fleet__pb2.RelayResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,23 +26,25 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from headrace.common.v1 import common_pb2 as headrace_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%headrace/simulator/v1/simulator.proto\x12\x15headrace.simulator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fheadrace/common/v1/common.proto\"@\n\x17ListEnvironmentsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"m\n\x18ListEnvironmentsResponse\x12\x38\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32\".headrace.simulator.v1.Environment\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\",\n\x0b\x45nvironment\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\xbc\x03\n\x0fOpenPoolRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.headrace.common.v1.CommandHeader\x12\x37\n\x0b\x65nvironment\x18\x02 \x01(\x0b\x32\".headrace.simulator.v1.Environment\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\x12\x14\n\x0coptions_json\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x19\n\x11max_episode_steps\x18\x06 \x01(\x05\x12/\n\x0cstep_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x0breward_mode\x18\x08 \x01(\x0e\x32!.headrace.simulator.v1.RewardMode\x12\x12\n\nauto_reset\x18\t \x01(\x08\x12\x11\n\tprocesses\x18\n \x01(\x05\x12\x12\n\nblob_bytes\x18\x0b \x01(\x03\x12\x0e\n\x06leased\x18\x0c \x01(\x08\x12\x14\n\x0cwithout_info\x18\r \x01(\x08\x12\x12\n\nvectorized\x18\x0e \x01(\x08\x12\x11\n\tvariables\x18\x0f \x03(\t\"\xbc\x01\n\x05Space\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\tdata_type\x18\x02 \x01(\x0e\x32\x1c.headrace.common.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\'\n\x03low\x18\x04 \x01(\x0b\x32\x1a.headrace.common.v1.Tensor\x12(\n\x04high\x18\x05 \x01(\x0b\x32\x1a.headrace.common.v1.Tensor\x12\x12\n\ncategories\x18\x06 \x03(\x03\"\x9c\x02\n\x10OpenPoolResponse\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x18\n\x10pool_incarnation\x18\x02 \x01(\t\x12\x38\n\x12observation_spaces\x18\x03 \x03(\x0b\x32\x1c.headrace.simulator.v1.Space\x12\x32\n\x0c\x61\x63tion_space\x18\x04 \x01(\x0b\x32\x1c.headrace.simulator.v1.Space\x12\x18\n\x10init_state_count\x18\x05 \x01(\x05\x12\x13\n\x0binstruction\x18\x06 \x01(\t\x12\x14\n\x0c\x63onversation\x18\x07 \x01(\x08\x12\r\n\x05roles\x18\x08 \x03(\t\x12\x0e\n\x06images\x18\t \x01(\x08\x12\x0e\n\x06\x61gents\x18\n \x01(\x08\"\xa9\x01\n\x0bStepRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.headrace.common.v1.CommandHeader\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x18\n\x10pool_incarnation\x18\x03 \x01(\t\x12?\n\noperations\x18\x04 \x03(\x0b\x32+.headrace.simulator.v1.EnvironmentOperation\"\xd6\x02\n\x14\x45nvironmentOperation\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\x05\x12\x12\n\nstep_index\x18\x02 \x01(\x03\x12\x36\n\x05reset\x18\x03 \x01(\x0b\x32%.headrace.simulator.v1.ResetOperationH\x00\x12,\n\x06\x61\x63tion\x18\x04 \x01(\x0b\x32\x1a.headrace.common.v1.TensorH\x00\x12\x32\n\x0c\x61\x63tion_chunk\x18\x05 \x01(\x0b\x32\x1a.headrace.common.v1.TensorH\x00\x12\x34\n\x04turn\x18\x06 \x01(\x0b\x32$.headrace.simulator.v1.AssistantTurnH\x00\x12\x38\n\x0b\x61wait_agent\x18\x07 \x01(\x0b\x32!.headrace.simulator.v1.AwaitAgentH\x00\x42\x0b\n\toperation\"C\n\nAwaitAgent\x12\'\n\x04wait\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04kill\x18\x02 \x01(\x08\" \n\rAssistantTurn\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\"\x91\x01\n\x0eResetOperation\x12\x11\n\x04seed\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x14\n\x0coptions_json\x18\x02 \x01(\t\x12\x17\n\ninit_state\x18\x03 \x01(\x05H\x01\x88\x01\x01\x12\x0e\n\x06record\x18\x04 \x01(\x08\x12\x15\n\runtil_success\x18\x05 \x01(\x08\x42\x07\n\x05_seedB\r\n\x0b_init_state\"K\n\x0cStepResponse\x12;\n\x08outcomes\x18\x01 \x03(\x0b\x32).headrace.simulator.v1.EnvironmentOutcome\"\"\n\x12StepLocallyRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"K\n\x13StepLocallyResponse\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x0f\n\x07why_not\x18\x03 \x01(\t\"\x8c\x07\n\x12\x45nvironmentOutcome\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\x05\x12\x12\n\nstep_index\x18\x02 \x01(\x03\x12\x34\n\x06status\x18\x03 \x01(\x0e\x32$.headrace.simulator.v1.OutcomeStatus\x12O\n\x0bobservation\x18\x04 \x03(\x0b\x32:.headrace.simulator.v1.EnvironmentOutcome.ObservationEntry\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x12\n\nterminated\x18\x06 \x01(\x08\x12\x11\n\ttruncated\x18\x07 \x01(\x08\x12\x0f\n\x07success\x18\x08 \x01(\x08\x12\x11\n\tinfo_json\x18\t \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\n \x01(\t\x12\x17\n\x0f\x65xecuted_length\x18\x0b \x01(\x05\x12+\n\x07rewards\x18\x0c \x01(\x0b\x32\x1a.headrace.common.v1.Tensor\x12-\n\tsuccesses\x18\r \x01(\x0b\x32\x1a.headrace.common.v1.Tensor\x12Z\n\x11\x66inal_observation\x18\x0e \x03(\x0b\x32?.headrace.simulator.v1.EnvironmentOutcome.FinalObservationEntry\x12\x31\n\x08messages\x18\x0f \x03(\x0b\x32\x1f.headrace.common.v1.ChatMessage\x12\x12\n\ntools_json\x18\x10 \x01(\t\x12\x18\n\x10success_reported\x18\x11 \x01(\x08\x12P\n\x0crole_rewards\x18\x12 \x03(\x0b\x32:.headrace.simulator.v1.EnvironmentOutcome.RoleRewardsEntry\x1aN\n\x10ObservationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.headrace.common.v1.Tensor:\x02\x38\x01\x1aS\n\x15\x46inalObservationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.headrace.common.v1.Tensor:\x02\x38\x01\x1a\x32\n\x10RoleRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"B\n\rRenderRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x14\n\x0c\x65nvironments\x18\x02 \x03(\x05\x12\r\n\x05video\x18\x03 \x01(\x08\"L\n\x0eRenderResponse\x12*\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1a.headrace.common.v1.Tensor\x12\x0e\n\x06videos\x18\x02 \x03(\x0c\"S\n\x10\x43losePoolRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.headrace.common.v1.CommandHeader\x12\x0c\n\x04pool\x18\x02 \x01(\t\"\x13\n\x11\x43losePoolResponse*X\n\nRewardMode\x12\x1b\n\x17REWARD_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11REWARD_MODE_DENSE\x10\x01\x12\x16\n\x12REWARD_MODE_SPARSE\x10\x02*\xa3\x01\n\rOutcomeStatus\x12\x1e\n\x1aOUTCOME_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTCOME_STATUS_OK\x10\x01\x12#\n\x1fOUTCOME_STATUS_ENVIRONMENT_LOST\x10\x02\x12\x1a\n\x16OUTCOME_STATUS_REFUSED\x10\x03\x12\x1a\n\x16OUTCOME_STATUS_REVOKED\x10\x04\x32\xd8\x04\n\x10SimulatorService\x12s\n\x10ListEnvironments\x12..headrace.simulator.v1.ListEnvironmentsRequest\x1a/.headrace.simulator.v1.ListEnvironmentsResponse\x12[\n\x08OpenPool\x12&.headrace.simulator.v1.OpenPoolRequest\x1a\'.headrace.simulator.v1.OpenPoolResponse\x12S\n\x04Step\x12\".headrace.simulator.v1.StepRequest\x1a#.headrace.simulator.v1.StepResponse(\x01\x30\x01\x12\x66\n\x0bStepLocally\x12).headrace.simulator.v1.StepLocallyRequest\x1a*.headrace.simulator.v1.StepLocallyResponse0\x01\x12U\n\x06Render\x12$.headrace.simulator.v1.RenderRequest\x1a%.headrace.simulator.v1.RenderResponse\x12^\n\tClosePool\x12\'.headrace.simulator.v1.ClosePoolRequest\x1a(.headrace.simulator.v1.ClosePoolResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%headrace/simulator/v1/simulator.proto\x12\x15headrace.simulator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fheadrace/common/v1/common.proto\"@\n\x17ListEnvironmentsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"m\n\x18ListEnvironmentsResponse\x12\x38\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32\".headrace.simulator.v1.Environment\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\",\n\x0b\x45nvironment\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\xbc\x03\n\x0fOpenPoolRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.headrace.common.v1.CommandHeader\x12\x37\n\x0b\x65nvironment\x18\x02 \x01(\x0b\x32\".headrace.simulator.v1.Environment\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\x12\x14\n\x0coptions_json\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x19\n\x11max_episode_steps\x18\x06 \x01(\x05\x12/\n\x0cstep_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x0breward_mode\x18\x08 \x01(\x0e\x32!.headrace.simulator.v1.RewardMode\x12\x12\n\nauto_reset\x18\t \x01(\x08\x12\x11\n\tprocesses\x18\n \x01(\x05\x12\x12\n\nblob_bytes\x18\x0b \x01(\x03\x12\x0e\n\x06leased\x18\x0c \x01(\x08\x12\x14\n\x0cwithout_info\x18\r \x01(\x08\x12\x12\n\nvectorized\x18\x0e \x01(\x08\x12\x11\n\tvariables\x18\x0f \x03(\t\"\xbc\x01\n\x05Space\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\tdata_type\x18\x02 \x01(\x0e\x32\x1c.headrace.common.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\'\n\x03low\x18\x04 \x01(\x0b\x32\x1a.headrace.common.v1.Tensor\x12(\n\x04high\x18\x05 \x01(\x0b\x32\x1a.headrace.common.v1.Tensor\x12\x12\n\ncategories\x18\x06 \x03(\x03\"\x96\x03\n\x10OpenPoolResponse\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x18\n\x10pool_incarnation\x18\x02 \x01(\t\x12\x38\n\x12observation_spaces\x18\x03 \x03(\x0b\x32\x1c.headrace.simulator.v1.Space\x12\x32\n\x0c\x61\x63tion_space\x18\x04 \x01(\x0b\x32\x1c.headrace.simulator.v1.Space\x12\x18\n\x10init_state_count\x18\x05 \x01(\x05\x12\x13\n\x0binstruction\x18\x06 \x01(\t\x12\x14\n\x0c\x63onversation\x18\x07 \x01(\x08\x12\r\n\x05roles\x18\x08 \x03(\t\x12\x0e\n\x06images\x18\t \x01(\x08\x12\x0e\n\x06\x61gents\x18\n \x01(\x08\x12G\n\x08versions\x18\x0b \x03(\x0b\x32\x35.headrace.simulator.v1.OpenPoolResponse.VersionsEntry\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa9\x01\n\x0bStepRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.headrace.common.v1.CommandHeader\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x18\n\x10pool_incarnation\x18\x03 \x01(\t\x12?\n\noperations\x18\x04 \x03(\x0b\x32+.headrace.simulator.v1.EnvironmentOperation\"\xd6\x02\n\x14\x45nvironmentOperation\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\x05\x12\x12\n\nstep_index\x18\x02 \x01(\x03\x12\x36\n\x05reset\x18\x03 \x01(\x0b\x32%.headrace.simulator.v1.ResetOperationH\x00\x12,\n\x06\x61\x63tion\x18\x04 \x01(\x0b\x32\x1a.headrace.common.v1.TensorH\x00\x12\x32\n\x0c\x61\x63tion_chunk\x18\x05 \x01(\x0b\x32\x1a.headrace.common.v1.TensorH\x00\x12\x34\n\x04turn\x18\x06 \x01(\x0b\x32$.headrace.simulator.v1.AssistantTurnH\x00\x12\x38\n\x0b\x61wait_agent\x18\x07 \x01(\x0b\x32!.headrace.simulator.v1.AwaitAgentH\x00\x42\x0b\n\toperation\"C\n\nAwaitAgent\x12\'\n\x04wait\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04kill\x18\x02 \x01(\x08\" \n\rAssistantTurn\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\"\x91\x01\n\x0eResetOperation\x12\x11\n\x04seed\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x14\n\x0coptions_json\x18\x02 \x01(\t\x12\x17\n\ninit_state\x18\x03 \x01(\x05H\x01\x88\x01\x01\x12\x0e\n\x06record\x18\x04 \x01(\x08\x12\x15\n\runtil_success\x18\x05 \x01(\x08\x42\x07\n\x05_seedB\r\n\x0b_init_state\"K\n\x0cStepResponse\x12;\n\x08outcomes\x18\x01 \x03(\x0b\x32).headrace.simulator.v1.EnvironmentOutcome\"\"\n\x12StepLocallyRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"K\n\x13StepLocallyResponse\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x0f\n\x07why_not\x18\x03 \x01(\t\"\xcf\x07\n\x12\x45nvironmentOutcome\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\x05\x12\x12\n\nstep_index\x18\x02 \x01(\x03\x12\x34\n\x06status\x18\x03 \x01(\x0e\x32$.headrace.simulator.v1.OutcomeStatus\x12O\n\x0bobservation\x18\x04 \x03(\x0b\x32:.headrace.simulator.v1.EnvironmentOutcome.ObservationEntry\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x12\n\nterminated\x18\x06 \x01(\x08\x12\x11\n\ttruncated\x18\x07 \x01(\x08\x12\x0f\n\x07success\x18\x08 \x01(\x08\x12\x11\n\tinfo_json\x18\t \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\n \x01(\t\x12\x17\n\x0f\x65xecuted_length\x18\x0b \x01(\x05\x12+\n\x07rewards\x18\x0c \x01(\x0b\x32\x1a.headrace.common.v1.Tensor\x12-\n\tsuccesses\x18\r \x01(\x0b\x32\x1a.headrace.common.v1.Tensor\x12Z\n\x11\x66inal_observation\x18\x0e \x03(\x0b\x32?.headrace.simulator.v1.EnvironmentOutcome.FinalObservationEntry\x12\x31\n\x08messages\x18\x0f \x03(\x0b\x32\x1f.headrace.common.v1.ChatMessage\x12\x12\n\ntools_json\x18\x10 \x01(\t\x12\x18\n\x10success_reported\x18\x11 \x01(\x08\x12P\n\x0crole_rewards\x18\x12 \x03(\x0b\x32:.headrace.simulator.v1.EnvironmentOutcome.RoleRewardsEntry\x12\x31\n\rinterventions\x18\x13 \x01(\x0b\x32\x1a.headrace.common.v1.Tensor\x12\x0e\n\x06\x61uthor\x18\x14 \x01(\t\x1aN\n\x10ObservationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.headrace.common.v1.Tensor:\x02\x38\x01\x1aS\n\x15\x46inalObservationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.headrace.common.v1.Tensor:\x02\x38\x01\x1a\x32\n\x10RoleRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"B\n\rRenderRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x14\n\x0c\x65nvironments\x18\x02 \x03(\x05\x12\r\n\x05video\x18\x03 \x01(\x08\"L\n\x0eRenderResponse\x12*\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1a.headrace.common.v1.Tensor\x12\x0e\n\x06videos\x18\x02 \x03(\x0c\"S\n\x10\x43losePoolRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.headrace.common.v1.CommandHeader\x12\x0c\n\x04pool\x18\x02 \x01(\t\"\x13\n\x11\x43losePoolResponse*X\n\nRewardMode\x12\x1b\n\x17REWARD_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11REWARD_MODE_DENSE\x10\x01\x12\x16\n\x12REWARD_MODE_SPARSE\x10\x02*\xa3\x01\n\rOutcomeStatus\x12\x1e\n\x1aOUTCOME_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTCOME_STATUS_OK\x10\x01\x12#\n\x1fOUTCOME_STATUS_ENVIRONMENT_LOST\x10\x02\x12\x1a\n\x16OUTCOME_STATUS_REFUSED\x10\x03\x12\x1a\n\x16OUTCOME_STATUS_REVOKED\x10\x04\x32\xd8\x04\n\x10SimulatorService\x12s\n\x10ListEnvironments\x12..headrace.simulator.v1.ListEnvironmentsRequest\x1a/.headrace.simulator.v1.ListEnvironmentsResponse\x12[\n\x08OpenPool\x12&.headrace.simulator.v1.OpenPoolRequest\x1a\'.headrace.simulator.v1.OpenPoolResponse\x12S\n\x04Step\x12\".headrace.simulator.v1.StepRequest\x1a#.headrace.simulator.v1.StepResponse(\x01\x30\x01\x12\x66\n\x0bStepLocally\x12).headrace.simulator.v1.StepLocallyRequest\x1a*.headrace.simulator.v1.StepLocallyResponse0\x01\x12U\n\x06Render\x12$.headrace.simulator.v1.RenderRequest\x1a%.headrace.simulator.v1.RenderResponse\x12^\n\tClosePool\x12\'.headrace.simulator.v1.ClosePoolRequest\x1a(.headrace.simulator.v1.ClosePoolResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.simulator.v1.simulator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_OPENPOOLRESPONSE_VERSIONSENTRY']._loaded_options = None
+  _globals['_OPENPOOLRESPONSE_VERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_ENVIRONMENTOUTCOME_OBSERVATIONENTRY']._loaded_options = None
   _globals['_ENVIRONMENTOUTCOME_OBSERVATIONENTRY']._serialized_options = b'8\001'
   _globals['_ENVIRONMENTOUTCOME_FINALOBSERVATIONENTRY']._loaded_options = None
   _globals['_ENVIRONMENTOUTCOME_FINALOBSERVATIONENTRY']._serialized_options = b'8\001'
   _globals['_ENVIRONMENTOUTCOME_ROLEREWARDSENTRY']._loaded_options = None
   _globals['_ENVIRONMENTOUTCOME_ROLEREWARDSENTRY']._serialized_options = b'8\001'
-  _globals['_REWARDMODE']._serialized_start=3398
-  _globals['_REWARDMODE']._serialized_end=3486
-  _globals['_OUTCOMESTATUS']._serialized_start=3489
-  _globals['_OUTCOMESTATUS']._serialized_end=3652
+  _globals['_REWARDMODE']._serialized_start=3587
+  _globals['_REWARDMODE']._serialized_end=3675
+  _globals['_OUTCOMESTATUS']._serialized_start=3678
+  _globals['_OUTCOMESTATUS']._serialized_end=3841
   _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=129
   _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=193
   _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=195
@@ -54,39 +56,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPACE']._serialized_start=800
   _globals['_SPACE']._serialized_end=988
   _globals['_OPENPOOLRESPONSE']._serialized_start=991
-  _globals['_OPENPOOLRESPONSE']._serialized_end=1275
-  _globals['_STEPREQUEST']._serialized_start=1278
-  _globals['_STEPREQUEST']._serialized_end=1447
-  _globals['_ENVIRONMENTOPERATION']._serialized_start=1450
-  _globals['_ENVIRONMENTOPERATION']._serialized_end=1792
-  _globals['_AWAITAGENT']._serialized_start=1794
-  _globals['_AWAITAGENT']._serialized_end=1861
-  _globals['_ASSISTANTTURN']._serialized_start=1863
-  _globals['_ASSISTANTTURN']._serialized_end=1895
-  _globals['_RESETOPERATION']._serialized_start=1898
-  _globals['_RESETOPERATION']._serialized_end=2043
-  _globals['_STEPRESPONSE']._serialized_start=2045
-  _globals['_STEPRESPONSE']._serialized_end=2120
-  _globals['_STEPLOCALLYREQUEST']._serialized_start=2122
-  _globals['_STEPLOCALLYREQUEST']._serialized_end=2156
-  _globals['_STEPLOCALLYRESPONSE']._serialized_start=2158
-  _globals['_STEPLOCALLYRESPONSE']._serialized_end=2233
-  _globals['_ENVIRONMENTOUTCOME']._serialized_start=2236
-  _globals['_ENVIRONMENTOUTCOME']._serialized_end=3144
-  _globals['_ENVIRONMENTOUTCOME_OBSERVATIONENTRY']._serialized_start=2929
-  _globals['_ENVIRONMENTOUTCOME_OBSERVATIONENTRY']._serialized_end=3007
-  _globals['_ENVIRONMENTOUTCOME_FINALOBSERVATIONENTRY']._serialized_start=3009
-  _globals['_ENVIRONMENTOUTCOME_FINALOBSERVATIONENTRY']._serialized_end=3092
-  _globals['_ENVIRONMENTOUTCOME_ROLEREWARDSENTRY']._serialized_start=3094
-  _globals['_ENVIRONMENTOUTCOME_ROLEREWARDSENTRY']._serialized_end=3144
-  _globals['_RENDERREQUEST']._serialized_start=3146
-  _globals['_RENDERREQUEST']._serialized_end=3212
-  _globals['_RENDERRESPONSE']._serialized_start=3214
-  _globals['_RENDERRESPONSE']._serialized_end=3290
-  _globals['_CLOSEPOOLREQUEST']._serialized_start=3292
-  _globals['_CLOSEPOOLREQUEST']._serialized_end=3375
-  _globals['_CLOSEPOOLRESPONSE']._serialized_start=3377
-  _globals['_CLOSEPOOLRESPONSE']._serialized_end=3396
-  _globals['_SIMULATORSERVICE']._serialized_start=3655
-  _globals['_SIMULATORSERVICE']._serialized_end=4255
+  _globals['_OPENPOOLRESPONSE']._serialized_end=1397
+  _globals['_OPENPOOLRESPONSE_VERSIONSENTRY']._serialized_start=1350
+  _globals['_OPENPOOLRESPONSE_VERSIONSENTRY']._serialized_end=1397
+  _globals['_STEPREQUEST']._serialized_start=1400
+  _globals['_STEPREQUEST']._serialized_end=1569
+  _globals['_ENVIRONMENTOPERATION']._serialized_start=1572
+  _globals['_ENVIRONMENTOPERATION']._serialized_end=1914
+  _globals['_AWAITAGENT']._serialized_start=1916
+  _globals['_AWAITAGENT']._serialized_end=1983
+  _globals['_ASSISTANTTURN']._serialized_start=1985
+  _globals['_ASSISTANTTURN']._serialized_end=2017
+  _globals['_RESETOPERATION']._serialized_start=2020
+  _globals['_RESETOPERATION']._serialized_end=2165
+  _globals['_STEPRESPONSE']._serialized_start=2167
+  _globals['_STEPRESPONSE']._serialized_end=2242
+  _globals['_STEPLOCALLYREQUEST']._serialized_start=2244
+  _globals['_STEPLOCALLYREQUEST']._serialized_end=2278
+  _globals['_STEPLOCALLYRESPONSE']._serialized_start=2280
+  _globals['_STEPLOCALLYRESPONSE']._serialized_end=2355
+  _globals['_ENVIRONMENTOUTCOME']._serialized_start=2358
+  _globals['_ENVIRONMENTOUTCOME']._serialized_end=3333
+  _globals['_ENVIRONMENTOUTCOME_OBSERVATIONENTRY']._serialized_start=3118
+  _globals['_ENVIRONMENTOUTCOME_OBSERVATIONENTRY']._serialized_end=3196
+  _globals['_ENVIRONMENTOUTCOME_FINALOBSERVATIONENTRY']._serialized_start=3198
+  _globals['_ENVIRONMENTOUTCOME_FINALOBSERVATIONENTRY']._serialized_end=3281
+  _globals['_ENVIRONMENTOUTCOME_ROLEREWARDSENTRY']._serialized_start=3283
+  _globals['_ENVIRONMENTOUTCOME_ROLEREWARDSENTRY']._serialized_end=3333
+  _globals['_RENDERREQUEST']._serialized_start=3335
+  _globals['_RENDERREQUEST']._serialized_end=3401
+  _globals['_RENDERRESPONSE']._serialized_start=3403
+  _globals['_RENDERRESPONSE']._serialized_end=3479
+  _globals['_CLOSEPOOLREQUEST']._serialized_start=3481
+  _globals['_CLOSEPOOLREQUEST']._serialized_end=3564
+  _globals['_CLOSEPOOLRESPONSE']._serialized_start=3566
+  _globals['_CLOSEPOOLRESPONSE']._serialized_end=3585
+  _globals['_SIMULATORSERVICE']._serialized_start=3844
+  _globals['_SIMULATORSERVICE']._serialized_end=4444
 # @@protoc_insertion_point(module_scope)

@@ -210,14 +210,16 @@ class LearnRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[SettledGroup, _Mapping]]] = ...) -> None: ...
 
 class SettledGroup(_message.Message):
-    __slots__ = ("prompt_ordinal", "members", "images")
+    __slots__ = ("prompt_ordinal", "members", "images", "rated")
     PROMPT_ORDINAL_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    RATED_FIELD_NUMBER: _ClassVar[int]
     prompt_ordinal: int
     members: _containers.RepeatedCompositeFieldContainer[SettledTrajectory]
     images: _containers.RepeatedCompositeFieldContainer[_common_pb2.Image]
-    def __init__(self, prompt_ordinal: _Optional[int] = ..., members: _Optional[_Iterable[_Union[SettledTrajectory, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[_common_pb2.Image, _Mapping]]] = ...) -> None: ...
+    rated: bool
+    def __init__(self, prompt_ordinal: _Optional[int] = ..., members: _Optional[_Iterable[_Union[SettledTrajectory, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[_common_pb2.Image, _Mapping]]] = ..., rated: _Optional[bool] = ...) -> None: ...
 
 class SettledTrajectory(_message.Message):
     __slots__ = ("trajectory", "reward", "turn_rewards", "masked", "oldest_version")
@@ -353,7 +355,7 @@ class CommitStepRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., base_number: _Optional[int] = ..., next_number: _Optional[int] = ..., set_digest: _Optional[str] = ..., step_manifest: _Optional[bytes] = ..., adam: _Optional[_Union[AdamParams, _Mapping]] = ...) -> None: ...
 
 class CommitStepResponse(_message.Message):
-    __slots__ = ("result", "version", "group_count", "sequence_count", "token_count", "max_staleness", "tokens_by_version", "figures")
+    __slots__ = ("result", "version", "group_count", "sequence_count", "token_count", "max_staleness", "tokens_by_version", "figures", "rated")
     class TokensByVersionEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +378,7 @@ class CommitStepResponse(_message.Message):
     MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_BY_VERSION_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
+    RATED_FIELD_NUMBER: _ClassVar[int]
     result: CommitResult
     version: _common_pb2.PolicyVersion
     group_count: int
@@ -384,7 +387,16 @@ class CommitStepResponse(_message.Message):
     max_staleness: int
     tokens_by_version: _containers.ScalarMap[int, int]
     figures: _containers.ScalarMap[str, float]
-    def __init__(self, result: _Optional[_Union[CommitResult, str]] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., group_count: _Optional[int] = ..., sequence_count: _Optional[int] = ..., token_count: _Optional[int] = ..., max_staleness: _Optional[int] = ..., tokens_by_version: _Optional[_Mapping[int, int]] = ..., figures: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    rated: _containers.RepeatedCompositeFieldContainer[RatedTrajectory]
+    def __init__(self, result: _Optional[_Union[CommitResult, str]] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., group_count: _Optional[int] = ..., sequence_count: _Optional[int] = ..., token_count: _Optional[int] = ..., max_staleness: _Optional[int] = ..., tokens_by_version: _Optional[_Mapping[int, int]] = ..., figures: _Optional[_Mapping[str, float]] = ..., rated: _Optional[_Iterable[_Union[RatedTrajectory, _Mapping]]] = ...) -> None: ...
+
+class RatedTrajectory(_message.Message):
+    __slots__ = ("sample", "log_probs")
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    sample: _common_pb2.SlotKey
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SlotKey, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RecordStepRequest(_message.Message):
     __slots__ = ("header", "step", "attempt", "number", "publish")

@@ -96,6 +96,10 @@ TABLE: Mapping[str, Row] = {
     "list_evaluation_videos": SEEN,
     "get_run_steps": SEEN,
     "get_evaluation_steps": SEEN,
+    "list_demonstrations": SEEN,
+    "get_demonstration_steps": SEEN,
+    "get_demonstration_picture": SEEN,
+    "get_demonstration_film": DOWNLOAD,
     "get_run_video": DOWNLOAD,
     "get_evaluation_video": DOWNLOAD,
     "get_run_episode": DOWNLOAD,
@@ -107,6 +111,7 @@ TABLE: Mapping[str, Row] = {
     # Runs: what begins and steers one.
     "submit_run": Row(SUBMIT),
     "submit_evaluation": Row(SUBMIT),
+    "replay_start": Row(SUBMIT),
     "predict_plan": Row(SUBMIT),
     "pause_run": STEERED,
     "resume_run": STEERED,

@@ -1,4 +1,4 @@
-// Specs to start from: shorter than those of the repository's examples/, where more stand.
+// Shorter than those of examples/, where more stand.
 
 const TINY = `name: tiny
 steps: 200
@@ -87,12 +87,37 @@ optimizer: {lr: 1.0e-3}
 evaluation: {every: 10}
 `;
 
-// Label: spec, by what learns and from what; the form of Submit begins with this choice.
-export const EXAMPLES = {
-  "a tiny model, in seconds": TINY,
-  "own data and reward": OWN,
-  "the same with LoRA": OWN.replace("name: own-data", "name: own-data-lora").replace("reward:\n", "trainer:\n  lora: {rank: 16, alpha: 32}\nreward:\n").replace("1.0e-6", "2.0e-5"),
-  "given answers (supervised)": GIVEN,
-  "pairs of answers (DPO)": PAIRS,
-  "a policy in a simulator": ROBOT,
-};
+const AGENT = `name: tools
+workflow: agentic
+steps: 100
+model:
+  path: Qwen/Qwen2.5-1.5B-Instruct   # a folder, or a name on the hub
+environment:
+  tasks: ["./game.py:Game"]          # a class with reset and step; see docs/agents.md
+  max_episode_steps: 4               # turns
+data: {heldout: 32}
+sampling: {max_new_tokens: 128}      # of one turn
+algorithm: {prompts_per_step: 8}
+optimizer: {lr: 1.0e-6}
+`;
+
+const SESSION = `name: loop
+workflow: session
+model:
+  path: Qwen/Qwen2.5-0.5B-Instruct   # a folder, or a name on the hub
+session:
+  idle_s: 600                        # without a call for so long it pauses
+`;
+
+// [workflow, what learns from what, spec]: Submit begins with this choice.
+export const EXAMPLES = [
+  ["reasoning", "a tiny model, in seconds", TINY],
+  ["reasoning", "own data and reward", OWN],
+  ["reasoning", "the same with LoRA", OWN.replace("own-data", "lora").replace("reward:\n", "trainer:\n  lora: {rank: 16, alpha: 32}\nreward:\n").replace("1.0e-6", "2.0e-5")],
+  ["supervised", "given answers", GIVEN],
+  ["preference", "pairs of answers (DPO)", PAIRS],
+  ["reward_model", "a judge from pairs of answers", PAIRS.replace("workflow: preference", "workflow: reward_model").replace("name: prefer", "name: reward-model").replace(/name: dpo.*/, "name: bradley_terry")],
+  ["agentic", "an environment or tools of one's own", AGENT],
+  ["embodied", "a policy in a simulator", ROBOT],
+  ["session", "a loop of one's own", SESSION],
+];

@@ -103,7 +103,7 @@ const EVENTS = {
   step_aborted: (data) => `step ${data.step + 1}, attempt ${data.attempt} aborted: ${data.reason}`,
   group_dropped: (data) => `${data.detail ? `${data.detail}; ` : ""}group of prompt ${data.prompt} dropped (${data.reason})`,
   evaluated: (data) => `${data.view.kind} evaluation after step ${data.view.step}: ${number(data.view.score)}`,
-  version_restored: (data) => data.checkpoint ? `rewound to step ${data.ordinal} (${data.checkpoint}), version ${data.number}` : `initial model is version ${data.number}`,
+  version_restored: (data) => data.checkpoint ? `${data.recovery ? "rewound to" : data.source_run ? "begins at" : "goes on from"} step ${data.ordinal} (${data.checkpoint}), version ${data.number}` : `initial model is version ${data.number}`,
   checkpoint_saved: (data) => `checkpoint ${data.name} saved`,
   checkpoint_failed: (data) => `checkpoint failed: ${data.reason}`,
   checkpoint_set_aside: (data) => `checkpoint ${data.name} set aside: ${data.reason}`,
@@ -116,7 +116,7 @@ const EVENTS = {
   scorer_failed: (data) => data.text,
   warned: (data) => Object.values(data.warnings).map((text) => `warning: ${text}`).join("; ") || "no warning holds any more",
 };
-const GRAVE = new Set(["run_recovering", "step_aborted", "checkpoint_failed", "checkpoint_set_aside", "group_dropped", "step_skipped", "noted", "death_charged", "scorer_failed", "warned"]);
+const GRAVE = new Set(["run_recovering", "step_aborted", "checkpoint_failed", "checkpoint_set_aside", "group_dropped", "step_skipped", "death_charged", "scorer_failed", "warned"]);
 
 export function eventText(event) {
   try {
@@ -134,5 +134,6 @@ export function isStep(event) {
 
 export function isGrave(event) {
   if (event.type === "group_dropped" && event.data.reason === "FILTERED") return false;
-  return GRAVE.has(event.type) || (event.type === "version_restored" && Boolean(event.data.checkpoint));
+  if (event.type === "noted") return !event.data.plain;
+  return GRAVE.has(event.type) || (event.type === "version_restored" && event.data.recovery === true);
 }

@@ -4,7 +4,7 @@ import { h } from "./dom.js";
 import { number } from "./format.js";
 
 const SPANS = 400; // Coloured pieces of one answer at most: a page stays small.
-const MODES = [["log_prob", "log-prob"], ["advantage", "advantage"], ["version", "version"]];
+const MODES = [["log_prob", "log-prob"], ["advantage", "advantage"], ["ratio", "ratio"], ["version", "version"]];
 
 // The answer's pieces: {text, from, to}, token numbers from `from` until before `to`. Tokens that end inside a
 // character belong to the piece that it ends in. Null where the tokens' places are not known.
@@ -36,7 +36,7 @@ export function answer(each) {
   const told = h("p", { class: "muted told" });
   const text = h("pre", { class: "text answer tokens", tabindex: "0", "aria-label": "Answer" });
   const known = each.log_probs.filter((value) => value !== null);
-  const modes = MODES.filter(([mode]) => (mode === "log_prob" ? known.length : mode === "advantage" ? each.advantage !== null : each.versions.length));
+  const modes = MODES.filter(([mode]) => (mode === "log_prob" ? known.length : mode === "advantage" ? each.advantage !== null : mode === "ratio" ? each.new_log_probs?.length : each.versions.length));
   const name = `colour-${each.step}-${each.prompt_ordinal}-${each.sample_index}`;
   const radio = ([mode, label], index) => h("label", {}, h("input", { type: "radio", name, value: mode, checked: index === 0, onchange: () => paint(mode) }), ` ${label}`);
   const choice = h("fieldset", { class: "colours" }, h("legend", { class: "hidden" }, "Colour tokens by"), h("span", { class: "muted" }, "Tokens coloured by"), modes.map(radio));
@@ -81,6 +81,11 @@ const SHADES = {
     return values.length ? mix("--c2", steps(Math.min(1, -Math.min(...values) / 4.4), levels)) : "";
   },
   advantage: (each) => (piece, levels) => (piece.to > piece.from ? mix(each.advantage < 0 ? "--c2" : "--c1", steps(Math.min(1, Math.abs(each.advantage) / 2), levels)) : ""),
+  // The furthest of a piece from 1; twice, or half, is the darkest.
+  ratio: (each) => (piece, levels) => {
+    const furthest = logRatios(each).slice(piece.from, piece.to).filter((value) => value !== null).reduce((most, value) => (Math.abs(value) > Math.abs(most) ? value : most), 0);
+    return mix(furthest < 0 ? "--c2" : "--c1", steps(Math.min(1, Math.abs(furthest) / Math.LN2), levels));
+  },
   version: (each) => (piece) => (piece.to > piece.from ? mix(`--c${(versionIndex(each, piece.from) % 8) + 1}`, 0.6) : ""),
 };
 
@@ -90,8 +95,17 @@ const LEGENDS = {
     return `the darker, the less likely: mean ${number(known.reduce((sum, value) => sum + value, 0) / known.length)}, lowest ${number(Math.min(...known))} nats${more(each)}`;
   },
   advantage: (each) => `${number(each.advantage)} for each token of this answer: ${each.advantage > 0 ? "made likelier" : each.advantage < 0 ? "made less likely" : "not moved"}`,
+  ratio: (each) => {
+    const ratios = logRatios(each).filter((value) => value !== null).map(Math.exp);
+    return `probability under the version that the step made against that when it was sampled: ${number(Math.min(...ratios))} to ${number(Math.max(...ratios))}${more(each)}`;
+  },
   version: (each) => each.versions.map(([version, count]) => `version ${version}: ${count} ${count === 1 ? "token" : "tokens"}`).join(", "),
 };
+
+// New log-prob minus the sampled one, of each token.
+function logRatios(each) {
+  return each.new_log_probs.map((value, at) => (value === null || (each.log_probs[at] ?? null) === null ? null : value - each.log_probs[at]));
+}
 
 function more(each) {
   return each.tokens > each.log_probs.length ? `; the first ${each.log_probs.length} of ${each.tokens} tokens` : "";
@@ -107,5 +121,6 @@ function about(each, piece) {
   const values = each.log_probs.slice(piece.from, piece.to).map((value) => number(value));
   const where = piece.to - piece.from === 1 ? `token ${piece.from + 1}` : `tokens ${piece.from + 1} to ${piece.to}`;
   const version = each.versions[versionIndex(each, piece.from)]?.[0] ?? "?";
-  return `${where}: log-prob ${values.slice(0, 6).join(", ")}${values.length > 6 ? ", …" : ""}; sampled by version ${version}`;
+  const ratio = each.new_log_probs?.length ? `, ratio ${number(Math.exp(logRatios(each)[piece.from]))}` : "";
+  return `${where}: log-prob ${values.slice(0, 6).join(", ")}${values.length > 6 ? ", …" : ""}${ratio}; sampled by version ${version}`;
 }

@@ -6,8 +6,9 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 from headrace_schema.images import Kind
@@ -311,7 +312,7 @@ async def open_dataset(spec: RunSpec, aside: Aside = OPENING) -> Dataset:
         return dataset
 
     try:
-        return await aside.run(read)
+        return await aside.run(partial(copy_context().run, read))  # which says how far it is
     except TooSlow as error:
         raise Impossible([problem("data.source", str(error), "name data that is read sooner")]) from error
 

@@ -296,6 +296,7 @@ class RunState(msgspec.Struct):
                 self.uploads.fold(event)
             case ev.EvaluationProgressed() if self.evaluation:
                 self.evaluation.answers, self.evaluation.digest = event.answers, event.digest
+                self.evaluation.versions |= event.versions
             case ev.SuiteEvaluated() if self.evaluation:
                 self.evaluation.result = event.result
             case ev.DatasetOpened(digest=digest):

@@ -132,6 +132,8 @@ class Fleet:
         """Renews leases; returns (renewed, stale) epochs."""
         if session := self.sessions.get(incarnation):
             session.heard_at, session.usage = self.event_log.monotonic(), usage
+            if (instance := self.event_log.state.instances.get(incarnation)) is not None:
+                self.waits.progress[instance.instance] = usage.progress
         renewed = self.lease_manager.renew(incarnation, epochs)
         return renewed, [epoch for epoch in epochs if epoch not in renewed]
 

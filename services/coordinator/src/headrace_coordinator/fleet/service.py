@@ -12,10 +12,12 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2 as pb
 from headrace.coordinator.v1 import fleet_pb2_grpc
+from headrace_schema.progress import Progress
 from headrace_servicekit.contained.settings import FACET, TRUST_VARIABLE
 from headrace_servicekit.instance_config import KINDS, kind_name
-from headrace_servicekit.rpc.addresses import split_address
+from headrace_servicekit.rpc.addresses import LOOPBACK, split_address
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.relay import listen_for
 from headrace_servicekit.rpc.requests import (
     HIGHEST_COMMAND,
     HIGHEST_EPOCH,
@@ -36,6 +38,7 @@ from headrace_coordinator.fleet.sessions import ForeignInstance, InstanceUsage, 
 
 log = logging.getLogger(__name__)
 MAX_NAMES = 4096
+MAX_WORD = 40
 USERS_CODE = ("reward", "simulator")
 """Services whose children run users' code."""
 MAX_CAPABILITY = 65_536
@@ -47,9 +50,13 @@ Result = Callable[[str, str], None]
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """The coordinator's side of the sessions of instances and supervisors."""
 
-    def __init__(self, fleet: Fleet, on_scaled: Result, *, contained: bool = False) -> None:
+    def __init__(
+        self, fleet: Fleet, on_scaled: Result, *, contained: bool = False, host: str = LOOPBACK
+    ) -> None:
         self._fleet = fleet
         self._on_scaled = on_scaled
+        self._host = host
+        """Address of this host at which it listens for instances that nobody reaches."""
         self._contained = contained
         """Whether services with users' code must have said that they contain it."""
 
@@ -151,6 +158,14 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             case "draining":
                 grace_s = check_seconds("draining.grace", message.draining.grace)
                 self._fleet.draining(message.incarnation, grace_s)
+
+    @override
+    async def Relay(
+        self, request_iterator: AsyncIterator[pb.RelayRequest], context: Any
+    ) -> AsyncIterator[pb.RelayResponse]:
+        async with contextlib.aclosing(listen_for(request_iterator, self._host)) as responses:
+            async for response in responses:
+                yield response
 
     @override
     async def Supervise(
@@ -330,7 +345,14 @@ def _supervisor_command(command: str, body: Any) -> pb.SuperviseResponse:
 
 def _usage(beat: pb.Heartbeat) -> InstanceUsage:
     gpus = [(gpu.device, gpu.busy, gpu.used_memory_bytes) for gpu in beat.gpus[:MAX_NAMES]]
-    return InstanceUsage(beat.resident_memory_bytes, beat.busy_cores, tuple(gpus))
+    far = Progress(
+        max(0, beat.progress.done),
+        max(0, beat.progress.total),
+        beat.progress.unit[:MAX_WORD],
+        beat.progress.note[:MAX_WORD],
+    )
+    progress = far if beat.HasField("progress") else None
+    return InstanceUsage(beat.resident_memory_bytes, beat.busy_cores, tuple(gpus), progress)
 
 
 @contextlib.asynccontextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from headrace.common.v1 import common_pb2
+from headrace_schema.progress import Progress
 
 
 class ForeignInstance(Exception):
@@ -51,6 +52,8 @@ class InstanceUsage(msgspec.Struct, frozen=True):
     busy_cores: float = 0.0
     gpus: tuple[tuple[str, float, int], ...] = ()
     """(device, busy share, bytes used) of each GPU that it holds."""
+    progress: Progress | None = None
+    """How far a long piece of work of its is."""
 
 
 class Session(msgspec.Struct):

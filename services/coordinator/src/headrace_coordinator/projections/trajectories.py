@@ -68,6 +68,7 @@ class SettledTrajectory(Slot, frozen=True, omit_defaults=True):
     tokens: int
     versions: list[tuple[int, int]] = []
     log_probs: list[float] = []
+    new_log_probs: list[float] = []
     text_bytes: list[int] = []
     advantage: float | None = None
     detail: str = ""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from headrace_servicekit.folders import read_below, replace_below
 
+from headrace_coordinator.data.builtin.episodes import slug
 from headrace_coordinator.data.items import DataItem
 
 if TYPE_CHECKING:
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 FOLDER = "videos"
 MEDIA_TYPE = "video/mp4"
 EPISODE_MEDIA_TYPE = "application/x-protobuf"
-_NAME = re.compile(r"(?:s(\d{1,9})-)?(\d{1,12})-(\d{1,9})-[a-z0-9-]*-(success|failure)\.mp4")
-_LONGEST = 80
+_NAME = re.compile(r"(?:s(\d{1,9})-)?(\d{1,12})-(\d{1,9})-([a-z0-9-]*)-(success|failure)\.mp4")
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,8 @@ class Video:
     @classmethod
     def of(cls, index: int, sample: int, item: DataItem, *, success: bool, step: int | None = None) -> Video:
         """The video of an item's episode."""
-        what = re.sub(r"[^a-z0-9]+", "-", item.question.lower()).strip("-")[-_LONGEST:]
         of = "" if step is None else f"s{step:06d}-"
-        name = f"{of}{index:04d}-{sample}-{what}-{'success' if success else 'failure'}.mp4"
+        name = f"{of}{index:04d}-{sample}-{slug(item.question)}-{'success' if success else 'failure'}.mp4"
         return cls(name, index, sample, success, step=step)
 
 
@@ -88,6 +87,12 @@ def read_episode(path: Path) -> Episode:
         raise ValueError(f"{path.name} holds no episode: {error}") from error
 
 
+def start_of(name: str) -> str:
+    """What a video's name says of its start state; "" where it is none's."""
+    match = _NAME.fullmatch(name)
+    return match[4] if match else ""
+
+
 def list_videos(directory: Path) -> list[Video]:
     """The videos there are, in the order of items. Raises OSError."""
     folder = directory / FOLDER
@@ -97,7 +102,7 @@ def list_videos(directory: Path) -> list[Video]:
             continue
         if match := _NAME.fullmatch(path.name):
             step = None if match[1] is None else int(match[1])
-            item, sample, success = int(match[2]), int(match[3]), match[4] == "success"
+            item, sample, success = int(match[2]), int(match[3]), match[5] == "success"
             found.append(Video(path.name, item, sample, success, path.stat().st_size, step))
     return sorted(found, key=lambda video: (video.step or 0, video.item, video.sample))
 

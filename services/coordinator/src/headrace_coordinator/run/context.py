@@ -295,9 +295,9 @@ class RunContext:
             return f"its files below {self.state.directory} cannot be written: {files}"
         return ""
 
-    def note(self, text: str) -> None:
-        """Tells the run's user."""
-        self.workers.note(text)
+    def note(self, text: str, plain: bool = False) -> None:
+        """Tells the run's user; as of trouble, unless it is `plain`."""
+        self.workers.note(text, plain=plain)
 
     def distribution(self, temperature: float) -> common.SamplingDistribution:
         """The spec's sampling distribution at `temperature` (0: greedy)."""

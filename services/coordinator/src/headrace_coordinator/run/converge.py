@@ -21,6 +21,7 @@ from headrace_servicekit.stores.problems import StoreProblem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED
 from headrace_coordinator.domain.ledger.versions import plan_lost_rewind
+from headrace_coordinator.domain.run_states import RECOVERING
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.instance_client import CallRefused
 from headrace_coordinator.run.checkpointing import listed, lost_steps, read_ledger
@@ -177,11 +178,12 @@ async def _restore(context: RunContext) -> None:
     for reason in away.values():
         context.note(f"from_checkpoint: {reason}")
     if "warmup_last_loss" in response.figures:
-        context.note(_cloned(response.warmup_steps, response.figures))
+        context.note(_cloned(response.warmup_steps, response.figures), plain=True)
     for note in response.notes:
         context.note(note)
     if source.run:
-        context.note(f"forked from {source.run}, checkpoint {source.name}, step {source.frontier_step}")
+        begun = f"forked from {source.run}, checkpoint {source.name}, step {source.frontier_step}"
+        context.note(begun, plain=True)
     await event_log.commit(
         ev.VersionRestored(
             at=event_log.now(),
@@ -198,6 +200,7 @@ async def _restore(context: RunContext) -> None:
             figures=dict(response.figures),
             layout=response.layout,
             kept=await event_log.history.kept(run.id, source.frontier_step),
+            recovery=run.state == RECOVERING or source.frontier_step < run.ledger.step,
         )
     )
 

@@ -199,7 +199,9 @@ class RunLoop:
             return
         if self.context.begins_stage:
             most = self.context.spec.sampling.longest_at(self.context.state.ledger.step)
-            self.context.note(f"answers have up to {most:,} tokens from this step on (sampling.stages)")
+            self.context.note(
+                f"answers have up to {most:,} tokens from this step on (sampling.stages)", plain=True
+            )
         generation = answers_for(self.context, self._published, self._timer)
         try:
             await self._step(generation)
@@ -265,7 +267,7 @@ class RunLoop:
             return
         workers, before = self.context.workers, self.context.workers.placement
         await self._event_log.commit(plan)
-        self.context.note(f"plan: {plan.reason}")
+        self.context.note(f"plan: {plan.reason}", plain=True)
         if workers.placement != before:
             with self._timer.stage("switch"):
                 await self.context.devices.change()

@@ -87,6 +87,11 @@ class Modality(ABC):
         """Before rollouts open the run: those that are granted have environments. Raises `Unstaffed`."""
         return
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of the simulators, by package."""
+        return {}
+
     def rollouts_opened(self) -> None:
         """Rollouts have opened the run, and said how many trajectories they can make at once."""
         return
@@ -188,6 +193,12 @@ class Episodes(Modality):
     @override
     async def open_environments(self) -> None:
         await self._pools.staff()
+
+    @property
+    @override
+    def versions(self) -> dict[str, str]:
+        described = self._pools.described.values()
+        return {name: version for each in described for name, version in each.versions.items()}
 
     @override
     def rollouts_opened(self) -> None:

@@ -94,7 +94,8 @@ class StepRecording:
         if kept is not None:
             context.note(
                 f"step {self._recorder.step} is recorded ({kept.size / 1e6:.1f} MB): headrace record {context.run_id} "
-                f"--step {self._recorder.step}"
+                f"--step {self._recorder.step}",
+                plain=True,
             )
         if self._recorder.trouble != self._trouble:
             self._trouble = self._recorder.trouble

@@ -182,7 +182,9 @@ class Uploads:
             return
         try:
             uploading = f"checkpoint {wanted.name} is uploaded to {self._process.url}"
-            with context.fleet.waits.stage(context.run_id, uploading, told=False):
+            with context.fleet.waits.stage(
+                context.run_id, uploading, told=False, progress=self._process.read
+            ):
                 done = await self._process.ask(
                     "upload",
                     root=str(self._root),

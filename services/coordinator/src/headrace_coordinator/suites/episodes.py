@@ -36,6 +36,9 @@ class Episodes(Suite):
         default=0,
         description="initial states that the environment lists for a task (LIBERO: 50); 0: seeds alone",
     )
+    only: Annotated[int, Field(strict=True, ge=0)] | None = Field(
+        default=None, description="this start state of each task alone, counted from 0; default: all"
+    )
     videos: Annotated[int, Field(strict=True, ge=0)] = Field(
         default=0, description="record the first so many episodes of each task and variant"
     )
@@ -46,7 +49,7 @@ class Episodes(Suite):
 
     @override
     def data(self) -> DataSection:
-        own = {"starts": self.starts, "first_seed": self.first_seed, "init_states": self.init_states}
+        own = self.model_dump(include={"starts", "first_seed", "init_states", "only"})
         options = {"tasks": self.environment.tasks, **own}
         return DataSection(source="episodes", options=options, prompt=PromptSection(chat=False))
 

@@ -152,7 +152,7 @@ class Environment:
         self._idle.clear()
         pool.asked.begin()
         # Environments of one process take turns, and each may use up its own limit.
-        limit_s = RESET_S + pool.step_timeout_s * actions * len(pool.environments)
+        limit_s = RESET_S + pool.step_timeout_s * max(actions, 1) * len(pool.environments)
         self.due = asyncio.get_running_loop().time() + limit_s
         pool.watch(self.due)
 

@@ -13,7 +13,7 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.adapters import names_alone
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.families.drafts import add_draft
+from headrace_modelkit.families.draft_files import add_draft
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.lora import A, B, adapter_of
 from headrace_modelkit.tensor_files import Box, TensorFiles, Tensors, TornTensor

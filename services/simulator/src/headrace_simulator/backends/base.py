@@ -39,6 +39,10 @@ class Transition:
     success: bool | None
     """None where the environment has no notion of success."""
     info: Mapping[str, Any] = field(default_factory=dict)
+    done: np.ndarray | None = None
+    """What a person did in place of the action."""
+    author: str = ""
+    """Who."""
 
 
 class Described(Protocol):

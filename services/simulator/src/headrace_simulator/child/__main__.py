@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,21 @@ from headrace_simulator.spaces import to_message
 MOST_BYTES = 1 << 20
 """Of what other people's code prints, as much is passed on; the rest is dropped."""
 _PIECE = 1 << 16
+SIMULATORS = (
+    *(
+        "gymnasium",
+        "minigrid",
+        "metaworld",
+        "mujoco",
+        "mani_skill",
+        "sapien",
+        "libero",
+        "robosuite",
+        "isaaclab",
+    ),
+    *("genesis", "robocasa"),
+)
+"""Modules of simulators, whose versions say what an evaluation was made in."""
 _TOGETHER_S = 0.005
 """Outcomes of a batch that come within this time are one answer. The parent's limits have more room than that."""
 
@@ -85,6 +101,7 @@ class Host:
             action_space=to_message(first.action_space),
             init_state_count=first.init_state_count,
             instruction=first.instruction,
+            versions=_versions(),
         )
 
     def operate(
@@ -166,6 +183,12 @@ def _with_secrets(options: dict[str, Any]) -> dict[str, Any]:
     except Unread as error:
         raise BackendError(f"options_json.{error.key}", str(error)) from error
     return found
+
+
+def _versions() -> dict[str, str]:
+    """Of the simulators that this process has imported."""
+    dists = packages_distributions()
+    return {name: version(dists[name][0]) for name in SIMULATORS if name in sys.modules and dists.get(name)}
 
 
 def main() -> None:

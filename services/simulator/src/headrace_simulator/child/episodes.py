@@ -259,6 +259,7 @@ class Episodes:
         outcome.reward = float(sum(each.reward for each in done))
         outcome.success = any(each.success for each in done)
         outcome.terminated, outcome.truncated = last.terminated, last.truncated
+        write_interventions(done, outcome)
         if not self._rules.without_info:
             outcome.info_json = _info_json(last.info)
         observation = last.observation
@@ -332,6 +333,18 @@ def write_chunk(done: Sequence[Transition], outcome: simulator_pb2.EnvironmentOu
     """Reward and success of each executed action, which the outcome of a chunk has."""
     write_tensor(outcome.rewards, np.array([each.reward for each in done]))
     write_tensor(outcome.successes, np.array([bool(each.success) for each in done]))
+
+
+def write_interventions(done: Sequence[Transition], outcome: simulator_pb2.EnvironmentOutcome) -> None:
+    """What a person did in place of some of the actions, and who."""
+    theirs = {place: np.ravel(each.done) for place, each in enumerate(done) if each.done is not None}
+    if not theirs:
+        return
+    rows = np.full((len(done), len(next(iter(theirs.values())))), np.nan, np.float32)
+    for place, row in theirs.items():
+        rows[place] = row
+    write_tensor(outcome.interventions, rows)
+    outcome.author = done[max(theirs)].author
 
 
 def _info_json(info: Mapping[str, Any]) -> str:

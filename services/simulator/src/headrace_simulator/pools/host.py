@@ -17,6 +17,8 @@ from headrace_simulator.pipes import CODEC, MEMORY_PART, Kind, Message
 from headrace_simulator.pools.brokers import BROKER_VARIABLE, BrokerLost, Brokers
 
 MODULE = "headrace_simulator.child"
+ROBOT, ROBOT_VARIABLE = "robot", "HEADRACE_SIMULATOR_ROBOT"
+"""The backend of real robots, and where its processes find the robot file of this host."""
 MAX_LISTED = 60_000
 """Characters of one backend's list of environments in a registration."""
 
@@ -177,18 +179,24 @@ def _payload(frame: tuple[Kind, bytes]) -> bytes:
     return payload
 
 
-async def list_environments(timeout_s: float) -> tuple[list[tuple[str, str]], dict[str, str]]:
+async def list_environments(
+    timeout_s: float, robot: str = ""
+) -> tuple[list[tuple[str, str]], dict[str, str]]:
     """Backend and name of every environment, and modules of brokers by backend; see `child.__main__.catalogue`.
+
+    Of a `robot`'s host: of that alone.
 
     Raises:
         WorkerGone, WorkerTimeout: the child could not tell.
     """
-    child = await Worker.start(MODULE, CODEC, code=UsersCode())
+    variables = {ROBOT_VARIABLE: robot} if robot else None
+    child = await Worker.start(MODULE, CODEC, variables=variables, code=UsersCode())
     try:
         child.send((Kind.CATALOGUE, b""))
         _, payload = await child.receive(timeout_s)
         found = json.loads(payload)
-        return [(backend, name) for backend, name in found["environments"]], found["brokers"]
+        listed = [(backend, name) for backend, name in found["environments"]]
+        return [each for each in listed if not robot or each[0] == ROBOT], found["brokers"]
     finally:
         await child.kill()
 

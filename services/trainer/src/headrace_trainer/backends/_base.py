@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from headrace_schema.sections.learning import OptimizerSection
+from headrace_servicekit.weights.bases import Bases
+from headrace_servicekit.weights.versions import StoredWeights
 from torch import Tensor
 
 from headrace_trainer.checkpoints.reader import ADAPTER_KIND as ADAPTER_KIND
@@ -247,6 +249,11 @@ class BalancingBackend(Protocol):
 @runtime_checkable
 class AdaptingBackend(Protocol):
     """What a backend has besides when it can train adapters beside frozen weights."""
+
+    bases: Bases | None = None
+    """Where the processes of this host share frozen weights."""
+    base: StoredWeights | None = None
+    """Those that it shares, as they are published; None where they are its own."""
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Every part of an adapter, whole; all ranks exhaust it."""

@@ -43,6 +43,12 @@ class FsdpOptions(Options):
         description="ranks over which the tokens of a row are divided, and attention's heads with them (Ulysses): for "
         "sequences whose activations do not fit on one rank. Must divide the attention heads",
     )
+    fp8: bool = Field(
+        default=False,
+        description="matrix products of the policy's layers in fp8, a scale for each row (torchao); weights, gradients "
+        "and what is kept for the backward pass stay bfloat16 and fp32. Needs an NVIDIA GPU of compute capability 9.0 "
+        "or later, and is refused elsewhere. The head, experts, critic and reference model stay as they are",
+    )
     compile: bool | None = Field(
         default=None,
         description="torch.compile of every layer, but for its attention: needs a C++ compiler (CPU) or Triton (GPU), "

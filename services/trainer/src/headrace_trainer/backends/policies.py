@@ -16,6 +16,7 @@ import torch
 from headrace_modelkit.tensor_files import whole
 from headrace_modelkit.weights import below
 from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.weights.versions import StoredWeights
 from torch import Tensor
 
 from headrace_trainer.backends._base import AdaptingBackend, Backend, Owners, ReferenceFacts, StatePart
@@ -77,6 +78,12 @@ class Backends(dict[str, Backend]):
         return _joined(
             backend.base_model for backend in self.values() if isinstance(backend, AdaptingBackend)
         )
+
+    @property
+    def base(self) -> StoredWeights | None:
+        """Of the run's own policy, as `AdaptingBackend.base`: all policies' are one where adapters are published."""
+        own = self[""]
+        return own.base if isinstance(own, AdaptingBackend) else None
 
     def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """As `Backend.weight_layout`."""

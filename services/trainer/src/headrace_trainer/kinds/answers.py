@@ -15,8 +15,10 @@ from headrace_modelkit.classifier import body_weights, empty_judge, head_weights
 from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.exporting import export_model, save_adapter
-from headrace_modelkit.families.drafts import DRAFT, add_draft, save_draft
+from headrace_modelkit.families.draft_files import add_draft, save_draft
+from headrace_modelkit.families.drafts import DRAFT
 from headrace_modelkit.families.mixtures import ExpertShape, expert_shape, no_shape
+from headrace_modelkit.families.mtp_files import layers_beside, shared_names
 from headrace_modelkit.families.routing import router_biases
 from headrace_modelkit.loading import load_architecture, load_model, reads_images
 from headrace_modelkit.lora import is_adapter, targets_problem
@@ -115,6 +117,7 @@ class AnswersRun(PolicyKind):
     def checkpoint_names(self) -> CheckpointNames:
         with torch.device("meta"):
             empty = load_model(self.config.model, weights=False)
+            add_draft(empty, self.config.trainer.draft, self.config.model)
         return CheckpointNames.of(empty)
 
     @override
@@ -180,15 +183,19 @@ class AnswersRun(PolicyKind):
     @override
     def export(self, tensors: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:
         """A Hugging Face directory in model.dtype, of a reward model a classifier. Adapters, which are merged into
-        the weights, go by themselves into `adapter/`, in peft's format; a head that drafts goes into `draft/`, in
-        vLLM's.
+        the weights, go by themselves into `adapter/`, in peft's format; an EAGLE-3 head goes into `draft/`, in vLLM's.
+        Layers that predict several tokens stay beside the others, under the checkpoint's names.
         """
         config, lora, section = self.config, self.config.trainer.lora, self.config.trainer.draft
-        draft: dict[str, torch.Tensor] = {}
+        learned: dict[str, torch.Tensor] = {}
         adapters: dict[str, torch.Tensor] = {}
         head: dict[str, torch.Tensor] = {}
         form = judge_of(self.algorithm())
         judge = empty_judge(config.model, form) if form else None
+        model = empty_model(config.model)
+        mtp = section if section is not None and section.form == "mtp" else None
+        add_draft(model, mtp, config.model)
+        shared = shared_names(model) if mtp else ()
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in tensors:
@@ -197,8 +204,10 @@ class AnswersRun(PolicyKind):
                 elif name.startswith(HEAD):
                     head[name.removeprefix(HEAD)] = tensor.clone()
                 elif name.startswith(DRAFT):
-                    draft[name.removeprefix(DRAFT)] = tensor.clone()
+                    learned[name] = tensor.clone()
                 else:
+                    if name in shared:
+                        learned[name] = tensor.clone()
                     yield name, tensor
 
         def judged() -> Iterator[tuple[str, torch.Tensor]]:
@@ -209,16 +218,16 @@ class AnswersRun(PolicyKind):
         def save_beside(directory: Path) -> None:
             if lora is not None:
                 save_adapter(directory / "adapter", lora, adapters, config.model.path)
-            if section is not None:
-                save_draft(directory / "draft", section, config.model, draft)
+            if section is not None and not mtp:
+                save_draft(directory / "draft", section, config.model, learned)
             _keep_generation_config(config.model, directory)
             if codec.images is not None:
                 copy_processor(self.config.model, directory)
 
         codec = load_tokenizer(config.model)
-        export_model(
-            config.model, judged() if judge else weights(), codec, target, beside=save_beside, model=judge
-        )
+        more = {} if judge else layers_beside(config.model, model, learned)
+        given, own = judged() if judge else weights(), judge
+        export_model(config.model, given, codec, target, beside=save_beside, model=own, more=more)
 
     def _check_parts(self) -> None:
         """Raises Refusal INVALID for a part to be frozen that the model has not; and ModelNotReadable."""

@@ -182,6 +182,19 @@ def witnesses(state: StepState, groups: Iterable[Group]) -> list[Sample]:
     return []
 
 
+def rated(groups: Iterable[Group]) -> dict[tuple[int, int], Sample]:
+    """By prompt ordinal and sample index: what groups that are rated have of one branch."""
+    return {
+        (group.prompt_ordinal, member.sample_index): msgspec.structs.replace(
+            member.samples[0], slot=(group.prompt_ordinal, member.sample_index)
+        )
+        for group in groups
+        if group.rated
+        for member in group.members
+        if len(member.samples) == 1
+    }
+
+
 @dataclass(frozen=True, order=True)
 class Difference:
     """A token of an answer whose log-prob the trainer computes to other bits than the engine."""

@@ -337,7 +337,7 @@ def _laid_out(
     cheapest = attends is Attends.CHEAPEST
     along = attends is Attends.PATHS or (cheapest and _cheaper(paths, len(trees), length))
     return _LaidOut(
-        _padded([tree.tokens for tree in trees], length),
+        _padded([tree.tokens for tree in trees], length, repeated=True),
         # A model takes a position that does not follow the one before it for the beginning of another sequence.
         _padded([tree.depths for tree in trees], length, rising=not branched),
         [row * length for row in range(len(trees))],
@@ -360,7 +360,7 @@ def _in_one_row(trees: list[PrefixTree], parts: list[list[Segment]], multiple: i
     if more := -len(tokens) % multiple:  # a sequence of its own that nothing looks at
         listed.append(Segment(len(tokens), len(tokens) + more, len(tokens)))
     return _LaidOut(
-        _padded([tokens], len(tokens) + more),
+        _padded([tokens], len(tokens) + more, repeated=True),
         _padded([depths], len(tokens) + more),
         starts,
         segments=Segments.of(listed),
@@ -390,11 +390,13 @@ def _columns(sequences: list[Sample]) -> dict[str, Tensor]:
     }
 
 
-def _padded(rows: list[np.ndarray], length: int, *, rising: bool = False) -> Tensor:
+def _padded(rows: list[np.ndarray], length: int, *, rising: bool = False, repeated: bool = False) -> Tensor:
     out_RL = np.zeros((len(rows), length), dtype=np.int64)
     if rising:
         out_RL[:] = np.arange(length)
     for row, values in enumerate(rows):
+        if repeated:  # the embedding of 0 may be 0, where some families have no gradient
+            out_RL[row] = values[-1]
         out_RL[row, : len(values)] = values
     return torch.from_numpy(out_RL)
 

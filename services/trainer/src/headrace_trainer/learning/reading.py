@@ -70,7 +70,7 @@ def read_group(
     if len({member.sample_index for member in members}) != len(members):
         raise invalid(f"prompt {message.prompt_ordinal}: a sample is in the group twice")
     keys = [(message.prompt_ordinal, m.sample_index, m.attempt, m.body_digest) for m in members]
-    return Group(message.prompt_ordinal, members, set_digest(keys))
+    return Group(message.prompt_ordinal, members, set_digest(keys), message.rated)
 
 
 def read_given_group(message: trainer_pb2.SettledGroup, reader: GivenReader) -> Group:

@@ -173,6 +173,8 @@ class Group:
     prompt_ordinal: int
     members: tuple[Trajectory, ...]
     digest: str
+    rated: bool = False
+    """The commit says what the new version makes of its tokens."""
 
     def keys(self) -> list[MemberKey]:
         """What a set digest is computed over."""

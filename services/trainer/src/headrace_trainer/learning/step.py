@@ -72,6 +72,8 @@ class CommitReply:
     max_staleness: int = 0
     tokens_by_version: Mapping[int, int] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
+    rated: Mapping[tuple[int, int], list[float]] = field(default_factory=dict)
+    """By prompt ordinal and sample index: log-probs of the tokens under the new version."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,12 @@ from headrace_modelkit.weights import CheckpointNames, below, own_name
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import OptimizerSection
 from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.weights.bases import Bases
 from torch import Tensor
 
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.backends._base import (
+    AdaptingBackend,
     Backend,
     BalancingBackend,
     EpisodeBackend,
@@ -65,7 +67,8 @@ class Rank:
     """The backend of this process in its trainer group, driven by rounds.
 
     `reader`, `collect` and `contributed` are set by the leader before the round that uses them. Without a leased
-    device it computes with as many threads as its caller does. `runs` has the directories of all runs.
+    device it computes with as many threads as its caller does. `bases`: where frozen weights are shared; by default
+    they are its own.
     """
 
     def __init__(
@@ -75,13 +78,14 @@ class Rank:
         device: LeasedDevice | None = None,
         directory: Path | None = None,
         reduced: Reduced | None = None,
+        bases: Bases | None = None,
     ) -> None:
         self._runs = directory.parent if directory is not None else Path()
         self._writer = PartWriter()
         self.config = config
         self.reduced = reduced or Reduced(config)
         """What the leader has reduced after a device had no memory left."""
-        self._device = device
+        self._device, self._bases = device, bases
         self.ranks = ranks
         self.kind = run_kind(config)
         for kind in self.kind.policies.values():
@@ -133,12 +137,16 @@ class Rank:
             algorithm.load_state({key: value for (policy, key), value in named.items() if policy == name})
 
     def _new_backends(self) -> Backends:
-        return Backends(
+        found = Backends(
             {
                 name: kind.backend(self.algorithms[name], self.ranks)
                 for name, kind in self.kind.policies.items()
             }
         )
+        for backend in found.values():
+            if isinstance(backend, AdaptingBackend):
+                backend.bases = self._bases
+        return found
 
     def check_files(self, reader: StateReader | None) -> None:
         """Opens the models' files that a restore reads, of a checkpoint with `reader`; loads nothing.

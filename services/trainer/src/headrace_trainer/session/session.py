@@ -27,6 +27,7 @@ from headrace_trainer.learning.figures import (
     agreement,
     differences,
     differing,
+    rated,
     staleness_figures,
     witnesses,
 )
@@ -67,6 +68,8 @@ class Session:
         self._helps = False
         self._learn_seconds = 0.0
         self._witnesses: list[Sample] = []
+        self._rated: dict[tuple[int, int], Sample] = {}
+        """Those whose tokens the commit says something of."""
 
     @property
     def state(self) -> steps.StepState:
@@ -218,6 +221,7 @@ class Session:
             self.rounds.attempt = command.step, command.attempt
             self._drop_accumulators()
             self._learn_seconds, self.rounds.infer_seconds, self._witnesses = 0.0, 0.0, []
+            self._rated = {}
         self._state = state
 
     def learn(self, items: Many[LearnItem]) -> list[list[GroupRecord] | Refusal]:
@@ -244,6 +248,8 @@ class Session:
                 raise self._after(short, in_attempt=True) from short
             own = (group if alone else part_of(group, OWN, config.played) for group in learned)
             self._witnesses = self._witnesses or witnesses(self.state, own)
+            if alone:
+                self._rated |= rated(learned)
         self._learn_seconds += time.monotonic() - started
         return [
             refusal or [self.state.groups[group.prompt_ordinal] for group in item.groups]
@@ -341,7 +347,10 @@ class Session:
         figures |= {"learn_seconds": self._learn_seconds + time.monotonic() - started}
         figures |= staleness_figures(self.state) if config.algorithm.max_staleness else {}
         figures |= {"infer_seconds": self.rounds.infer_seconds} if self._policies[0].algorithm.columns else {}
-        return replace(counts, version=version, figures={**figures, **compared})
+        found = self.infer([*self._rated.values()]) if self._rated else []
+        made = dict(zip(self._rated, found, strict=True))
+        self._rated = {}
+        return replace(counts, version=version, figures={**figures, **compared}, rated=made)
 
     def _compared(self, records: Many[GroupRecord]) -> dict[str, float]:
         """Figures of a comparison with the engine for a step whose micro-batches made none: none had a gradient."""

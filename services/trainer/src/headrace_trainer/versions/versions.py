@@ -12,7 +12,7 @@ from headrace.common.v1 import common_pb2
 from headrace_modelkit.adapters import names_alone
 from headrace_modelkit.weights import own_name
 from headrace_servicekit.weights.store import WeightStore
-from headrace_servicekit.weights.versions import BASE_NUMBER, base_name, joined
+from headrace_servicekit.weights.versions import BASE_NUMBER, StoredWeights, base_name, joined
 from torch import Tensor
 
 from headrace_trainer.errors import invalid
@@ -82,10 +82,22 @@ class RunVersions:
         if self._base is None:
             return _staged(rounds, self._own, number, "merged")
         if self._below is None:
-            digest = _staged(rounds, self._base, BASE_NUMBER, "base")
-            self._base.publish(Version(BASE_NUMBER, 0, 0, digest))
+            shared = rounds.rank.backends.base
+            if shared is not None:
+                digest = self._adopted(shared)
+            else:
+                digest = _staged(rounds, self._base, BASE_NUMBER, "base")
+                self._base.publish(Version(BASE_NUMBER, 0, 0, digest))
             self._below = common_pb2.AdapterBase(digest=digest, scales=self._scales)
         return _staged(rounds, self._own, number, "adapters", self._below)
+
+    def _adopted(self, base: StoredWeights) -> str:
+        """Holds frozen weights that lie in shared memory already; their digest."""
+        name = base_name(self._run)
+        assert base.path is not None
+        self._store.keep(name, set())
+        self._store.adopt(name, base.version, base.manifest, base.path, base.segment, base.body)
+        return str(base.version.digest)
 
     def _stage_parts(self, rounds: Rounds, number: int) -> str:
         started = time.monotonic()

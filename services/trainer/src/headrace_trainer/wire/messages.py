@@ -72,6 +72,10 @@ def version_message(version: Version | None) -> common_pb2.PolicyVersion | None:
     )
 
 
+MOST_RATED = 1024
+"""Tokens of a trajectory that a commit says something of."""
+
+
 def commit_message(reply: CommitReply | None) -> trainer_pb2.CommitStepResponse | None:
     """A commit's reply, or None."""
     if reply is None:
@@ -85,6 +89,13 @@ def commit_message(reply: CommitReply | None) -> trainer_pb2.CommitStepResponse 
         max_staleness=reply.max_staleness,
         tokens_by_version=dict(reply.tokens_by_version),
         figures=dict(reply.figures),
+        rated=[
+            trainer_pb2.RatedTrajectory(
+                sample=common_pb2.SlotKey(prompt_ordinal=prompt, sample_index=sample),
+                log_probs=log_probs[:MOST_RATED],
+            )
+            for (prompt, sample), log_probs in sorted(reply.rated.items())
+        ],
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.progress import counter
 from headrace_trainer.backends._base import EpisodeBackend, ReferenceFacts, WarmUp
 from headrace_trainer.backends.shared.model import LearnedModel
 from headrace_trainer.errors import invalid
@@ -214,7 +215,11 @@ class RobotBackend(LearnedModel, EpisodeBackend):
         if self._policy.normalizer is not None and shown.observation.state_BS is not None:
             self._policy.normalizer.update(shown.observation.state_BS.to(self._ranks.device))
             self._policy.normalizer.freeze()
-        losses = [self._imitate(shown, step) for step in range(warmup.steps)]
+        losses: list[float] = []
+        counter().begin(warmup.steps, "steps")
+        for step in range(warmup.steps):
+            losses.append(self._imitate(shown, step))
+            counter().add(note=f"loss {losses[-1]:.3g}")
         self._warmed_up()
         figures = {"moments": len(shown.valid_NC), "first_loss": losses[0], "last_loss": losses[-1]}
         return WarmUp(warmup.steps, {f"warmup_{name}": float(value) for name, value in figures.items()})

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from headrace_modelkit.pinned import rooms_of
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.progress import counter
 from headrace_servicekit.rpc.episodes import STATE
 from headrace_trainer.backends._base import CommitReport, StatePart, StateReader, WarmUp
 from headrace_trainer.backends.shared.figures import TokenFigures
@@ -33,6 +34,7 @@ from headrace_robots.trainer.backend.whole import WholeRobot
 from headrace_robots.trainer.off_policy.algorithm import OffPolicyAlgorithm
 from headrace_robots.trainer.off_policy.batches import batch_of, joined, stored_of
 from headrace_robots.trainer.off_policy.parts import Held, Parts, critic_name
+from headrace_robots.trainer.off_policy.plugins import PERSON
 from headrace_robots.trainer.off_policy.updates import ACTOR, DIFFERENCES, UPDATES, Batch, DaggerUpdate
 from headrace_robots.trainer.replay.demonstrations import demonstrated
 from headrace_robots.trainer.replay.opening import open_store, sampling_of, spaces_of
@@ -117,7 +119,7 @@ class OffPolicyRobot(WholeRobot):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._config.seed)
             update = UPDATES[self._off_policy.name](policy, self._options)
-        if isinstance(update, DaggerUpdate):
+        if isinstance(update, DaggerUpdate) and update.options.expert != PERSON:
             update.expert = load_policy(update.options.expert).to(self._ranks.device).requires_grad_(False)
         self._parts_beside = Parts(update, policy, self._adamw, self._config.optimizer, self._ranks)
 
@@ -223,7 +225,9 @@ class OffPolicyRobot(WholeRobot):
         figures: dict[str, float] = defaultdict(float)
         try:
             for data in pending:
-                self.store.insert(stored_of(data, self.store.spaces, self._options.reward_scale))
+                self.store.insert(
+                    stored_of(data, self._policy, self.store.spaces, self._options.reward_scale)
+                )
             self._set_rates(learning_rate)
             for number in due:
                 self._update(number, self.store, self._shown, self._options.batch_size, figures)
@@ -332,8 +336,10 @@ class OffPolicyRobot(WholeRobot):
         warmup, figures = self._config.trainer.warmup, defaultdict[str, float](float)
         shown = self._shown or self._read_demonstrations()
         self._set_rates(warmup.lr)
+        counter().begin(warmup.steps, "steps")
         for step in range(warmup.steps):
             self._update(-1 - step, shown, shown, warmup.batch, figures)
+            counter().add()
         if not self.parts.finite:
             reason = "an update of the warm-up is not finite; lower it"
             raise invalid(f"trainer.warmup.lr: {reason}", key="trainer.warmup.lr")

@@ -44,13 +44,16 @@ def batch_of(
         weights_B=tensor(drawn.weights_B),
         successes_B=torch.tensor([bool(each.success) for each in episodes], device=device),
         returns_B=torch.tensor([each.total for each in episodes], device=device),
-        shown_B=torch.full((len(episodes),), is_shown, device=device),
+        shown_B=tensor(source.shown(drawn.rows_B)) | is_shown,
         count=float(size),
     )
 
 
-def stored_of(data: EpisodeData, spaces: Spaces, scale: float) -> Stored:
-    """An episode as a store takes it; `scale` is the factor of its rewards."""
+def stored_of(data: EpisodeData, policy: RobotPolicy, spaces: Spaces, scale: float) -> Stored:
+    """An episode as a store takes it; `scale` is the factor of its rewards.
+
+    A chunk in which a person acted has what was done, as the policy would have drawn it.
+    """
     outcome = {name: array.array() for name, array in data.outcome.items()}
     terminated, success = (bool(each) for each in outcome["ended"])
     states, length = np.zeros((len(outcome["rewards"]), 0), np.float32), len(outcome["rewards"])
@@ -58,6 +61,12 @@ def stored_of(data: EpisodeData, spaces: Spaces, scale: float) -> Stored:
         states = data.observation[STATE].array()
     size = spaces.state_size
     states, actions = states[:, :size].astype(np.float32), data.sampled[ACTIONS].array()
+    shown_T = np.zeros(length, np.bool_)
+    if "intervened" in outcome:
+        shown_T |= outcome["intervened"].any(1)
+        done_TCA = policy.head.drawn_of(torch.from_numpy(outcome["executed"][shown_T]))  # type: ignore[operator, union-attr]
+        actions = actions.astype(np.float32)
+        actions[shown_T] = done_TCA.float().numpy()
 
     def whole(name: str, own: np.ndarray) -> np.ndarray:
         last = data.final[name].array() if name in data.final else np.zeros(own.shape[1:], own.dtype)
@@ -77,6 +86,8 @@ def stored_of(data: EpisodeData, spaces: Spaces, scale: float) -> Stored:
         terminated,
         success,
         images,
+        shown_T,
+        outcome["author"].tobytes().decode() if "author" in outcome else "",
     )
 
 

@@ -11,6 +11,7 @@ from headrace_trainer.errors import invalid
 from headrace_robots.policies.directory import load_policy
 from headrace_robots.policies.policy import PolicyConfig
 from headrace_robots.trainer.off_policy.algorithm import OffPolicyAlgorithm
+from headrace_robots.trainer.off_policy.plugins import PERSON
 
 HEADS = {"sac": "squashed", "rlpd": "squashed", "crossq": "squashed", "td3_bc": "deterministic"}
 """What the policy's head must be, where its actions are numbers; the others take any."""
@@ -74,7 +75,12 @@ def _check_head(name: str, policy: Any) -> None:
 def _check_expert(path: str, policy: PolicyConfig) -> None:
     key = "algorithm.options.expert"
     if not path:
-        raise invalid(f"{key}: dagger imitates an expert; name a policy's directory", key=key)
+        raise invalid(
+            f"{key}: dagger imitates an expert; name a policy's directory, or {PERSON} for a real robot's operator",
+            key=key,
+        )
+    if path == PERSON:
+        return
     try:
         expert = load_policy(path)
     except ModelNotReadable as error:

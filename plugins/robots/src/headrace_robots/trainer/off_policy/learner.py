@@ -75,6 +75,9 @@ class OffPolicyLearner(PassesLearner[range, int]):
             "ended": np.array([episode.terminated, episode.success]),
             "version": np.array([member.policy_number]),
         }
+        if episode.intervened_TC is not None:
+            outcome["executed"], outcome["intervened"] = episode.executed_TCA, episode.intervened_TC
+            outcome["author"] = np.frombuffer(episode.author.encode(), np.uint8)
         return msgspec.structs.replace(data, outcome=packed(outcome))
 
     @override

@@ -8,6 +8,8 @@ from headrace_servicekit.registry import Options, Plugin
 from headrace_trainer.algorithms.plugins import OFF_POLICY, Count
 from pydantic import Field, PositiveFloat, model_validator
 
+PERSON = "person"
+"""In place of an expert's directory: who intervenes at a real robot."""
 Share = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, le=1)]
@@ -169,7 +171,8 @@ class DaggerOptions(ReplayOptions):
 
     expert: str = Field(
         default="",
-        description="directory of a policy, where the trainer runs, whose actions are imitated in what the policy saw",
+        description="directory of a policy, where the trainer runs, whose actions are imitated in what the policy saw; "
+        "person: what whoever intervened at a real robot did, and nothing else (HG-DAgger)",
     )
 
 

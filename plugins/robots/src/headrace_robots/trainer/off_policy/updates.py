@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from headrace_robots.policies.policy import Observation, RobotPolicy
 from headrace_robots.trainer.off_policy import losses, plugins
@@ -27,7 +28,8 @@ ACTOR = "actor"
 class Batch:
     """Drawn transitions. `actions_BCA` is what was drawn, as the policy draws; `count` the batch's size over all ranks.
 
-    `successes_B` and `returns_B` are of the whole episode; `shown_B` is true at demonstrations.
+    `successes_B` and `returns_B` are of the whole episode; `shown_B` is true at demonstrations, and where a person
+    acted.
     """
 
     seen: Observation
@@ -356,16 +358,21 @@ class CloningUpdate(Update):
         )
 
 
-class DaggerUpdate(Update):
-    """Imitates what the expert would have done; of demonstrations, what they did."""
+class DaggerUpdate(CloningUpdate):
+    """Imitates what the expert would have done; of demonstrations and interventions, what was done.
 
-    options: plugins.DaggerOptions
-    expert: RobotPolicy
+    Without an expert it imitates these alone (HG-DAgger, arXiv 1810.02890).
+    """
+
+    options: plugins.DaggerOptions  # type: ignore[assignment]
+    expert: RobotPolicy | None = None
     """Given before the first update."""
 
     def __call__(
         self, batch: Batch, number: int, noise: Callable[[], Tensor], steps: Steps
     ) -> dict[str, Tensor]:
+        if self.expert is None:
+            return super().__call__(batch, number, noise, steps)
         seeds = [0] * len(batch.seen)
         wanted_BCA = self.expert.act(batch.seen, seeds, deterministic=True).executed_BCA.float()
         done_BCA = self.policy.head.executed(batch.actions_BCA).float()
@@ -374,6 +381,10 @@ class DaggerUpdate(Update):
         loss = losses.mean(batch.weights_B * errors_B, batch.count)
         steps.step(ACTOR, loss)
         return {"actor_loss": loss.detach()}
+
+    @override
+    def _weights(self, batch: Batch, steps: Steps) -> Tensor:
+        return torch.zeros_like(batch.weights_B)
 
 
 UPDATES: Mapping[str, type[Update]] = {

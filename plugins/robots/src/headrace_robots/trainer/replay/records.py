@@ -17,14 +17,15 @@ import numpy as np
 
 from headrace_robots.trainer.replay.draws import Draws
 
-FORMAT = 1
+FORMAT = 2
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS commits (number INTEGER PRIMARY KEY, largest REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS episodes (
   id INTEGER PRIMARY KEY, prompt INTEGER NOT NULL, sample INTEGER NOT NULL, version INTEGER NOT NULL,
   added INTEGER NOT NULL, evicted INTEGER, first INTEGER NOT NULL, chunks INTEGER NOT NULL,
-  terminated INTEGER NOT NULL, success INTEGER NOT NULL, total REAL NOT NULL, used INTEGER NOT NULL DEFAULT 0,
+  terminated INTEGER NOT NULL, success INTEGER NOT NULL, total REAL NOT NULL, shown BLOB NOT NULL,
+  author TEXT NOT NULL, used INTEGER NOT NULL DEFAULT 0,
   body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS uses (
   added INTEGER NOT NULL, episode INTEGER NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (episode, added));
@@ -34,7 +35,9 @@ CREATE TABLE IF NOT EXISTS pictures (
   episode INTEGER NOT NULL, place INTEGER NOT NULL, camera TEXT NOT NULL, body BLOB NOT NULL,
   PRIMARY KEY (episode, place, camera)) WITHOUT ROWID;
 """
-COLUMNS = "id, prompt, sample, version, added, evicted, first, chunks, terminated, success, total"
+COLUMNS = (
+    "id, prompt, sample, version, added, evicted, first, chunks, terminated, success, total, shown, author"
+)
 
 
 class StoreProblem(Exception):
@@ -70,7 +73,8 @@ class Sampling:
 @dataclass(frozen=True)
 class Stored:
     """An episode as it is inserted. `states_TS`, (T + 1, S), and each of `pictures`, (T + 1, H, W, channels) uint8,
-    show what it ended with last, zeros where it terminated.
+    show what it ended with last, zeros where it terminated. `shown_T` is true at chunks in which a person, `author`,
+    acted; None: in none.
     """
 
     slot: tuple[int, int]
@@ -81,6 +85,8 @@ class Stored:
     terminated: bool
     success: bool
     pictures: Mapping[str, np.ndarray] = field(default_factory=dict)
+    shown_T: np.ndarray | None = None
+    author: str = ""
 
 
 class Kept(NamedTuple):
@@ -97,6 +103,9 @@ class Kept(NamedTuple):
     terminated: int
     success: int
     total: float
+    shown: bytes
+    """A byte for each chunk, 1 where a person acted; empty where nobody did."""
+    author: str
 
 
 class Use(NamedTuple):

@@ -41,6 +41,8 @@ class Ring:
         self.left_N = np.zeros(capacity, np.int32)
         """Chunks until the episode's end; 0 at what it ended with."""
         self.terminated_N = np.zeros(capacity, np.bool_)
+        self.shown_N = np.zeros(capacity, np.bool_)
+        """Where a person acted."""
         self.episodes_N = np.zeros(capacity, np.int64)
         self.priorities_N = np.zeros(capacity, np.float32)
 
@@ -51,7 +53,7 @@ class Ring:
     @property
     def bytes(self) -> int:
         """What the rows take in memory."""
-        arrays = (self.states_NS, self.actions_NA, self.rewards_N, self.left_N)
+        arrays = (self.states_NS, self.actions_NA, self.rewards_N, self.left_N, self.shown_N)
         return sum(each.nbytes for each in (*arrays, self.terminated_N, self.episodes_N, self.priorities_N))
 
     def append(
@@ -63,6 +65,7 @@ class Ring:
         *,
         terminated: bool,
         priorities: np.ndarray,
+        shown_T: np.ndarray | None = None,
     ) -> np.ndarray:
         """Appends an episode, for which there must be room; the places of its rows."""
         length = len(rewards)
@@ -72,6 +75,9 @@ class Ring:
         self.rewards_N[at[:-1]], self.rewards_N[at[-1]] = rewards, 0
         self.left_N[at] = np.arange(length, -1, -1)
         self.terminated_N[at], self.episodes_N[at] = terminated, episode
+        self.shown_N[at] = False
+        if shown_T is not None:
+            self.shown_N[at[:-1]] = shown_T
         self.priorities_N[at[:-1]], self.priorities_N[at[-1]] = priorities, 0
         self.end += length + 1
         return at

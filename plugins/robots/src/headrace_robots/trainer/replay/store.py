@@ -88,10 +88,12 @@ class ReplayStore:
                 int(stored.terminated),
                 int(stored.success),
                 float(stored.rewards_T.sum(dtype=np.float64)),
+                b"" if stored.shown_T is None or not stored.shown_T.any() else stored.shown_T.tobytes(),
+                stored.author,
             )
             names = COLUMNS.removeprefix("id, ")
             found = self._file.execute(
-                f"INSERT INTO episodes ({names}, body) VALUES (?,?,?,?,?,?,?,?,?,?,?)", (*values, body)
+                f"INSERT INTO episodes ({names}, body) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", (*values, body)
             )
             number = int(found.lastrowid or 0)
             self._file.executemany("INSERT INTO pictures VALUES (?,?,?,?)", _encoded(number, stored.pictures))
@@ -207,6 +209,11 @@ class ReplayStore:
         """The episode of each row."""
         return [self.episodes[each] for each in self.ring.episodes_N[self.ring.places(rows_B)].tolist()]
 
+    def shown(self, rows_B: np.ndarray) -> np.ndarray:
+        """Whether a person acted at each row."""
+        found: np.ndarray = self.ring.shown_N[self.ring.places(rows_B)]
+        return found
+
     def uses(self) -> list[Use]:
         """How often each committed episode was drawn, in the order of their insertion."""
         return [*uses_of(self._file)]
@@ -233,6 +240,8 @@ class ReplayStore:
                 bool(kept.terminated),
                 bool(kept.success),
                 {camera: self.pictures(rows, camera) for camera in self.spaces.cameras},
+                np.frombuffer(kept.shown, np.bool_) if kept.shown else None,
+                kept.author,
             )
 
     # Parts
@@ -293,6 +302,7 @@ class ReplayStore:
             *self._split(body, kept.chunks),
             terminated=bool(kept.terminated),
             priorities=priorities,
+            shown_T=np.frombuffer(kept.shown, np.bool_) if kept.shown else None,
         )
         self._drawer.changed(at)
 

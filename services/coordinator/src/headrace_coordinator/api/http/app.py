@@ -31,7 +31,11 @@ from headrace_coordinator.api.http.routes.evaluations import evaluation_routes
 from headrace_coordinator.api.http.routes.events import event_routes
 from headrace_coordinator.api.http.routes.fleet import DeviceRelease, ScaleRequest, fleet_routes
 from headrace_coordinator.api.http.routes.overviews import overview_routes
-from headrace_coordinator.api.http.routes.recordings import recording_routes, video_routes
+from headrace_coordinator.api.http.routes.recordings import (
+    demonstration_routes,
+    recording_routes,
+    video_routes,
+)
 from headrace_coordinator.api.http.routes.runs import run_routes
 from headrace_coordinator.api.http.routes.service import plan_routes, service_routes
 from headrace_coordinator.api.http.routes.sessions import CallRequest, SamplesRequest, session_routes
@@ -93,6 +97,7 @@ def make_app(
     app.include_router(run_routes(coordinator, runs_directory))
     app.include_router(session_routes(coordinator))
     app.include_router(recording_routes(coordinator))
+    app.include_router(demonstration_routes(coordinator))
     app.include_router(event_routes(coordinator, heartbeat_s))
     app.include_router(evaluation_routes(coordinator))
     for kind in ("runs", "evaluations"):

@@ -12,7 +12,7 @@ from headrace_coordinator.store.run_files import EVALUATION, RESTORE, STEP, RunF
 
 SPARK_POINTS = 40
 REWINDS = 100
-"""The newest recoveries that are marked in curves."""
+"""So many of the newest restores are looked at: those that are recoveries are marked in curves."""
 
 
 def read_spark(files: RunFiles) -> list[float | None]:
@@ -29,8 +29,7 @@ def read_curves(files: RunFiles, points: int) -> CurvesView:
     rows = [step_scalars(view) for view in views]
     names = sorted({name for row in rows for name in row})
     made = [event.view for event in evaluations if isinstance(event, ev.Evaluated)]
-    # The first restore is of the model, or of the checkpoint, that the run began with.
-    restores = files.newest(RESTORE, REWINDS + 1)[:-1]
+    restores = files.newest(RESTORE, REWINDS)
     return CurvesView(
         steps=[view.step for view in views],
         series={name: [finite(row.get(name)) for row in rows] for name in names},
@@ -40,7 +39,7 @@ def read_curves(files: RunFiles, points: int) -> CurvesView:
         rewinds=[
             RewindView(step=event.frontier_step, time=event.at)
             for event in reversed(restores)
-            if isinstance(event, ev.VersionRestored)
+            if isinstance(event, ev.VersionRestored) and event.recovery
         ],
         total=total,
         event=files.last_figure(),

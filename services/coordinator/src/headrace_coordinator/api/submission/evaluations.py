@@ -16,8 +16,10 @@ from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
 
 from headrace_coordinator.api.submission.submission import Evaluated, Origin, Submission
+from headrace_coordinator.data.builtin.episodes import Episodes
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain.runs import SuiteEvaluation
+from headrace_coordinator.projections.videos import start_of
 from headrace_coordinator.suites import Suite, open_suite
 
 PACKAGES = ("headrace-coordinator", "reasoning-gym", "datasets")
@@ -51,6 +53,39 @@ def resolve_evaluation(asked: EvaluationSpec, origin: Origin | None) -> tuple[Ru
     assert model is not None
     name = model.path or str((model.policy or {}).get("kind", ""))
     return _run_spec(asked, model, suite, draft), Evaluated(asked, suite, name, checkpoint, digest)
+
+
+def replayed(run: RunView, start: str) -> EvaluationSpec:
+    """One episode from a start state of a run's, or an evaluation's, episodes, with the policy as it is now.
+
+    `start`: the words of the start state, as trajectories have them in place of a prompt, or the name of its video.
+
+    Raises:
+        Impossible: it names no start state of the run.
+    """
+    spec = RunSpec.model_validate(run.spec)
+    if spec.environment is None or spec.speaks_with_environments or spec.data.source != "episodes":
+        reason = f"{run.id} acts from no start states of environments"
+        raise Impossible([problem("start", reason, "name a run with workflow: embodied")])
+    source = Episodes.model_validate({"tasks": spec.environment.tasks, **spec.data.options})
+    found = source.named(start_of(start) or start)
+    if found is None:
+        fix = (
+            "use the words that its trajectories have in place of a prompt, or the name of one of its videos"
+        )
+        raise Impossible([problem("start", f"{run.id} has no start state {start!r}", fix)])
+    task, number = found
+    environment = spec.environment.model_copy(update={"tasks": [task], "count": 1, "videos": None})
+    suite = source.model_dump(exclude={"tasks"})  # its defaults are not the suite's
+    suite |= {"environment": environment.model_dump(mode="json"), "only": number, "videos": 1}
+    sampling = {"temperature": 0.0 if spec.evaluation.greedy else 1.0}
+    asked: dict[str, Any] = {"checkpoint": {"run": run.id}, "sampling": sampling}
+    if run.suite is not None:
+        asked = {key: run.suite.spec[key] for key in ("model", "checkpoint", "sampling", "seed")}
+        asked["checkpoint"] = asked["checkpoint"] and {**asked["checkpoint"], "step": None}
+    return EvaluationSpec.model_validate(
+        {"name": "replay", "suite": {"name": "episodes", "options": suite}, **asked}
+    )
 
 
 def _their_model(run: RunView, policy: str) -> ModelSection:

@@ -206,6 +206,6 @@ class Submissions:
         await self._quotas.admit(
             caller, spec.scheduling.priority
         )  # others may have come while it was checked
-        notes = [ev.Noted(at=now, run=run, text=submission.note)] if submission.note else []
+        notes = [ev.Noted(at=now, run=run, text=submission.note, plain=True)] if submission.note else []
         await self._event_log.commit(submitted, self._keys.used(key, body, run), *notes)
         return run

@@ -183,7 +183,7 @@ function differing(first, second) {
     ...shown.map((item) => {
       const details = h("details", { class: "trajectory changed", ontoggle: () => { if (details.open && details.children.length === 1) details.append(sides(item)); } },
         h("summary", {}, h("span", { class: `chip reward ${item.means[1] > item.means[0] ? "succeeded" : "failed"}` }, `${number(item.means[0], 2)} → ${number(item.means[1], 2)}`),
-          h("span", { class: "muted" }, `item ${item.ordinal}`), h("span", { class: "excerpt" }, middle(item.prompt, 160)), h("span", { class: "muted" }, item.means[1] > item.means[0] ? "better" : "worse")));
+          h("span", { class: "muted" }, `item ${item.ordinal}`), h("span", { class: "excerpt" }, h("bdi", {}, middle(item.prompt, 160))), h("span", { class: "muted" }, item.means[1] > item.means[0] ? "better" : "worse")));
       return details;
     })];
 }

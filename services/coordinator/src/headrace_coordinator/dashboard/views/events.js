@@ -40,6 +40,6 @@ export function eventLog(context) {
 }
 
 function line(event) {
-  return h("li", { class: isGrave(event) ? "grave" : isStep(event) ? "step" : null, "data-event": event.id },
+  return h("li", { class: isGrave(event) ? "grave" : isStep(event) ? "step" : event.type === "noted" ? "note" : null, "data-event": event.id },
     h("time", { datetime: new Date(event.time * 1000).toISOString() }, clock(event.time)), h("span", {}, eventText(event)));
 }

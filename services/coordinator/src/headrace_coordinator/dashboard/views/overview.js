@@ -172,7 +172,7 @@ function draw(root, curves, { signal, run }, own) {
   const still = [];
   const groups = [];
   if (!known.length && !curves.evaluations.length) {
-    root.replaceChildren(empty("No step is committed yet. Curves appear with the first one."));
+    root.replaceChildren(empty(["SUCCEEDED", "FAILED", "CANCELLED"].includes(run.state) ? "No step was committed." : "No step is committed yet. Curves appear with the first one."));
     return { names: names(curves), update() {}, end() {} };
   }
   const options = { look: chosenLook(), signal };

@@ -52,7 +52,7 @@ export async function proof(root, context) {
     const rows = page.certificates.flatMap((certificate, at) => {
       const { parent } = certificate.version;
       const before = page.certificates[at + 1]?.version.number;
-      return [row(certificate), before !== undefined && parent !== before && h("tr", { class: "rewind" }, h("td", { colspan: 9 }, `rewind: goes on from version ${parent}`))];
+      return [row(certificate), before !== undefined && parent !== before && h("tr", { class: "rewind" }, h("td", { colspan: 9 }, page.certificates[at + 1].live ? `goes on as version ${parent}, the same state restored` : `rewind: goes on from version ${parent}`))];
     });
     ledger.replaceChildren(table("Certificates", ["Version", "Parent", "Step", "Trained", "Dropped", "Tokens by version", "Staleness", "Log-prob mismatch", "KL to the trainer"], rows)[0]);
   }

@@ -6,12 +6,13 @@ import { clock, duration, episodeFacts, number } from "../format.js";
 import { labels } from "./labels.js";
 import { progress } from "./runs.js";
 import { overview } from "./overview.js";
+import { demonstrations } from "./episode.js";
 import { timeline } from "./timeline.js";
 import { trajectories } from "./trajectories.js";
 import { proof } from "./proof.js";
 import { specTab } from "./spec.js";
 
-const TABS = { overview: ["Overview", overview], timeline: ["Timeline", timeline], trajectories: ["Trajectories", trajectories], proof: ["Proof", proof], spec: ["Spec", specTab] };
+const TABS = { overview: ["Overview", overview], timeline: ["Timeline", timeline], trajectories: ["Trajectories", trajectories], demonstrations: ["Demonstrations", demonstrations], proof: ["Proof", proof], spec: ["Spec", specTab] };
 const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
 
 export async function show(root, place, signal) {
@@ -20,7 +21,7 @@ export async function show(root, place, signal) {
   const tab = TABS[place.tab] ? place.tab : "overview";
   const header = h("div");
   const body = h("div", { class: "tab" });
-  const nav = h("nav", { class: "tabs", "aria-label": "Of this run" }, Object.entries(TABS).map(([name, [label]]) =>
+  const nav = h("nav", { class: "tabs", "aria-label": "Of this run" }, Object.entries(TABS).filter(([name]) => name !== "demonstrations" || first.spec.trainer?.warmup?.demonstrations).map(([name, [label]]) =>
     h("a", { href: `#${path.slice(3)}${name === "overview" ? "" : `/${name}`}`, "aria-current": name === tab ? "page" : null }, label)));
   root.append(header, nav, body);
   const top = runHeader(header, path, signal);
@@ -116,7 +117,7 @@ function runHeader(element, path, signal) {
     const until = run.finished_at ?? Date.now() / 1000;
     figures.replaceChildren(facts([
       ["Owner", `${run.owner}${run.team ? ` of ${run.team}` : ""}, seen by ${{ private: "the owner", team: "the team", fleet: "everybody" }[run.visibility]}`],
-      ...(given ? [["Loss", number(run.last_step?.figures.loss)]] : [["Reward", number(run.last_step?.reward_mean)]]),
+      ...(given ? [["Loss", number(run.last_step?.figures.loss)]] : [[["embodied", "episodes"].includes(run.spec.workflow) ? "Return" : "Reward", number(run.last_step?.reward_mean)]]),
       ...(run.last_step && "reward_accuracy" in run.last_step.figures ? [["Accuracy of pairs", number(run.last_step.figures.reward_accuracy)]] : []),
       [best.at(-1)?.measure ? `Held-out ${best.at(-1).measure.replaceAll("_", " ")}` : "Score", best.length > 1 ? `${number(best[0].score)} → ${number(best.at(-1).score)}` : number(best[0]?.score)],
       ...episodeFacts(best.at(-1)),

@@ -19,11 +19,13 @@ export async function show(root, place, signal) {
   const help = h("aside", { class: "panel help", "aria-label": "About the key", "aria-live": "polite" });
   const asText = h("div", { class: "beside", hidden: true }, text, help);
   const toggle = h("button", { type: "button", onclick: () => swap() }, "Edit as YAML");
-  const example = h("select", { id: "example", onchange: () => take() }, h("option", { value: "" }, "choose"), Object.keys(EXAMPLES).map((name) => h("option", { value: name }, name)));
+  const workflows = Map.groupBy(EXAMPLES, ([workflow]) => workflow);
+  const begin = h("section", { class: "panel workflows", role: "group", "aria-label": "Begin with a workflow" }, [...workflows].map(([workflow, found]) =>
+    h("div", {}, h("b", {}, workflow.replaceAll("_", " ")), found.map(([, label, spec]) => h("button", { type: "button", class: "quiet", onclick: () => write(spec) }, label)))));
   const said = h("section", { role: "status", class: "said", tabindex: "-1" });
   const title = at ? `Fork ${from} at step ${at}` : from ? `Submit a run like ${from}` : "Submit a run";
   const element = h("form", { class: "spec", novalidate: true, onsubmit: (event) => { event.preventDefault(); send(false); } },
-    h("div", { class: "row head" }, h("h1", {}, title), h("span", { class: "pair" }, h("label", { for: "example" }, "Start from"), example), toggle),
+    h("div", { class: "row head" }, h("h1", {}, title), toggle), from ? null : begin,
     said, form.element, asText,
     h("div", { class: "row sticky" }, h("button", { type: "submit", class: "main" }, "Submit"), h("button", { type: "button", onclick: () => send(true) }, "Check and preview")));
   root.append(element);
@@ -48,10 +50,6 @@ export async function show(root, place, signal) {
     asText.hidden = !asYaml;
     form.element.hidden = asYaml;
     toggle.textContent = asYaml ? "Edit as a form" : "Edit as YAML";
-  }
-
-  function take() {
-    if (example.value) write(EXAMPLES[example.value]);
   }
 
   async function swap() {

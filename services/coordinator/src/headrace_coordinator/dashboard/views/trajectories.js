@@ -6,7 +6,7 @@ import { conversation, read } from "../conversation.js";
 import { empty, facts, h } from "../dom.js";
 import { mean, middle, number, plural, scorerFact, scorers } from "../format.js";
 import { answer } from "../tokens.js";
-import { recorded } from "./episode.js";
+import { again, recorded } from "./episode.js";
 import { rewards } from "./rewards.js";
 
 const SIZE = 25;
@@ -35,7 +35,7 @@ export async function trajectories(root, context) {
   const on = h("button", { type: "button", onclick: () => turn(1) }, "Next");
   const fresh = h("button", { type: "button", onclick: () => { tokens.length = 1; load(); } }, "Refresh");
   root.append(h("form", { class: "row filters", onsubmit: (event) => { event.preventDefault(); go(); } },
-    search, step.element, prompt.element, finish.element, failed.element, h("label", { for: "order" }, "Order"), order,
+    search, step.element, prompt.element, finish.element, failed.element, h("span", { class: "pair" }, h("label", { for: "order" }, "Order"), order),
     h("button", { type: "submit", class: "main" }, "Show"), h("a", { class: "button", href: address }, "Clear"), fresh),
   wrong, count, list, h("div", { class: "row pager" }, back, on));
 
@@ -99,9 +99,9 @@ export async function trajectories(root, context) {
   }
 
   function line(each) {
-    const details = h("details", { class: "trajectory", ontoggle: () => { if (details.open && details.children.length === 1) details.append(body(context.run.spec, each, group(each))); } },
+    const details = h("details", { class: "trajectory", ontoggle: () => { if (details.open && details.children.length === 1) details.append(body(context, each, group(each))); } },
       h("summary", {}, rewardChip(each.reward), h("span", { class: "muted" }, `step ${each.step} · prompt ${each.prompt_ordinal} · sample ${each.sample_index}`),
-        h("span", { class: "excerpt" }, middle(each.prompt, 80), h("b", {}, " → "), said(each).slice(0, 160) || "(nothing)"),
+        h("span", { class: "excerpt" }, h("bdi", {}, middle(each.prompt, 80)), h("b", {}, " → "), h("bdi", {}, said(each).slice(0, 160) || "(nothing)")),
         h("span", { class: "muted" }, `${plural(each.tokens, unit(each))}, ${each.finish_reason}`)));
     return details;
   }
@@ -112,7 +112,7 @@ export async function trajectories(root, context) {
 
   function card(each, apart) {
     return h("article", { class: "panel" }, h("h3", {}, rewardChip(each.reward), ` sample ${each.sample_index}`,
-      h("span", { class: "muted" }, ` ${apart >= 0 ? "+" : "−"}${number(Math.abs(apart))} to the mean shown`)), body(context.run.spec, each, null));
+      h("span", { class: "muted" }, ` ${apart >= 0 ? "+" : "−"}${number(Math.abs(apart))} to the mean shown`)), body(context, each, null));
   }
 
   await load();
@@ -144,7 +144,7 @@ function unit(each) {
   return episode(each) ? "action" : "token";
 }
 
-function body(spec, each, action) {
+function body({ path, run: { spec } }, each, action) {
   const parts = Object.entries(each.parts);
   const robot = episode(each);
   return h("div", { class: "body" },
@@ -164,6 +164,7 @@ function body(spec, each, action) {
       ["Finish reason", each.finish_reason],
       ["Attempt", `${each.attempt}`],
       ["Trained on version", `${each.version}`],
+      ...(robot ? [["Its start state", again(decodeURIComponent(path.split("/").at(-1)), each.prompt)]] : []),
       ["Sampled by", each.versions?.length ? each.versions.map(([version, count]) => `version ${version} (${plural(count, unit(each))})`).join(", ") : "–"],
     ]), action);
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, NoReturn, Self
 
 from headrace_schema.problems import Impossible, problem
+from headrace_schema.progress import counter
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from typing_extensions import override
 
@@ -94,7 +95,10 @@ class RowSource(DataSource):
         """
         keys = Keys(self.question, self.answer, self.id, self.images, self.videos, self.audios)
         form, all_kept = self.form, not self.longest_question and self.pass_rate is None
+        far = counter()
+        far.begin(0, "rows")
         for number, row in rows:
+            far.add()
             try:
                 if (size := row_bytes(self._texts(row))) > ROW_BYTES:
                     reason = f"has {size:,} bytes of text and numbers, and {ROW_BYTES:,} travel"

@@ -144,6 +144,8 @@ class VersionRestored(RunEvent, frozen=True, kw_only=True):
     layout: str = ""
     """How the trainers hold the model, and why; as the leader of the trainer group says it."""
     kept: Kept | None = None
+    recovery: bool = False
+    """Something had failed, or steps are made again. Not where a run that had yielded or was paused goes on."""
 
 
 class PlanAdopted(RunEvent, frozen=True, kw_only=True):
@@ -189,6 +191,8 @@ class EvaluationProgressed(RunEvent, frozen=True, kw_only=True):
 
     answers: int
     digest: str
+    versions: dict[str, str] = {}
+    """Of the simulators that answered, by package."""
 
 
 class SuiteEvaluated(RunEvent, frozen=True, kw_only=True):
@@ -266,6 +270,8 @@ class Noted(RunEvent, frozen=True, kw_only=True):
     """A message for the run's user."""
 
     text: str
+    plain: bool = False
+    """Whether it says what was decided, or that all is as it should be; other messages are shown as trouble."""
 
 
 class StageEnded(RunEvent, frozen=True, kw_only=True):

@@ -129,5 +129,6 @@ def plan_lost_rewind(lineage: Lineage, step: ev.StepCommitted) -> list[ev.Event]
             frontier_step=made.step,
             frontier_prompt=min(prompts, default=None),
             warmup_steps=0,
+            recovery=True,
         )
     ]

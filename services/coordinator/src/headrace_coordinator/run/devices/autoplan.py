@@ -202,7 +202,7 @@ class Autoplan:
         if plan is None or self._moves(plan):
             return plan
         self._context.event_log.post(plan)
-        self._context.note(f"plan: {plan.reason}")
+        self._context.note(f"plan: {plan.reason}", plain=True)
         return None
 
     def _moves(self, plan: ev.PlanAdopted) -> bool:

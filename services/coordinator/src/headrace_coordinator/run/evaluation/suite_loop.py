@@ -148,6 +148,7 @@ class SuiteLoop(RunLoop):
                 run=self.context.run_id,
                 answers=len(self._answers),
                 digest=self._published.version.digest,
+                versions=self.context.modality.versions,
             )
         )
 

@@ -222,6 +222,7 @@ def settled_lines(
             tokens=slot.tokens,
             versions=list(trajectory.versions),
             log_probs=[round(value, 4) for value in shown.log_probs],
+            new_log_probs=[round(value, 4) for value in shown.new_log_probs],
             text_bytes=shown.text_bytes.tolist(),
             advantage=shown.advantage,
             messages=told(form, shown.said, trajectory.turn_rewards),

@@ -24,7 +24,7 @@ from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.step.timer import WAIT_DATA, WAIT_TAIL
-from headrace_coordinator.run.step.trajectories import Trajectory
+from headrace_coordinator.run.step.trajectories import Trajectory, is_shown
 from headrace_coordinator.run.workers.trainer_client import LearnRequests
 
 T = TypeVar("T")
@@ -141,7 +141,9 @@ async def learn_requests(attempt: AttemptState, prompts: list[int]) -> AsyncIter
         members = attempt.ledger.group(prompt)
         own = {image.digest: image for slot in members for image in messages[slot.key].images}
         group = request.groups.add(
-            prompt_ordinal=prompt, images=[*attempt.context.images(prompt), *own.values()]
+            prompt_ordinal=prompt,
+            images=[*attempt.context.images(prompt), *own.values()],
+            rated=attempt.context.spec.tracking.ratios and is_shown(attempt.context, members[0]),
         )
         size += _image_bytes(attempt, group)
         for slot in members:

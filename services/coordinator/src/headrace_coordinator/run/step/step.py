@@ -224,6 +224,7 @@ class Step:
         self._first_kl_is_zero(certificate.ordinal, response.figures.get("reference_kl"))
         view = step_view(context, certificate, response, slots, self._timer, self._trajectories)
         self.view = view
+        self._trajectories.rate(response.rated)
         self.learned_after_s = self._timer.after("learn", "generate")
         context.keep_time("step", certificate.ordinal, self._timer)
         await self._event_log.commit(
@@ -296,7 +297,8 @@ class Step:
         self._context.note(
             f"engine and trainer agree: mean |log-prob difference| {found:.2g} over "
             f"{certificate.log_prob_compared_tokens} tokens, bound {bound}"
-            f"{f', the engine with {what}' if what else ''}"
+            f"{f', the engine with {what}' if what else ''}",
+            plain=True,
         )
 
     def _mismatch_is_bounded(self, certificate: ev.Certificate) -> None:
@@ -328,7 +330,7 @@ class Step:
                 f"the KL to the reference is {found:.3g} in the first step, above {bound} for {spec.model.dtype}: the "
                 "reference is not the run's initial policy"
             )
-        self._context.note(f"the policy begins at its reference: KL {found:.2g}, bound {bound}")
+        self._context.note(f"the policy begins at its reference: KL {found:.2g}, bound {bound}", plain=True)
 
     async def _end_retention(self, slots: list[Slot]) -> None:
         keys = [slot.key for slot in slots]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.common.v1 import common_pb2 as common
+from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_servicekit.rpc.digests import digest_and_size
 from headrace_servicekit.rpc.episodes import bodies_of
 from headrace_servicekit.rpc.trajectories import segments_of
@@ -51,6 +52,8 @@ class Shown:
     """The engine's log-probs of the first LOG_PROBS_KEPT sampled tokens."""
     text_bytes: array[int]
     """The bytes of text that each of these tokens is; empty where the producer does not say."""
+    new_log_probs: Sequence[float] = ()
+    """The same tokens' log-probs under the version that the step made."""
     advantage: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
     said: list[Spoken] = field(default_factory=list)
@@ -164,6 +167,13 @@ class Trajectories(dict[SlotKey, Trajectory]):
         for key in keys:
             self.release([key])
             self.pop(key, None)
+
+    def rate(self, rated: Iterable[trainer.RatedTrajectory]) -> None:
+        """Keeps what the new version makes of tokens, where the trainer took all of them that are shown."""
+        for each in rated:
+            shown = kept.shown if (kept := self.get(slot_key(each.sample))) else None
+            if shown is not None and len(shown.log_probs) == len(each.log_probs):
+                shown.new_log_probs = each.log_probs
 
     async def messages(
         self, slots: Iterable[Slot], producers: Iterable[RolloutClient]

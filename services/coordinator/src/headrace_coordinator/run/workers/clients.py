@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from headrace.common.v1 import common_pb2 as common
@@ -155,5 +156,6 @@ class WatchedInstanceClient(InstanceClient):
     def _silence(self, method: str) -> AbstractContextManager[None]:
         if (self._kind, method) in STAGES:
             what, told = STAGES[self._kind, method]
-            return self._waits.stage(self._run, f"{self._name} {what}", told=told)
+            far = partial(self._waits.progress.get, self._name)
+            return self._waits.stage(self._run, f"{self._name} {what}", told=told, progress=far)
         return self._waits.named(self._run, f"{self._name} to answer {method}", after=SILENCE_S)

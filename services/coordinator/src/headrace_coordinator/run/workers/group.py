@@ -143,12 +143,12 @@ class WorkerGroup:
         with self.fleet.waits.named(self.run, f"the lease of {worker.instance.instance} to be renewed"):
             await asyncio.sleep(LEASE_RETRY_S)
 
-    def note(self, text: str) -> None:
-        """Tells the run's user."""
+    def note(self, text: str, plain: bool = False) -> None:
+        """Tells the run's user; as of trouble, unless it is `plain`."""
         text = self.fleet.readable(text)
         log.info("run %s: %s", self.run, text)
         event_log = self.fleet.event_log
-        event_log.post(ev.Noted(at=event_log.now(), run=self.run, text=text))
+        event_log.post(ev.Noted(at=event_log.now(), run=self.run, text=text, plain=plain))
 
     def adopt_leases(self) -> None:
         """After a fault or a restart: what each worker holds is what the lease table says."""

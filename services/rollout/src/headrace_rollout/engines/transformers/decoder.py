@@ -192,7 +192,7 @@ class Decoder:
             tokens_NT[row, 1 : 1 + len(draft)] = draft
         adapters = [each.stream.adapter for each in batch.trajectories] if self.model.adapted else ()
         hidden_NTD = self.model.decode(tokens_NT, batch.length[rows], batch.shift[rows], adapters)
-        for row, routes in enumerate(self.model.decoded_routes()):
+        for row, routes in enumerate(self.model.routes.decoded()):
             batch.routes[row].append(routes)
         self.figures.decode_steps += 1
         self.figures.decode_rows += batch.count
@@ -206,7 +206,7 @@ class Decoder:
         """What each row guesses of its next tokens; empty where nobody may or can."""
         batch = self._batch
         most = min(self._speculative_tokens, MOST_ROWS // batch.count - 1)
-        plain = self.model.route_width or batch.seen.shape[1] or self.model.cache.stateful
+        plain = self.model.routes.width or batch.seen.shape[1] or self.model.cache.stateful
         if most < 1 or plain or batch.has_stop[: batch.count].any() or batch.shift[: batch.count].any():
             most = 0
         if self._learned is not None:
@@ -308,7 +308,7 @@ class Decoder:
         self._outbox[trajectory.stream].append(output)
 
     def _routes(self, row: int) -> Routes | None:
-        width = self.model.route_width
+        width = self.model.routes.width
         return Routes(b"".join(self._batch.routes[row]), width) if width else None
 
     def _remove(self, rows: Sequence[int]) -> None:

@@ -1,5 +1,5 @@
 """Drafts of tokens to come: from what a row has said before, by n-gram look-up (Saxena 2023, prompt lookup decoding),
-or by a head that learns beside the policy (EAGLE-3).
+or by a head that learns beside the policy (EAGLE-3, MTP).
 
 A pass over a draft yields the tokens that it guessed right, and one more. Each token is drawn from the model's own
 distribution with its own uniform, whatever was drafted, and what stands behind a wrong guess is dropped: the tokens are
@@ -11,12 +11,13 @@ distributions are alike, both draw the same token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from headrace_modelkit.families.drafts import Eagle3
+from headrace_modelkit.families.drafts import DraftHead
 from headrace_modelkit.products import fixed_form
 from numpy.typing import NDArray
 from torch import Tensor
@@ -39,6 +40,7 @@ MOST_ROWS = 16
 
 DRAFTED = 3
 """Tokens that a head drafts where the spec does not say how many."""
+_SDPA = SimpleNamespace(_attn_implementation="sdpa")
 READ_AT_ONCE = 32
 """Tokens of a row that its head has yet to read before it reads them, while nothing is drafted."""
 
@@ -84,9 +86,10 @@ class HeadPasses:
     Shapes: N rows, T tokens, D hidden, F what the head reads, W both.
     """
 
-    def __init__(self, head: Eagle3, model: PreTrainedModel) -> None:
+    def __init__(self, head: DraftHead, model: PreTrainedModel) -> None:
         self.head, self._model = head, model
-        self._at = int(model.config.get_text_config().num_hidden_layers)
+        text = model.config.get_text_config()
+        self._at, self._width = int(text.num_hidden_layers), int(text.hidden_size)
 
     @fixed_form  # whatever it drafts, no answer changes
     def read(
@@ -101,7 +104,7 @@ class HeadPasses:
         next_NTD = F.pad(self._embedded(tokens_NT)[:, 1:], (0, 0, 0, 1))
         if position_NT is None:
             position_NT = torch.arange(tokens_NT.shape[1], device=tokens_NT.device)[None]
-        self._step(next_NTD, self.head.fc(self.features(found_NTW)), position_NT, cache, mask)
+        self._step(next_NTD, self.head.fused(self.features(found_NTW)), position_NT, cache, mask)
 
     def behind(
         self,
@@ -128,22 +131,23 @@ class HeadPasses:
         self, embeds_NTD: Tensor, hidden_NTD: Tensor, position_NT: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
         """(N, T, D) what drafts and the next step are made of."""
-        attention = self.head.midlayer.self_attn
 
-        def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attended(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            groups = query.shape[1] // key.shape[1]
+            module: Any = SimpleNamespace(config=_SDPA, is_causal=True, num_key_value_groups=groups)
             seen = cache.update(key, value, self._at)
-            return attend(attention, query, *seen, mask, scaling=attention.scaling)[0].flatten(2)
+            return attend(module, query, *seen, mask, scaling=scaling)[0].flatten(2)
 
         found: Tensor = self.head(embeds_NTD, hidden_NTD, position_NT, attended)
         return found
 
     def features(self, found: Tensor) -> Tensor:
         """(…, F) of what a cached pass of the model gave."""
-        return found[..., self.head.config.hidden_size :]
+        return found[..., self._width :]
 
     def own(self, found: Tensor) -> Tensor:
         """(…, D) the model's, of the same."""
-        return found[..., : self.head.config.hidden_size]
+        return found[..., : self._width]
 
 
 class LearnedDrafts:
@@ -177,7 +181,7 @@ class LearnedDrafts:
                 length_N = batch.length[: batch.count] + place - 1
                 tokens_N1, cache = drawn[-1][:, None], self._model.cache
                 last_ND = self._passes.behind(tokens_N1, last_ND[:, None], length_N, cache)[:, 0]
-            scores_NV = process(self._passes.head.logits(last_ND), rows)
+            scores_NV = process(self._passes.head.logits(last_ND, self._model.head), rows)
             tokens_N, _ = draw(scores_NV, rows, uniform_NK[:, place])
             drawn.append(tokens_N.clamp(max=self._model.vocabulary_size - 1).cpu().numpy())
         left = batch.limit[: batch.count] - batch.sampled[: batch.count] - 1
@@ -196,7 +200,7 @@ class LearnedDrafts:
                 tokens_NT[row, :count] = batch.tail(row, count)
                 read_NTF[row, :count] = torch.cat(batch.read[row])
             batch.read[row] = []
-        fused_NTD = self._passes.head.fc(read_NTF)
+        fused_NTD = self._passes.head.fused(read_NTF)
         length_N = batch.length[: batch.count] - counts
         found_NTD = self._passes.behind(tokens_NT, fused_NTD, length_N, self._model.cache)
         last = torch.from_numpy(np.maximum(counts - 1, 0)).to(found_NTD.device)

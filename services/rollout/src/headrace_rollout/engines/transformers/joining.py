@@ -187,7 +187,7 @@ class Joining:
         return self.kept.find((first.stream.adapter, first.key), ids)
 
     def _goes_on(self, trajectory: RunningTrajectory) -> bool:
-        whole = self._model.route_width or (self._model.looks_ahead and trajectory.images)
+        whole = self._model.routes.width or (self._model.looks_ahead and trajectory.images)
         return trajectory.stream.goes_on and self._model.continues and not whole
 
     def _go_on(self, batch: Batch, moved: Sequence[Admission], first: int) -> None:
@@ -233,7 +233,7 @@ class Joining:
             hidden_PD = self._model.prefill(
                 contexts, [each.images for each in admissions], [each.waiting.adapter for each in admissions]
             )
-        for admission, routes in zip(admissions, self._model.prefilled_routes(contexts), strict=False):
+        for admission, routes in zip(admissions, self._model.routes.prefilled(contexts), strict=False):
             admission.waiting.routes = routes
         for prompt, _ in keep:
             admissions[prompt].waiting.hidden_D = hidden_PD[prompt].clone()

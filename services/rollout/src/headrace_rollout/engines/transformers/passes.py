@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from headrace_modelkit.attending import reach_of, without_cache
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.families.mixtures import ExpertShape
+from headrace_modelkit.families.routing import Routing
 from headrace_schema.sections.generating import ModelSection
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,6 +22,50 @@ from headrace_rollout.engines.transformers.cache import DecodePlan, SlotCache
 
 # Padded tokens of one scoring pass.
 PASS_TOKENS = 4096
+
+
+class Routes:
+    """The experts that tokens of the last pass were sent to; of no model, or one that is told nothing, none.
+
+    Recorded as (tokens, chosen) of each layer; said as the bytes of each token.
+    """
+
+    def __init__(self, routing: Routing | None, shape: ExpertShape | None) -> None:
+        self._routing = routing if shape is not None and shape.routed else None
+        self._type = np.dtype(np.uint8 if shape is None or shape.experts <= 256 else "<u2")
+        records = shape is not None and self._routing is not None
+        self.width = shape.layers * shape.chosen * self._type.itemsize if records and shape else 0
+        """Bytes of a token's routes; 0 where none are recorded."""
+        self.order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        """Of the rows of the last decode."""
+        self.whole: list[bytes] = []
+        """Of a prefill that was made in several passes."""
+
+    def begin(self) -> None:
+        """Before a pass."""
+        if self._routing is not None:
+            self._routing.recorded = []
+
+    def prefilled(self, contexts: Sequence[Sequence[int]]) -> list[bytes]:
+        """Of each context's tokens in the last prefill; empty where none are recorded."""
+        if self.whole:
+            found, self.whole = self.whole, []
+            return found if all(found) else []
+        if (by_token := self._recorded()) is None:
+            return []
+        by_prompt = by_token.reshape(len(contexts), max(map(len, contexts)), -1)
+        return [by_prompt[row, : len(context)].tobytes() for row, context in enumerate(contexts)]
+
+    def decoded(self) -> list[bytes]:
+        """Of each row's token in the last decode; empty where none are recorded."""
+        if (by_token := self._recorded()) is None:
+            return []
+        return [row.tobytes() for row in by_token[np.argsort(self.order)].reshape(len(self.order), -1)]
+
+    def _recorded(self) -> NDArray[Any] | None:
+        """(tokens, layers, chosen)."""
+        layers = [each.cpu().numpy() for each in (self._routing and self._routing.recorded) or ()]
+        return np.stack(layers, 1).astype(self._type) if layers else None
 
 
 def passes(sequences: Sequence[Scored]) -> Iterator[list[int]]:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import plain_experts, take_routers
-from headrace_modelkit.families.drafts import Features, add_draft
+from headrace_modelkit.families.draft_files import add_draft
+from headrace_modelkit.families.drafts import Features
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import make_invariant
 from headrace_modelkit.loading import body_of, context_limit, load_architecture, load_model
@@ -37,7 +38,14 @@ from headrace_rollout.engines.transformers.attention import own_attention
 from headrace_rollout.engines.transformers.cache import PromptKeys, SlotCache
 from headrace_rollout.engines.transformers.drafting import HeadPasses
 from headrace_rollout.engines.transformers.kept import Extension
-from headrace_rollout.engines.transformers.passes import by_row, new_cache, padded, positions, split
+from headrace_rollout.engines.transformers.passes import (
+    Routes,
+    by_row,
+    new_cache,
+    padded,
+    positions,
+    split,
+)
 from headrace_rollout.engines.transformers.sampling import RowDistributions, chosen_log_probs, process
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
@@ -69,16 +77,8 @@ class PolicyModel(HeldModel):
         self.policy: Policy | None = None
         self._model = load_model(config, weights=False, device="cpu")
         # Experts are computed as the trainer computes them, whether their routes are wanted or not.
-        self._routing, shape = take_routers(self._model), expert_shape(architecture)
-        self._records = routed_experts and shape is not None and shape.routed
-        self._route_type = np.dtype(np.uint8 if shape is None or shape.experts <= 256 else "<u2")
-        self.route_width = (
-            shape.layers * shape.chosen * self._route_type.itemsize if self._records and shape else 0
-        )
-        """Bytes of a token's routes; 0 where none are recorded."""
-        self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._prefilled: list[bytes] = []
-        """Routes of a prefill that was made in several passes."""
+        routing = take_routers(self._model)
+        self.routes = Routes(routing if routed_experts else None, expert_shape(architecture))
         self.deterministic = deterministic
         if deterministic:
             try:
@@ -178,9 +178,9 @@ class PolicyModel(HeldModel):
                 [adapters[at] for at in places] if adapters else (),
             )
             found |= dict(zip(places, hidden_PD, strict=True))
-            for at, routes in zip(places, self.prefilled_routes(own), strict=False):
+            for at, routes in zip(places, self.routes.prefilled(own), strict=False):
                 recorded[at] = routes
-        self._prefilled = recorded
+        self.routes.whole = recorded
         return torch.stack([found[at] for at in range(len(contexts))])
 
     def shift(self, context: Sequence[int], images: Images) -> int:
@@ -270,7 +270,7 @@ class PolicyModel(HeldModel):
             attention_mask=plan.mask,
             past_key_values=self.cache,
         )
-        self._order = plan.order
+        self.routes.order = plan.order
         return by_row(plan, hidden_NTD)
 
     def logits(self, found_NW: Tensor) -> Tensor:
@@ -287,8 +287,7 @@ class PolicyModel(HeldModel):
         """(N, T, D) hidden states before the head; of rows with these adapters, or all with the own policy's."""
         if self._adapters is not None:
             self._adapters.of(adapters or [""], self.device)
-        if self._routing is not None and self._records:
-            self._routing.recorded = []
+        self.routes.begin()
         body: Any = body_of(self._model)
         inputs: dict[str, Any] = {"input_ids": tokens_NT}
         if pictures is not None:
@@ -317,34 +316,6 @@ class PolicyModel(HeldModel):
     def dtype(self) -> torch.dtype:
         """In which it computes."""
         return self._model.dtype
-
-    def prefilled_routes(self, contexts: Sequence[Sequence[int]]) -> list[bytes]:
-        """Of each context's tokens in the last prefill; empty where none are recorded."""
-        if self._prefilled:
-            found, self._prefilled = self._prefilled, []
-            return found if all(found) else []
-        if not (recorded := self._recorded()):
-            return []
-        longest = max(map(len, contexts))
-        by_prompt = np.stack(recorded, 1).reshape(len(contexts), longest, -1)
-        return [
-            by_prompt[index, : len(context)].astype(self._route_type).tobytes()
-            for index, context in enumerate(contexts)
-        ]
-
-    def decoded_routes(self) -> list[bytes]:
-        """Of each row's token in the last decode; empty where none are recorded."""
-        if not (recorded := self._recorded()):
-            return []
-        back = np.argsort(self._order)
-        rows = np.stack(recorded, 1)[back].reshape(len(back), -1).astype(self._route_type)
-        return [row.tobytes() for row in rows]
-
-    def _recorded(self) -> list[NDArray[np.int64]]:
-        """(tokens, chosen) of each layer in the last pass."""
-        if self._routing is None or not self._records:
-            return []
-        return [each.cpu().numpy() for each in self._routing.recorded or ()]
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Scored], distribution: Distribution) -> list[list[float]]:

@@ -45,6 +45,7 @@ from headrace_trainer.backends.fsdp.attending.checking import Attention, FormChe
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.fsdp.checks import compiles
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.float8 import multiply_in_float8
 from headrace_trainer.backends.fsdp.layers import Layers
 from headrace_trainer.backends.fsdp.loading import layers_of
 from headrace_trainer.backends.fsdp.policy import Policy, computed
@@ -78,7 +79,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
         super().__init__(config, algorithm, ranks, options)
         # A rank without work still takes part in every collective of the round.
         nothing = {name: [0.0] for name in (*algorithm.columns, RETURNS)}
-        self._dummy: Rows = [[Sample([0, 0], [1], [math.nan], columns=nothing)]]
+        self._dummy: Rows = [[Sample([1, 1], [1], [math.nan], columns=nothing)]]
         self._attention = Attention(shares=False, along=False)
         """What the policy takes, and its critic's body."""
         self._check_seconds = 0.0
@@ -115,7 +116,12 @@ class FsdpBackend(FsdpState, HelpingBackend):
     @override
     def shares_prefixes(self) -> bool:
         """Both models must follow a tree's mask."""
-        return self._attention.shares and (self._reference is None or self._reference.attention.shares)
+        return all(each.shares for each in self._attentions)
+
+    @property
+    def _attentions(self) -> list[Attention]:
+        """Of all models that see a micro-batch."""
+        return [self._attention, *([self._reference.attention] if self._reference is not None else [])]
 
     @property
     def notes(self) -> list[str]:  # type: ignore[override]
@@ -161,7 +167,15 @@ class FsdpBackend(FsdpState, HelpingBackend):
         self._routing = take_routers(model)
         self._expert_shape = expert_shape(model.config)
         if self._config.deterministic:
-            self._compute_as_engines(model)
+            try:
+                make_invariant(model)
+            except ValueError as error:
+                what = f"the model at {self._config.model.path!r} has bits that hang on its batch: {error}"
+                raise invalid(
+                    f"deterministic: {what}; set deterministic: false", key="deterministic"
+                ) from error
+        if self._options.fp8:
+            multiply_in_float8(layers_of(model), self._ranks.device)
         for body in bodies:
             if not is_invariant(body):
                 use_fp32_products(body, self._ranks.device)
@@ -175,25 +189,13 @@ class FsdpBackend(FsdpState, HelpingBackend):
         policy = Policy(model, critic, self._routing)
         policy.context, policy.offloads_activations = self._context, self._options.offload_activations
         policy.unrolled = self._draft.unrolled if self._draft else 0
+        layers = [layer for body in bodies for layer in layers_of(body)]
+        dtype = None if self._lora else self._dtype
         self._model = ShardedModel(
-            policy,
-            [layer for body in bodies for layer in layers_of(body)],
-            self._ranks,
-            None if self._lora else self._dtype,
-            layout=self.layout,
-            experts=self._experts,
+            policy, layers, self._ranks, dtype, layout=self.layout, experts=self._experts
         )
         self._optimizer = self._new_optimizer()
         self._dirty = False
-
-    def _compute_as_engines(self, model: PreTrainedModel) -> None:
-        try:
-            make_invariant(model)
-        except ValueError as error:
-            reason = f"the model at {self._config.model.path!r} has bits that hang on its batch: {error}"
-            raise invalid(
-                f"deterministic: {reason}; set deterministic: false", key="deterministic"
-            ) from error
 
     @property
     def may_recompute(self) -> bool:  # type: ignore[override]
@@ -235,36 +237,29 @@ class FsdpBackend(FsdpState, HelpingBackend):
 
     def _forward(self, batch: MicroBatch, *, values: bool) -> Forward:
         policy, temperature = self._sharded.policy, self._config.sampling.temperature
-        anchor = torch.zeros((), device=self._ranks.device)
-        run = partial(policy, batch, anchor, temperature, values=values)
+        run = partial(policy, batch, torch.zeros((), device=self._ranks.device), temperature, values=values)
         return computed(self._experts, self._sharded.model, self._routing, batch, run)
 
     @override
     def _columns(self, names: Many[str], rows: Rows) -> dict[str, Tensor]:
         batch = self._pack(rows)
-        known = {OLD_LOG_PROBS, VALUES} if self._algorithm.critic else {OLD_LOG_PROBS}
         if REFERENCE_LOG_PROBS in names and self._reference is None and self._initial_adapters is None:
             raise invalid("the run has no reference model: no option of its algorithm needs one")
-        if VALUES in names and VALUES not in known:
+        if VALUES in names and self._algorithm.critic is None:
             raise invalid("the run has no critic: its algorithm needs none")
-        computed: dict[str, Tensor | None] = {}
-        if known.intersection(names):
+        made: dict[str, Tensor | None] = {}
+        if {OLD_LOG_PROBS, VALUES}.intersection(names):
             with torch.no_grad():
                 found = self._forward(batch, values=VALUES in names)
-            computed = {OLD_LOG_PROBS: found.log_probs_K, VALUES: found.values_K}
+            made = {OLD_LOG_PROBS: found.log_probs_K, VALUES: found.values_K}
         if REFERENCE_LOG_PROBS in names:
-            computed[REFERENCE_LOG_PROBS] = self._reference_log_probs(batch)
-        return {name: found_K for name in names if (found_K := computed[name]) is not None}
-
-    @property
-    def _drafts_learn(self) -> bool:
-        return self._draft is not None and self._adamw.learns_aside
+            made[REFERENCE_LOG_PROBS] = self._reference_log_probs(batch)
+        return {name: found_K for name in names if (found_K := made[name]) is not None}
 
     def _reference_log_probs(self, batch: MicroBatch) -> Tensor:
         if self._reference is not None:
             return self._reference.log_probs(batch)
-        initial = self._initial_adapters or {}
-        placed = {name: tensor.to(self._ranks.device) for name, tensor in initial.items()}
+        placed = {name: own.to(self._ranks.device) for name, own in (self._initial_adapters or {}).items()}
         with torch.no_grad(), standing_in(self._sharded.model, placed):
             return self._forward(batch.unforced(), values=False)[0]
 
@@ -300,14 +295,14 @@ class FsdpBackend(FsdpState, HelpingBackend):
     @property
     def _attends(self) -> Attends:
         """What the attention of all models that see a micro-batch can be told."""
-        if not self._attention.along or (self._reference is not None and not self._reference.attention.along):
+        if not all(each.along for each in self._attentions):
             return Attends.MASK
         if self._config.deterministic:
             return Attends.PATHS
         along = self._options.context_parallel > 1 or self._ranks.device.type != "cpu"
-        models = [self._attention, *([self._reference.attention] if self._reference is not None else [])]
-        windowed = any(each.windowed for each in models)
-        return Attends.SEGMENTS if along or windowed else Attends.CHEAPEST
+        return (
+            Attends.SEGMENTS if along or any(each.windowed for each in self._attentions) else Attends.CHEAPEST
+        )
 
     # --- gradients
 
@@ -335,14 +330,8 @@ class FsdpBackend(FsdpState, HelpingBackend):
         trainer = self._config.trainer
         if trainer.lora is None or trainer.reference is not None:
             weights = self._sharded.weights() if warmed else None
-            self._reference = Reference(
-                self._config,
-                self._ranks,
-                weights,
-                self.layout.shard_ranks,
-                self._expert_mesh(),
-                self._context,
-            )
+            how = (self.layout.shard_ranks, self._expert_mesh(), self._context)
+            self._reference = Reference(self._config, self._ranks, weights, *how)
         else:
             adapters = self._sharded.adapters() if warmed else ()
             self._initial_adapters = {
@@ -395,7 +384,7 @@ class FsdpBackend(FsdpState, HelpingBackend):
     @override
     def _backward(self, rows: Rows, loss_of: LossOf, *, values: bool = False) -> bool:
         self._park()
-        batch = self._pack(rows, drafts=self._drafts_learn)
+        batch = self._pack(rows, drafts=self._adamw.learns_aside)
         found_K = self._forward(batch, values=values)
         loss = loss_of(found_K, batch)
         if (drafted := found_K.drafted) is not None:

@@ -16,6 +16,7 @@ from headrace_schema.sections.generating import ModelSection
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends.fsdp.attending.context import CONTEXT
 from headrace_trainer.backends.fsdp.attending.prefixes import obstacle_to_trees
+from headrace_trainer.backends.fsdp.float8 import check_float8
 from headrace_trainer.backends.fsdp.layouts.layout import check_run as check_layout
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import invalid
@@ -32,7 +33,9 @@ def check_run(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm)
             f"{key}: muon steps whole matrices, and adapters have none; use adamw or adamw_8bit", key=key
         )
     _check_quantization(options, config)
-    if reads_images(load_architecture(config.model)):
+    sees = reads_images(load_architecture(config.model))
+    check_float8(options, config, sees=sees)
+    if sees:
         _check_vision(options, config, algorithm)
     if options.compile and (missing := _missing_compiler()):
         raise invalid(f"{COMPILE}: {missing} on the trainer's host; install it, or leave it out", key=COMPILE)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from headrace_modelkit.families.mixtures import own_modules
 from headrace_modelkit.tensor_files import Box, volume, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -21,7 +22,7 @@ def layers_of(model: PreTrainedModel | None) -> list[nn.Module]:
     if model is None:
         return []
     kinds = set(getattr(model, "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if type(module).__name__ in kinds]
+    found = [module for module in own_modules(model) if type(module).__name__ in kinds]
     return [module for module in found if sum(type(each).__name__ in kinds for each in module.modules()) == 1]
 
 

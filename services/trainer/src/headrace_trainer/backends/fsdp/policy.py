@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic
-from headrace_modelkit.families.drafts import Eagle3, Features
+from headrace_modelkit.families.drafts import DraftHead, Features
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.families.routing import Routing
 from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
@@ -75,7 +75,7 @@ class Policy(Root):
         if batch.drafts is None:
             hidden_UD = self._hidden(body_of(self.model), batch)
         else:
-            draft: Eagle3 = self.model.draft
+            draft: DraftHead = self.model.draft
             with Features(body_of(self.model), draft.layers) as features:
                 hidden_UD = self._hidden(body_of(self.model), batch)
             read_NF = features.taken().flatten(0, -2)

@@ -10,6 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from headrace_modelkit.families.drafts import DRAFT
 from headrace_modelkit.loading import DTYPES
 from headrace_modelkit.tensor_files import Tensors, slices
+from headrace_modelkit.weights import CheckpointNames
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import DraftSection, LoraSection, OptimizerSection
 from torch import Tensor, nn
@@ -37,6 +39,7 @@ from headrace_trainer.backends.fsdp.layouts.layout import GPUS_PER_HOST, Layout,
 from headrace_trainer.backends.fsdp.layouts.planned import Measure, choose_layout
 from headrace_trainer.backends.fsdp.layouts.sizes import Sizes
 from headrace_trainer.backends.fsdp.loading import is_saved_here, local
+from headrace_trainer.backends.fsdp.resident import base_mark
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.backends.shared.distributing import Place, Read, distribute
@@ -55,6 +58,7 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
 
     _measure: Measure = staticmethod(Sizes.of)
     """What a layout is chosen by."""
+    _shares_base = False
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
         self._optimizer: ShardedAdamW | None = None
         self._base_facts: tuple[ReferenceFacts, ReferenceFacts] | None = None
         """Of the frozen weights that the leader has read: as base model, and as reference."""
+        self._base_names: CheckpointNames | None = None
 
     @property
     @abstractmethod
@@ -83,7 +88,7 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
 
     @override
     def memory_plan(self, rooms: Rooms) -> MemoryPlan:
-        ranks = self._ranks.world_size
+        ranks, rooms = self._ranks.world_size, self._with_base(rooms)
         check_ranks(self._options, ranks)
         _, plan = choose_layout(
             self._config, self._algorithm, self._options, ranks, GPUS_PER_HOST, rooms, self._measure
@@ -99,12 +104,22 @@ class ShardedBackend(LearnedModel, AdaptingBackend):
         if self._layout is None:
             ranks = self._ranks.world_size
             rooms, ranks_per_host = self._ranks.least_rooms()
+            rooms = self._with_base(rooms)
             layout, plan = choose_layout(
                 self._config, self._algorithm, self._options, ranks, ranks_per_host, rooms, self._measure
             )
             check_host(plan, rooms, min(ranks, ranks_per_host))
             self._layout, self.layout_chosen, self.saves_in_place = layout, plan.reason, plan.saves_in_place
         return self._layout
+
+    @property
+    def _base_mark(self) -> str | None:
+        """As `base_mark`, of a backend that shares frozen weights."""
+        return None if self.bases is None or not self._shares_base else base_mark(self._config, self._ranks)
+
+    def _with_base(self, rooms: Rooms) -> Rooms:
+        mark, bases = self._base_mark, self.bases
+        return rooms if mark is None or bases is None else replace(rooms, base=bases.has(mark))
 
     @property
     def _lora(self) -> LoraSection | None:

@@ -10,14 +10,16 @@ from dataclasses import replace
 
 import torch
 from headrace_modelkit.critic import Critic, critic_section, hidden_size
-from headrace_modelkit.families.drafts import DRAFT, add_draft, open_draft
+from headrace_modelkit.families.draft_files import add_draft, open_draft
+from headrace_modelkit.families.drafts import DRAFT
 from headrace_modelkit.families.routing import router_biases
 from headrace_modelkit.loading import body_of, body_prefix, load_architecture
 from headrace_modelkit.lora import add_adapters, compute_merged, quantize_frozen
 from headrace_modelkit.model_files import empty_model
 from headrace_modelkit.tensor_files import Tensors
 from headrace_modelkit.vision import freeze_vision
-from torch import Tensor
+from headrace_modelkit.weights import CheckpointNames
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -26,6 +28,7 @@ from headrace_trainer.backends._base import (
     StateReader,
 )
 from headrace_trainer.backends.fsdp.reference import base_facts
+from headrace_trainer.backends.fsdp.resident import ResidentBase
 from headrace_trainer.backends.fsdp.sharded import ShardedBackend
 from headrace_trainer.backends.shared.distributing import (
     check_files,
@@ -40,6 +43,8 @@ from headrace_trainer.backends.shared.model import LanguageModel
 
 class FsdpState(ShardedBackend, LanguageModel):
     """Policy, critic and optimizer between files and the ranks; `Backend` has what each method promises."""
+
+    _shares_base = True
 
     @abstractmethod
     def _shard(self, model: PreTrainedModel, critic: Critic | None) -> None:
@@ -81,7 +86,7 @@ class FsdpState(ShardedBackend, LanguageModel):
         head = add_draft(model, draft, self._config.model)
         drawn: Tensors | None = None
         if draft is not None and head is not None and self._ranks.leads:
-            drawn = open_draft(draft, self._config.model, head, self._config.seed)
+            drawn = open_draft(draft, self._config.model, model, self._config.seed)
         self._shard(model, self._critic_of(body))
         self._fill_weights(source, types)
         if head is not None:
@@ -123,10 +128,32 @@ class FsdpState(ShardedBackend, LanguageModel):
         self._fill_moments(reader)
         self._check_forms()
 
+    @override
+    def _fill_weights(self, source: Tensors | None, types: dict[str, torch.dtype]) -> None:
+        shared = set[str]()
+        if source is not None and self._base_names is not None:
+            shared = self._share_base(source, types, self._base_names)
+        super()._fill_weights(source, {name: kind for name, kind in types.items() if name not in shared})
+
+    def _share_base(self, source: Tensors, types: dict[str, torch.dtype], names: CheckpointNames) -> set[str]:
+        """Computes with the frozen weights that the host shares; the names of those that need no memory here."""
+        assert self.bases is not None and self._base_facts is not None
+        facts, own = self._base_facts[0], self._sharded.buffers
+        base = ResidentBase(facts.name, facts.digest, self.weight_layout(), names)
+        self.base = base.take(self.bases, source, self._base_mark or "")
+        found = set[str]()
+        for name, view in base.views(self.base):
+            frozen, changes = own.get(name), name in self._router_biases()
+            if isinstance(frozen, nn.Parameter) and view.dtype == types[name] and not changes:
+                frozen.data = view
+                found.add(name)
+        return found
+
     def _fill_draft(self, source: Tensors | None) -> None:
         """As the other weights, from the values that the engine computes with."""
         own = [name for name in self._sharded.weight_names if name.startswith(DRAFT)]
-        types = {name: self._dtype if name in self._sharded.parameters else torch.long for name in own}
+        buffers = self._sharded.buffers
+        types = {name: buffers[name].dtype if name in buffers else self._dtype for name in own}
         places = self._sharded.places(own, types)
         found = [replace(place, name=place.name.removeprefix(DRAFT)) for place in places]
         distribute(self._ranks, found, source.read if source else None)
@@ -140,7 +167,9 @@ class FsdpState(ShardedBackend, LanguageModel):
         self._freeze(model)
         source, types = open_source(self._ranks, section, model), types_of(model)
         if self._lora:
-            self._base_facts = None
+            self._base_facts = self.base = None
+            shares = self._base_mark is not None and self.layout.offload != "parameters"
+            self._base_names = CheckpointNames.of(model) if shares else None
             if self._ranks.leads and source is not None:
                 digest = weights_digest(source, model)
                 digest.update((self._lora.quantization or "").encode())  # of which codes are made

@@ -1,7 +1,7 @@
 """What a head that drafts tokens learns from: the hidden states and the distributions of the policy's own forward.
 
 Knows no sharding. Shapes: S sequences, T their tokens before the last trained one, U as in `packing`, N rows, W words
-of the head, D hidden, F = 3 D.
+of the head, D hidden, F what the head reads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from headrace_modelkit.families.drafts import Eagle3
+from headrace_modelkit.families.drafts import DraftHead
 from headrace_modelkit.logprobs import Head, chunk_elements
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +22,7 @@ DECAY = 0.8
 
 
 def draft_loss(
-    draft: Eagle3,
+    draft: DraftHead,
     head: Head,
     embedding: Any,
     features_NF: Tensor,
@@ -50,7 +50,7 @@ def draft_loss(
     return total
 
 
-def _compared(draft: Eagle3, head: Head, own_ND: Tensor, policy_ND: Tensor) -> Tensor:
+def _compared(draft: DraftHead, head: Head, own_ND: Tensor, policy_ND: Tensor) -> Tensor:
     """(3,) cross-entropies, overlaps and rows, added up; of many rows their logits are made again in the backward."""
     size = max(1, chunk_elements(own_ND.device) // head.weight_VD.shape[0])
     total = own_ND.new_zeros(3, dtype=torch.float32)
@@ -61,13 +61,14 @@ def _compared(draft: Eagle3, head: Head, own_ND: Tensor, policy_ND: Tensor) -> T
     return total
 
 
-def _rows(draft: Eagle3, head: Head, own_ND: Tensor, policy_ND: Tensor) -> Tensor:
+def _rows(draft: DraftHead, head: Head, own_ND: Tensor, policy_ND: Tensor) -> Tensor:
     with torch.no_grad():
         wanted_NV = head.logits(policy_ND)
-        words_W = draft.words()
-        known_N = torch.isin(wanted_NV.argmax(-1), words_W).float()
-        wanted_NW = wanted_NV[:, words_W].softmax(-1)
-    log_probs_NW = draft.scores(own_ND).log_softmax(-1)
+        known_N, wanted_NW = wanted_NV.new_ones(len(wanted_NV)), wanted_NV
+        if (words_W := draft.words()) is not None:
+            known_N, wanted_NW = torch.isin(wanted_NV.argmax(-1), words_W).float(), wanted_NV[:, words_W]
+        wanted_NW = wanted_NW.softmax(-1)
+    log_probs_NW = draft.scores(own_ND, head).log_softmax(-1)
     off_N = -(wanted_NW * log_probs_NW).sum(-1)
     common_N = torch.minimum(wanted_NW, log_probs_NW.detach().exp()).sum(-1)
     return torch.stack([(off_N * known_N).sum(), (common_N * known_N).sum(), known_N.sum()])

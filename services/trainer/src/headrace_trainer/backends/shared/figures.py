@@ -5,13 +5,16 @@ They stay on the device until they are asked for: a figure that is read at each 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import numpy as np
 import torch
+from headrace_servicekit.lease.devices import FIXED_WORKSPACES, WORKSPACES
 from torch import Tensor
 
 from headrace_trainer.algorithms._base import LossSums, TokenBatch
+from headrace_trainer.errors import invalid
 from headrace_trainer.learning.figures import BITS, LARGEST_LOG_RATIO, Difference, differences
 from headrace_trainer.learning.samples import Rows
 
@@ -142,3 +145,17 @@ def _read(figures: Mapping[str, Figure]) -> dict[str, float]:
     waiting = [value for value in figures.values() if isinstance(value, Tensor)]
     found = iter(torch.stack(waiting).tolist() if waiting else ())
     return {name: next(found) if isinstance(value, Tensor) else value for name, value in figures.items()}
+
+
+def fix_sums(fixed: bool) -> None:
+    """torch computes the same sums in the same order from now on, or as is fastest.
+
+    Raises Refusal where this process was given other workspaces of cuBLAS: torch would refuse its first product.
+    """
+    given = os.environ.get(WORKSPACES, "")
+    if fixed and given not in FIXED_WORKSPACES and torch.cuda.is_available():
+        raise invalid(
+            f"deterministic: {WORKSPACES} is {given!r} where this trainer runs, with which cuBLAS sums in changing "
+            f"orders; start the trainers without it, which makes it {FIXED_WORKSPACES[0]}, or set deterministic: false"
+        )
+    torch.use_deterministic_algorithms(fixed)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from headrace_modelkit.critic import Critic
-from headrace_modelkit.families.drafts import DRAFT, add_draft
+from headrace_modelkit.families.draft_files import add_draft
+from headrace_modelkit.families.drafts import DRAFT
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.lora import add_adapters, is_adapter
 from headrace_modelkit.vision import vision_tower

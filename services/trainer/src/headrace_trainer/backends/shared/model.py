@@ -6,7 +6,6 @@ A backend of its own kind adds its forward and backward, and where its shards ar
 from __future__ import annotations
 
 import math
-import os
 from abc import abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -19,8 +18,8 @@ from headrace_modelkit.families.mixtures import ExpertShape
 from headrace_modelkit.families.routing import Counts, Routing
 from headrace_modelkit.pinned import rooms_of
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.progress import counter
 from headrace_schema.sections.learning import OptimizerSection
-from headrace_servicekit.lease.devices import FIXED_WORKSPACES, WORKSPACES
 from torch import Tensor
 from typing_extensions import override
 
@@ -40,11 +39,10 @@ from headrace_trainer.backends._base import (
     StateReader,
     WarmUp,
 )
-from headrace_trainer.backends.shared.figures import TokenFigures
+from headrace_trainer.backends.shared.figures import TokenFigures, fix_sums
 from headrace_trainer.backends.shared.losses import Forward, supervised, token_batch
 from headrace_trainer.backends.shared.optimizer import AdamWState, ShardedAdamW
 from headrace_trainer.backends.shared.warmup import SupervisedBatches
-from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.learning.packing import MicroBatch
 from headrace_trainer.learning.planning import Costs
@@ -139,31 +137,28 @@ class LearnedModel(Backend):
         head that drafts, whose gradient is a mean over the tokens that it learns from, and 0 where it is not finite.
         """
         gradients, critic = self._reduced()
-        draft = {name: gradients.pop(name) for name in [*gradients] if name.startswith(DRAFT)}
-        beside = {name: gradient for name, gradient in gradients.items() if name in critic}
-        own = {name: gradient for name, gradient in gradients.items() if name not in critic}
-        norm = self._global_norm(own) / denominator
-        critic_norm = self._global_norm(beside) / denominator if beside else 0.0
-        if math.isfinite(norm + critic_norm):
-            clip, critic_clip = self._clip(norm), self._clip(critic_norm)
-            for gradient in beside.values():
-                gradient.mul_(critic_clip / clip)
-            self._scale_draft(draft, denominator / clip)
-            optimizer.step(gradients | draft, denominator / clip, rate, critic_rate)
+        parts: dict[str, dict[str, Tensor]] = {"": {}, "critic": {}, "draft": {}}
+        for name, gradient in gradients.items():
+            kind = "draft" if name.startswith(DRAFT) else "critic" if name in critic else ""
+            parts[kind][name] = gradient
+        counts = dict.fromkeys(parts, denominator)
+        if parts["draft"]:
+            own = {"tokens": self._figures.sums().get("draft_tokens", 0.0)}
+            counts["draft"] = max(1.0, self._ranks.sum(own)["tokens"])
+        norms = {
+            kind: self._global_norm(part) / counts[kind] if part else 0.0 for kind, part in parts.items()
+        }
+        if math.isfinite(norms[""] + norms["critic"]):
+            clip = self._clip(norms[""])
+            for kind in ("critic", "draft"):
+                factor = self._clip(norms[kind]) / clip * (denominator / counts[kind])
+                for gradient in parts[kind].values():
+                    gradient.mul_(factor) if math.isfinite(norms[kind]) else gradient.zero_()
+            optimizer.step(gradients, denominator / clip, rate, critic_rate)
             self._stepped()
             self._spread()
         self._drop_gradients()
-        return norm, critic_norm
-
-    def _scale_draft(self, draft: dict[str, Tensor], divisor: float) -> None:
-        """Makes its gradients, which the optimizer divides like all others, what they are to be."""
-        if not draft:
-            return
-        own = self._figures.sums().get("draft_tokens", 0.0)
-        tokens = max(1.0, self._ranks.sum({"tokens": own})["tokens"])
-        norm = self._global_norm(draft) / tokens
-        for gradient in draft.values():
-            gradient.mul_(self._clip(norm) * divisor / tokens) if math.isfinite(norm) else gradient.zero_()
+        return norms[""], norms["critic"]
 
     @override
     def use(self, optimizer: OptimizerSection) -> None:
@@ -299,6 +294,7 @@ class LanguageModel(LearnedModel, BalancingBackend):
         warmup = self._config.trainer.warmup
         batches = SupervisedBatches(self._config, self.replica, self.replicas)
         optimizer = self._new_optimizer()
+        counter().begin(warmup.steps, "steps")
         for step in range(warmup.steps):
             work, tokens = batches.step(step, shared=self.shares_prefixes)
             rounds = int(self._ranks.maximum({"rounds": float(len(work))})["rounds"])
@@ -306,6 +302,7 @@ class LanguageModel(LearnedModel, BalancingBackend):
                 self._backward(work[index] if index < len(work) else [], supervised)
             own = float(tokens) if self.speaks else 0.0
             self._apply(optimizer, self._ranks.sum({"tokens": own})["tokens"], warmup.lr)
+            counter().add()
         self.zero()
         self._warmed_up()
         return WarmUp(warmup.steps)
@@ -331,7 +328,8 @@ class LanguageModel(LearnedModel, BalancingBackend):
         finite = self._backward(rows, loss_of, values=self._algorithm.critic is not None)
         if finite and rows and self.speaks:
             self._figures.merge(found)
-        self._count_changed()
+        if (routing := self._routing) is not None and routing.forced_MNK is not None and self.counts_tokens:
+            self._figures.reroute(float(routing.changed), float(routing.forced))
         return finite
 
     @override
@@ -351,17 +349,9 @@ class LanguageModel(LearnedModel, BalancingBackend):
         bare = [[msgspec.structs.replace(each, routes=b"") for each in row] for row in rows]
         own = self._columns([OLD_LOG_PROBS], bare).get(OLD_LOG_PROBS)
         if rows and own is not None:
-            engine_K = torch.tensor(
-                [value for row in rows for each in row for value in each.engine_log_probs]
-            )
+            told = [value for row in rows for each in row for value in each.engine_log_probs]
+            engine_K = torch.tensor(told)
             figures.compare_unforced(own.cpu() - engine_K)
-
-    def _count_changed(self) -> None:
-        routing = self._routing
-        if routing is None or routing.forced_MNK is None:
-            return
-        if self.counts_tokens:
-            self._figures.reroute(float(routing.changed), float(routing.forced))
 
     @override
     def count_experts(self, rows: Rows) -> None:
@@ -404,17 +394,3 @@ class LanguageModel(LearnedModel, BalancingBackend):
             for own, sequence in zip(found, sequences, strict=True):
                 own[name] = [next(values) for _ in sequence.trained]
         return found
-
-
-def fix_sums(fixed: bool) -> None:
-    """torch computes the same sums in the same order from now on, or as is fastest.
-
-    Raises Refusal where this process was given other workspaces of cuBLAS: torch would refuse its first product.
-    """
-    given = os.environ.get(WORKSPACES, "")
-    if fixed and given not in FIXED_WORKSPACES and torch.cuda.is_available():
-        raise invalid(
-            f"deterministic: {WORKSPACES} is {given!r} where this trainer runs, with which cuBLAS sums in changing "
-            f"orders; start the trainers without it, which makes it {FIXED_WORKSPACES[0]}, or set deterministic: false"
-        )
-    torch.use_deterministic_algorithms(fixed)

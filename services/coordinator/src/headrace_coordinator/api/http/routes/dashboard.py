@@ -28,7 +28,7 @@ POLICY = "; ".join(
         *("default-src 'self'", "object-src 'none'", "base-uri 'none'"),
         *("form-action 'none'", "frame-ancestors 'none'"),
         "media-src blob:",  # videos, which are fetched with the token
-        "img-src 'self' data:",  # images of prompts, and icons in Swagger UI's stylesheet
+        "img-src 'self' data: blob:",  # images of prompts and demonstrations, icons of Swagger UI
     ]
 )
 HEADERS = {

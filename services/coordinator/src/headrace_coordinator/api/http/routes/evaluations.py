@@ -29,6 +29,7 @@ from headrace_coordinator.api.http.requests import (
     token_of,
     view_response,
 )
+from headrace_coordinator.api.submission.evaluations import replayed
 
 if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator
@@ -69,6 +70,27 @@ def evaluation_routes(coordinator: Coordinator) -> APIRouter:
                 raise invalid(error.problems, "the evaluation spec") from error
             return view_response(asked)
         run_id = request.scope[RUN] = await coordinator.submissions.submit(asked, key, visibility)
+        return keyed_response(coordinator.suites.suite_evaluation(run_id), key, 201)
+
+    @routes.post(":replay", status_code=201, response_model=EvaluationRunView)
+    async def replay_start(
+        request: Request,
+        run: Annotated[
+            str, Query(max_length=200, description="id of a run of episodes, or of an evaluation")
+        ],
+        start: Annotated[
+            str, Query(max_length=400, description="words of a start state, or the name of a video")
+        ],
+        key: Key,
+    ) -> Response:
+        """Queues one episode from a start state of a run, with the newest checkpoint of its policy, and films it."""
+        if not coordinator.reads.sees(run):
+            raise coordinator.reads.missing(run)
+        try:
+            asked = replayed(coordinator.reads.run(run), start)
+        except Impossible as error:
+            raise invalid(error.problems, "the start state") from error
+        run_id = request.scope[RUN] = await coordinator.submissions.submit(asked, key)
         return keyed_response(coordinator.suites.suite_evaluation(run_id), key, 201)
 
     @routes.get("", response_model=EvaluationRunListView)

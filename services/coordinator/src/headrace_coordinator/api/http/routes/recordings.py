@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Response
 from fastapi.responses import FileResponse, StreamingResponse
-from headrace_schema.resources.evaluations import EpisodeView, VideoListView
+from headrace_schema.resources.evaluations import DemonstrationListView, EpisodeView, VideoListView
 from headrace_schema.resources.views import RecordingListView
 
 from headrace_coordinator.api.http.downloads import TAR_ANSWER, FileAnswer, folder_answer
 from headrace_coordinator.api.http.requests import (
     Key,
+    PageSize,
+    PageToken,
+    foreign_token,
     keyed_response,
     known_parameters,
     view_response,
@@ -60,6 +63,39 @@ def recording_routes(coordinator: Coordinator) -> APIRouter:
         folder = await asyncio.to_thread(coordinator.recordings.checkpoint, run_id, name)
         label = f"{run_id}-{folder.parent.name}-{folder.name}"
         return await folder_answer(folder.parents[3], folder, label, f"the checkpoint of {name}")
+
+    return routes
+
+
+def demonstration_routes(coordinator: Coordinator) -> APIRouter:
+    """The routes of the demonstrations that a run's policy imitates."""
+    routes = APIRouter(prefix="/v1/runs", tags=["runs"], dependencies=[Depends(known_parameters)])
+
+    @routes.get("/{run_id}/demonstrations", response_model=DemonstrationListView)
+    async def list_demonstrations(
+        run_id: str, page_size: PageSize = 50, page_token: PageToken = ""
+    ) -> Response:
+        """Episodes of the data set that trainer.warmup.demonstrations names, in its order."""
+        if page_token and not page_token.isdecimal():
+            raise foreign_token(page_token)
+        return view_response(await coordinator.demonstrations.list(run_id, page_size, int(page_token or 0)))
+
+    @routes.get("/{run_id}/demonstrations/{episode}/steps", response_model=EpisodeView)
+    async def get_demonstration_steps(run_id: str, episode: int) -> Response:
+        """Actions of one, and rewards where the data set states them, step by step."""
+        return view_response(await coordinator.demonstrations.steps(run_id, episode))
+
+    @routes.get("/{run_id}/demonstrations/{episode}/pictures/{camera}/{step}", response_class=Response)
+    async def get_demonstration_picture(run_id: str, episode: int, camera: str, step: int) -> Response:
+        """What a camera saw before an action, where the data set has pictures."""
+        content = await coordinator.demonstrations.picture(run_id, episode, camera, step)
+        return Response(content, media_type="image/png" if content.startswith(b"\x89PNG") else "image/jpeg")
+
+    @routes.get("/{run_id}/demonstrations/{episode}/films/{camera}", response_class=FileResponse)
+    async def get_demonstration_film(run_id: str, episode: int, camera: str) -> Response:
+        """The film of a camera that the episode is a stretch of, an MP4 file."""
+        directory, path = await coordinator.demonstrations.film(run_id, episode, camera)
+        return FileAnswer(directory, path, MEDIA_TYPE)
 
     return routes
 

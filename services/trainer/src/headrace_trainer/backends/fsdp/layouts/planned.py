@@ -101,6 +101,7 @@ class _Run:
                 ranks,
                 on_gpu=on_gpu,
                 expert_parallel=self.options.expert_parallel,
+                base=self.rooms.base,
             )
             plan = with_room_to_save(self.config, plan, self.rooms, ranks_here)
             plan = with_room_to_lend(plan, self.rooms, MARGIN)
@@ -152,8 +153,9 @@ def plan_memory(
     *,
     on_gpu: bool,
     expert_parallel: int = 1,
+    base: bool | None = None,
 ) -> MemoryPlan:
-    """The leader's, which alone keeps groups; the others need what is left."""
+    """The leader's, which alone keeps groups; the others need what is left. `base` as in `Rooms`."""
     width = DTYPES[config.model.dtype].itemsize
     adapters = config.trainer.lora is not None
     frozen_whole = ranks == 1 and layout.offload != "parameters"
@@ -164,6 +166,8 @@ def plan_memory(
         -(-size // layout.shard_ranks) if size else shard * MOMENTS_BYTES
         for size in (sizes.moments, sizes.saved_moments)
     )
+
+    own_frozen = -(-frozen // (1 if frozen_whole else layout.shard_ranks)) * width
 
     def gathered(unit: Unit) -> int:
         """Bytes of a unit as it is computed with."""
@@ -179,7 +183,7 @@ def plan_memory(
         "masters": shard * FP32,
         "moments": moments,
         "gradients": (sizes.learned if layout.shard == "state" else shard) * FP32,
-        "frozen weights": -(-frozen // (1 if frozen_whole else layout.shard_ranks)) * width,
+        "frozen weights": 0 if base else own_frozen,
         **_work(
             sizes,
             layout,
@@ -196,7 +200,8 @@ def plan_memory(
         device["decoded weight"] = sizes.decoded * width
     if sizes.merged:
         device["merged experts"] = sizes.merged * width // expert_parallel
-    published = (sizes.learned + sizes.frozen) * width
+    alone = adapters and config.weights.lora != "merged"
+    published = sizes.learned * FP32 if alone else (sizes.learned + sizes.frozen) * width
     if config.weights.publish == "ranks":
         published = -(-published // ranks)
     host = {
@@ -205,14 +210,15 @@ def plan_memory(
         "hold": shard * FP32 + moments if algorithm.passes.several else 0,
         "kept groups": kept_bytes(config, algorithm) if sizes.answers else 0,
     }
+    if alone and base is None and config.installed:  # Else it is the file that is computed with.
+        host["published base"] = sizes.frozen * width
     if config.checkpoint.enabled:
-        host[COPY] = shard * FP32 + saved_moments + device["frozen weights"] + coded * width
+        host[COPY] = shard * FP32 + saved_moments + own_frozen + coded * width
     if layout.activations_away:
         host[INPUTS] = sum(unit.inputs for unit in layers)
     if not on_gpu:
         return MemoryPlan(device | host, {})
-    alone = adapters and config.weights.lora != "merged"
-    if config.installed and (lent := lent_bytes(config, sizes.learned * FP32 if alone else published)):
+    if config.installed and (lent := lent_bytes(config, published)):
         device[LENT] = lent
     # Between the infer rounds that use it, a reference lies in host memory.
     host["reference"] = device["reference"]

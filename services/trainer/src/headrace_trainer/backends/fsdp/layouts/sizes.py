@@ -15,7 +15,7 @@ import torch
 from headrace_modelkit.critic import critic_section, load_critic
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import take_routers
-from headrace_modelkit.families.drafts import add_draft
+from headrace_modelkit.families.draft_files import add_draft
 from headrace_modelkit.families.mixtures import expert_blocks
 from headrace_modelkit.loading import DTYPES, body_of, load_architecture, load_model
 from headrace_modelkit.logprobs import GPU_CHUNK_ELEMENTS
@@ -42,6 +42,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from typing_extensions import override
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
+from headrace_trainer.backends.fsdp.float8 import copied_bytes
 from headrace_trainer.backends.fsdp.loading import layers_of
 from headrace_trainer.backends.shared.attention import of_one_width
 from headrace_trainer.backends.shared.muon import hidden_matrices
@@ -108,7 +109,7 @@ class Sizes:
     """Elements of the largest tensor of experts that an adapter is merged into for a product, where it is."""
     widened: int
     """Elements of the input and the gradient at the output, together, of the widest linear layer with an adapter, where
-    products are with merged weights: a backward has fp32 copies of them then."""
+    products are with merged weights: a backward has fp32 copies of them then. Or what fp8 copies take."""
     root_bytes: int = 4
     """Of an element of the root's gradient as it comes out of a backward."""
     answers: bool = True
@@ -152,6 +153,8 @@ class Sizes:
             size = getattr(text, "head_dim", None) or text.hidden_size // heads
             own["attended"] = tokens * heads * (size * width + FP32)
         units = [replace(unit_of(each), **own) for each in layers]
+        in_fp8 = bool(config.trainer.backend_options.get("fp8"))
+        copies = copied_bytes(layers, tokens) if in_fp8 else 0
         form = config.trainer.lora.quantization if config.trainer.lora is not None else None
         if form:
             units = [replace(unit, coded=sum(_coded(each))) for unit, each in zip(units, layers, strict=True)]
@@ -165,7 +168,7 @@ class Sizes:
             reference,
             largest_two(policy),
             _largest_merged(policy) if config.deterministic else 0,
-            tokens * widest_adapted(policy) if config.deterministic else 0,
+            tokens * widest_adapted(policy) if config.deterministic else copies // FP32,
             moments=moments,
             coded_bytes=sum(quantized_bytes(each, form) for each in coded) if form else 0,
             decoded=max(coded, default=0),
@@ -316,11 +319,11 @@ def _draft_activations(config: TrainerConfig) -> int:
     with FakeTensorMode():
         head = add_draft(load_model(config.model, weights=False, layers=1), draft, config.model)
         assert head is not None
-        embeds = torch.zeros(
-            1, tokens, head.config.hidden_size, dtype=DTYPES[config.model.dtype], device="cpu"
-        )
-        read = embeds.repeat(1, 1, 3)
-        kept = _saved_bytes(head, lambda: list(head.unrolled(read, embeds, draft.unrolled)))
+        width = load_architecture(config.model).get_text_config().hidden_size
+        embeds = torch.zeros(1, tokens, width, dtype=DTYPES[config.model.dtype], device="cpu")
+        read = embeds.repeat(1, 1, len(head.layers))
+        with _ExpertsOfAnyType():
+            kept = _saved_bytes(head, lambda: list(head.unrolled(read, embeds, draft.unrolled)))
     return kept + read.nbytes + embeds.nbytes
 
 

@@ -1,0 +1,13 @@
+"""The fixtures of the simulator's tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "integration_tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness.fixtures import fixtures_of
+
+globals().update(fixtures_of("services/simulator"))
