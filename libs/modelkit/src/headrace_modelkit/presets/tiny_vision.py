@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from headrace_schema.images import READS, VISION_FAMILIES
+from headrace_schema.images import READS, VISION_FAMILIES, Kind
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
@@ -240,14 +240,18 @@ def plain_inputs(
         found["position_ids"] = torch.from_numpy(rope_positions(len(ids), spans))[:, None]
     if reader.family != "internvl":
         kinds = "token_type_ids" if reader.family == "gemma3" else "mm_token_type_ids"
-        found[kinds] = kinds_of(reader, ids_BL) if kinds_BL is None else kinds_BL
+        found[kinds] = kinds_of(reader, ids_BL, images) if kinds_BL is None else kinds_BL
     return found
 
 
-def kinds_of(reader: ImageReader, ids_BL: torch.Tensor) -> torch.Tensor:
-    """1 for the tokens of images, 2 for those of videos."""
-    seen = [reader.tokens[kind] for kind in ("image", "video") if kind in reader.kinds]
-    return sum((at * (ids_BL == token).int() for at, token in enumerate(seen, 1)), torch.zeros_like(ids_BL))
+def kinds_of(reader: ImageReader, ids_BL: torch.Tensor, images: Sequence[Pixels]) -> torch.Tensor:
+    """1 for the tokens of images, 2 for those of videos, where there are any: a policy may sample such a token."""
+    found_BL = torch.zeros_like(ids_BL)
+    seen: tuple[Kind, ...] = ("image", "video")
+    for number, kind in enumerate(seen, 1):
+        if any(image.kind == kind for image in images):
+            found_BL += number * (ids_BL == reader.tokens[kind])
+    return found_BL
 
 
 def _save_processor(family: str, frames: int, directory: Path) -> None:
