@@ -181,7 +181,9 @@ def test_whoever_is_lost_while_the_trainers_devices_decode_the_run_trains_every_
 def test_a_lost_decoder_is_told_to_the_runs_user(live, monkeypatch):
     notes = []
     note = RunContext.note
-    monkeypatch.setattr(RunContext, "note", lambda self, text: (notes.append(text), note(self, text)))
+    monkeypatch.setattr(
+        RunContext, "note", lambda self, text, **more: (notes.append(text), note(self, text, **more))
+    )
 
     def hear(world, method, request):
         if method == "Wake" and request.header.lease_epoch in {e.epoch for e in leases(world, "decode")}:

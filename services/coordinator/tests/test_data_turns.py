@@ -79,7 +79,7 @@ def test_a_prompt_that_ends_with_the_assistants_turn_is_refused_by_name(tmp_path
     [
         (CALLS, "with calls of tools"),
         (SYSTEM, "nor a tool's answer"),
-        ({"role": "tool", "content": [{"type": "audio", "audio": "x"}]}, "a part of type 'audio'"),
+        ({"role": "tool", "content": [{"type": "smell", "smell": "x"}]}, "a part of type 'smell'"),
     ],
 )
 def test_what_no_model_answers_is_refused_by_name(tmp_path, last, words):

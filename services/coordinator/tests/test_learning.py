@@ -41,6 +41,7 @@ def attempt():
         spec=SimpleNamespace(
             algorithm=SimpleNamespace(truncated="mask", max_staleness=0),
             deterministic=False,
+            tracking=SimpleNamespace(ratios=False),
             graph=SimpleNamespace(whole_batch=False),
         ),
         workers=SimpleNamespace(

@@ -115,7 +115,8 @@ def test_images_behind_the_last_learned_token_are_not_read(
     for name in ("places_M", "features_M"):
         assert torch.equal(getattr(packed_rows.pictures, name), getattr(plain_rows.pictures, name)), name
     one, other = packed_rows.pictures.inputs, plain_rows.pictures.inputs
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert {kind: [*each] for kind, each in one.items()} == {kind: [*each] for kind, each in other.items()}
+    assert all(torch.equal(each, other[kind][name]) for kind in one for name, each in one[kind].items())
 
 
 def _read_before(sequence: Sample) -> tuple[Image, ...]:
