@@ -82,6 +82,8 @@ class Capabilities:
     """Top-p counts the mass that top-k and min-p left; without it, top-p is refused together with them."""
     penalty_counts_prompt: bool = True
     """The repetition penalty counts the tokens of the prompt too; without it, one other than 1 is refused."""
+    learned_drafts: bool = False
+    """Drafts by a head that is part of a version."""
     likeliest: bool = False
     """Tells the likeliest words in the place of given tokens, as `TellsLikeliest`."""
 

@@ -49,6 +49,7 @@ CAPABILITIES = Capabilities(
     lora=True,
     images=VISION_FAMILIES,
     files=tuple(MARKS),
+    learned_drafts=True,
     likeliest=True,
 )
 _log = logging.getLogger(__name__)
