@@ -78,10 +78,13 @@ def complete_key(incomplete: str) -> list[tuple[str, str]]:
 
     schema = RunSpec.model_json_schema()
 
+    def named(node: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+        return found
+
     def section(node: dict[str, Any]) -> dict[str, Any]:
         """The keys of a node, or of the first of its forms that has some."""
-        if "$ref" in node:
-            return section(schema["$defs"][node["$ref"].rpartition("/")[2]])
+        node = named(node)
         if "properties" in node:
             return dict(node["properties"])
         forms = [*node.get("anyOf", ()), *node.get("allOf", ()), *node.get("oneOf", ())]
@@ -93,7 +96,10 @@ def complete_key(incomplete: str) -> list[tuple[str, str]]:
         found = section(found.get(name, {}))
     begun = "".join(f"{name}." for name in above)
     return [
-        (f"{begun}{name}{'.' if section(node) else '='}", node.get("description", ""))
+        (
+            f"{begun}{name}{'.' if section(node) else '='}",
+            node.get("description") or named(node).get("description", ""),
+        )
         for name, node in found.items()
         if name.startswith(last)
     ]
