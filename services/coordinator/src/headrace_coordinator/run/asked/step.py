@@ -5,9 +5,9 @@ The gradients of a step are its groups, of one slot each. A step that is attempt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.sessions import Forward, ForwardBackward, OptimStep
@@ -36,7 +36,7 @@ class NothingGenerated:
 
     def __init__(self, context: RunContext, published: Published, timer: StepTimer) -> None:
         self.context, self.published, self.timer = context, published, timer
-        self.trajectories: Mapping[tuple[int, int], Any] = {}
+        self.trajectories = Trajectories(0)
 
     def count_time(self) -> None:
         """No stream is open."""
@@ -60,9 +60,7 @@ class AskedStep(Step):
     """A step from its first gradient to its commit."""
 
     def __init__(self, context: RunContext, published: Published, timer: StepTimer) -> None:
-        made = NothingGenerated(context, published, timer)
-        super().__init__(cast(Generation, made))
-        self._trajectories = cast(Trajectories, made.trajectories)
+        super().__init__(cast(Generation, NothingGenerated(context, published, timer)))
         self._opened: ev.StepOpened | None = None
         self._adam = OptimStep()
         self.gradients: list[Gradient] = []
