@@ -35,7 +35,6 @@ from headrace_schema.sections.generating import VideoSection
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PreTrainedConfig
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
 from headrace_modelkit.attending import looks_ahead
@@ -288,6 +287,8 @@ class ImageReader:
             scale = max(1.0, factor / min(width, height))
             width, height = int(width * scale), int(height * scale)
         most = max(min(high, self._video.max_pixels), factor**2)
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize  # needs Pillow
+
         rows, columns = smart_resize(height, width, factor, min(low, most), most)
         return columns, rows
 
