@@ -206,7 +206,10 @@ class Crowd:
 
     async def newest_events(self, run_id: str, size: int, before: int) -> tuple[list[EventView], int | None]:
         run = self.run(run_id)
-        said = [("run_submitted", {}), ("noted", {"text": "6 of 64 prompts are longer than max_context"})]
+        said: list[tuple[str, dict[str, Any]]] = [
+            ("run_submitted", {}),
+            ("noted", {"text": "6 of 64 prompts are longer than max_context"}),
+        ]
         said += [("noted", {"text": "engine and trainer agree: 2.1e-07", "plain": True})]
         said += [("version_restored", {"checkpoint": "step-20", "ordinal": 20, "number": 22})]
         said += [("run_state_changed", {"state": run.state, "reason": run.reason})]

@@ -97,7 +97,9 @@ def test_a_revoked_stream_ends_in_order_and_its_samples_go_on_from_their_prefix(
 
     monkeypatch.setattr(Rollout, "_make", spied)
     monkeypatch.setattr(World, "trouble", takes_back)
-    monkeypatch.setattr(RunContext, "note", lambda self, text, **more: (noted.append(text), note(self, text, **more))[1])
+    monkeypatch.setattr(
+        RunContext, "note", lambda self, text, **more: (noted.append(text), note(self, text, **more))[1]
+    )
     monkeypatch.setattr(
         SimulatedInstanceClient, "_happens", lambda self, probability: False
     )  # no reply is lost
