@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from headrace_robots.policies.directory import load_policy, save_policy, tokenizer_files
+from headrace_robots.policies.directory import load_policy, save_policy, tokenizer_files, written_aside
 from headrace_robots.policies.policy import RobotPolicy
 from headrace_robots.policies.published import Checkpoint, Wanted, read_json
 
@@ -60,16 +60,17 @@ def deploy(published: Path, trained: Path, target: Path, wanted: Wanted) -> None
     )
     weights = read_published(published, wanted).with_weights(policy)
     weight_files = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
-    shutil.copytree(published, target, ignore=shutil.ignore_patterns(*weight_files, ".cache", ".git"))
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    left_out = shutil.ignore_patterns(*weight_files, ".cache", ".git")
+    with written_aside(target) as aside:
+        shutil.copytree(published, aside, ignore=left_out, dirs_exist_ok=True)
+        save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_published(published: Path, wanted: Wanted) -> RobotPolicy:
     """The policy of a checkpoint. Raises ModelNotReadable."""
+    checkpoint = read_published(published, wanted)
     try:
-        return read_published(published, wanted).policy()
-    except ModelNotReadable:
-        raise
+        return checkpoint.policy()
     except ValueError as error:
         raise ModelNotReadable(f"cannot read a checkpoint from {str(published)!r}: {error}") from error
 
@@ -184,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             deploy(published, asked.weights, asked.policy, wanted)
         else:
             convert(published, asked.policy, wanted)
-    except ModelNotReadable as error:
+    except (ModelNotReadable, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -217,17 +218,23 @@ def write_policy(
     beside: Callable[[Path], None] = lambda directory: None,
 ) -> None:
     """As `save_policy`, of a policy's weights by name; `beside` writes more into the directory."""
-    target = Path(directory)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        aside.mkdir()
+    with written_aside(Path(directory)) as aside:
         (aside / CONFIG).write_text(config.model_dump_json(indent=2) + "\n")
         tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
         save_file(tensors, aside / WEIGHTS)
         for file in tokenizer_files(tokenizer) if tokenizer else []:
             shutil.copy2(file, aside / file.name)
         beside(aside)
+
+
+@contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """A new directory beside `target`, which takes its place once all is written, and is gone where that failed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        aside.mkdir()
+        yield aside
         sync_directory(aside)
         replace_directory(aside, target)
     finally:

@@ -125,12 +125,8 @@ class Checkpoint:
 
     def _tied(self, tensor: Tensor) -> str | None:
         """The weight that a matrix which the policy leaves out is equal to, such as the head over words."""
-        if tensor.dim() < 2:
-            return None
-        same = (
-            name for name, own in self.own.items() if own.shape == tensor.shape and torch.equal(own, tensor)
-        )
-        return next(same, None)
+        like = {name: own for name, own in self.own.items() if tensor.dim() > 1 and own.shape == tensor.shape}
+        return next((name for name, own in like.items() if torch.equal(own, tensor)), None)
 
 
 def renamed(
@@ -169,10 +165,6 @@ class LeRobot:
         """What the policy reads, by name."""
         found: Mapping[str, Mapping[str, Any]] = self.stated.get("input_features", {})
         return found
-
-    def checkpoint(self, config: PolicyConfig, own: Mapping[str, Tensor]) -> Checkpoint:
-        """With a policy's configuration, and the tensors by its names."""
-        return Checkpoint(config, own, self.tensors)
 
     def check(self, supported: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises ModelNotReadable where a key has none of these values; the first counts where it is left out."""

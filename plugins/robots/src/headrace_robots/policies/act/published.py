@@ -61,4 +61,4 @@ def read(directory: Path, wanted: Wanted) -> Checkpoint:
         **{name: found.stated[name] for name in (*SAME, *COUNTS) if name in found.stated},
     }
     config: ActConfig = config_of(ActConfig, fields, wanted)
-    return found.checkpoint(config, renamed(found.tensors, (), lambda name: name.startswith(UNUSED)))
+    return Checkpoint(config, renamed(found.tensors, (), lambda name: name.startswith(UNUSED)), found.tensors)

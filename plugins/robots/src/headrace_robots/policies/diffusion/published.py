@@ -68,7 +68,7 @@ def read(directory: Path, wanted: Wanted) -> Checkpoint:
         **{name: stated[name] for name in SAME if stated.get(name) is not None},
     }
     config: DiffusionConfig = config_of(DiffusionConfig, fields, wanted)
-    return found.checkpoint(config, renamed(found.tensors, (), _unused))
+    return Checkpoint(config, renamed(found.tensors, (), _unused), found.tensors)
 
 
 def _unused(name: str) -> bool:

@@ -86,7 +86,7 @@ def read(directory: Path, wanted: Wanted) -> Checkpoint:
     if kind == "pi05":
         fields["words"] = StateWords.of(read_tokenizer(wanted.base or directory))
     config: PiConfig = config_of(PiConfig, fields, wanted)
-    return found.checkpoint(config, own_names(tensors, kind))
+    return Checkpoint(config, own_names(tensors, kind), found.tensors)
 
 
 def published_sizes(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:

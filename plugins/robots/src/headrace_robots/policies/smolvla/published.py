@@ -62,7 +62,7 @@ def read(directory: Path, wanted: Wanted) -> Checkpoint:
         "state": found.bounds(STATE),
     }
     config: SmolVlaConfig = config_of(SmolVlaConfig, fields, wanted)
-    return found.checkpoint(config, tensors)
+    return Checkpoint(config, tensors, found.tensors)
 
 
 def own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
