@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -308,3 +309,50 @@ def test_a_robot_file_that_is_wrong_is_named(place, words):
     with pytest.raises(BackendError, match=words) as refused:
         read_setup(f"{file}:{place}")
     assert refused.value.field == "HEADRACE_SIMULATOR_ROBOT"
+
+
+def test_an_arm_that_rests_outside_of_its_limits_moves_home_at_their_speeds(stations):
+    arm = Arm()
+    arm.position["lift.pos"] = -1.5
+    station, owner = stations(robot=arm, home={"lift.pos": 0.0, "turn.pos": 0.0}), object()
+    station.reset(owner, 1)
+    heights = [-1.5, *(each["lift.pos"] for each in arm.sent)]
+    assert max(abs(after - before) for before, after in pairwise(heights)) < 20 / 100 + 1e-6
+    assert heights[-1] == 0
+
+
+def test_the_next_action_follows_what_a_robot_has_made_of_the_last(stations):
+    class Careful(Arm):
+        def send_action(self, action):
+            """No more than 0.1 at once, as LeRobot's max_relative_target has it; it says what it sent on."""
+            return super().send_action(
+                {
+                    name: min(max(value, self.position[name] - 0.1), self.position[name] + 0.1)
+                    for name, value in action.items()
+                }
+            )
+
+    arm = Careful()
+    station, owner = stations(robot=arm, slow_down=True), object()
+    station.reset(owner, 1)
+    for _ in range(4):
+        station.act(owner, row(0.5))
+    assert [round(each["lift.pos"], 3) for each in arm.sent[:4]] == [0.1, 0.2, 0.3, 0.4]
+    with pytest.raises(Fault, match=r"lift.pos.speed: -0.4 after 0\.4"):
+        station.setup.slow_down = False
+        station.act(owner, row(-0.4))
+
+
+def test_a_device_without_calibration_is_refused_as_nobody_can_be_asked(tmp_path):
+    class Fresh(Arm):
+        id = "follower"
+        is_calibrated = False
+
+        def connect(self, calibrate=True):
+            assert not calibrate, "LeRobot would wait for a person at a terminal"
+            super().connect()
+
+    arm = Fresh()
+    with pytest.raises(BackendError, match=r"follower has no calibration.* lerobot-calibrate"):
+        Station(arm_setup(robot=arm), tmp_path / "stop").start()
+    assert not arm.is_connected

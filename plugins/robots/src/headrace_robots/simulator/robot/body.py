@@ -72,10 +72,10 @@ class Body:
         return np.array([action[name] for name in self.names], np.float32)
 
     def holding(self, seen: Mapping[str, Any]) -> dict[str, float]:
-        """The action that holds the robot where it is."""
+        """The action that holds the robot where it is, outside of its limits too: moving it inside would be a leap."""
         if self._setup.hold is not None:
             return dict(self._setup.hold)
-        return self.within({name: float(seen[name]) for name in self.names})
+        return {name: float(seen[name]) for name in self.names}
 
     def within(self, action: Mapping[str, float]) -> dict[str, float]:
         """The action nearest to one that lies within the limits."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from headrace_servicekit.causes import raised
-from headrace_simulator.backends.base import Observation
+from headrace_simulator.backends.base import BackendError, Observation
 
 from headrace_robots.simulator.robot.body import Body, Fault
 from headrace_robots.simulator.robot.setup import RobotSetup, Verdict
@@ -74,6 +74,19 @@ class Clocks:
     sleep: Callable[[float], None] = time.sleep
 
 
+def _connect(key: str, device: Any) -> None:
+    """Connects without a calibration, for which LeRobot's classes ask a person at a terminal that is not there."""
+    device.connect(calibrate=False)
+    if not getattr(device, "is_calibrated", True):
+        name = getattr(device, "id", None) or type(device).__name__
+        device.disconnect()
+        raise BackendError(
+            key,
+            f"{name} has no calibration, or its motors hold another one; run lerobot-calibrate for it at a terminal "
+            "of this host, with the same port and id",
+        )
+
+
 class Station:
     """One robot. `start` connects to it and begins the loop; `close` holds, ends it and disconnects."""
 
@@ -99,10 +112,10 @@ class Station:
         self._loop = threading.Thread(target=self._run, name="robot", daemon=True)
 
     def start(self) -> None:
-        """Raises what the robot's connect raises."""
-        self.setup.robot.connect()
+        """Raises BackendError for a device without calibration, and what its connect raises."""
+        _connect("robot", self.setup.robot)
         if self.setup.teleoperator is not None:
-            self.setup.teleoperator.connect()
+            _connect("teleoperator", self.setup.teleoperator)
         self._loop.start()
 
     def close(self) -> None:
@@ -288,8 +301,8 @@ class Station:
             self._hold()
 
     def _send(self, action: dict[str, float]) -> None:
-        self.setup.robot.send_action(action)
-        self._before, self._holding = action, None
+        """Sends an action; a robot that reduced it (LeRobot's max_relative_target) returns what it sent on."""
+        self._before, self._holding = {**action, **(self.setup.robot.send_action(action) or {})}, None
 
     def _hold(self) -> None:
         if self._holding is None:
