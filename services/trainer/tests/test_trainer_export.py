@@ -23,7 +23,12 @@ def files_of(directory: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("trainer", [{}, LORA], ids=["whole", "adapters"])
+CODED = [{"lora": {**LORA["lora"], "quantization": form}} for form in ("nf4", "int8", "fp8")]
+
+
+@pytest.mark.parametrize(
+    "trainer", [{}, LORA, *CODED], ids=["whole", "adapters", "nf4 base", "int8 base", "fp8 base"]
+)
 async def test_each_checkpoint_is_exported_as_the_run_exports_that_version(
     client, make_config, tmp_path, trainer
 ):

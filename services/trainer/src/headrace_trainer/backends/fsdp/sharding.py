@@ -254,7 +254,14 @@ class ShardedModel:
         tensors = dict(state_tensors(self.model))
         critic = self.policy.critic
         beside = {f"{CRITIC}{name}": value for name, value in (critic.tensors() if critic else ())}
-        self.weight_names = [name for name in tensors if not is_adapter(name)]
+        self.quantized = quantized_weights(self.model)
+        """Of the buffers those that have codes in their place."""
+        names = [name for name in tensors if not is_adapter(name)]
+        if self.quantized:  # As if they were parameters, which come first: files are written in the model's order.
+            place = {name: at for at, name in enumerate(self.model.state_dict(keep_vars=True))}
+            kept = {name for name, _ in self.model.named_buffers()} - self.quantized.keys()
+            names.sort(key=lambda name: (name in kept, place[name]))
+        self.weight_names = names
         self.adapter_names = [name for name in tensors if is_adapter(name)]
         self.critic_names = list(beside)
         both = tensors | beside
@@ -262,8 +269,6 @@ class ShardedModel:
         self.learned = {name: value for name, value in self.parameters.items() if value.requires_grad}
         self.buffers = {name: value for name, value in both.items() if not isinstance(value, DTensor)}
         """Buffers, and frozen weights that are not sharded."""
-        self.quantized = quantized_weights(self.model)
-        """Of the buffers those that have codes in their place."""
         self._scales = {name: layer.scale for name, layer in adapted_layers(self.model)}
 
     def gather(self, name: str, shard: Tensor | None = None) -> Tensor:
