@@ -82,3 +82,22 @@ def test_a_wrong_target_or_combination_is_refused(fleet, spec_of):
     run = fleet.submit(spec_of(trainer={"lora": {"targets": ["q_porj"]}}))
     failed = fleet.state(run, "FAILED")
     assert "trainer.lora.targets" in failed.reason and "did you mean q_proj?" in failed.reason
+
+
+@pytest.mark.nightly  # The quick twin is test_trainer_export.py.
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"trainer": {"lora": {**LORA, "quantization": form}}} for form in ("nf4", "int8", "fp8")),
+        *({"optimizer": {"name": name}, "trainer": {}} for name in ("muon", "adamw_8bit")),
+    ],
+    ids=["nf4 base", "int8 base", "fp8 base", "muon", "adamw in 8 bits"],
+)
+def test_a_run_that_keeps_fewer_bytes_loses_its_trainer_and_is_exported(fleet, spec_of, settings):
+    run = fleet.submit(spec_of(**{**SETTINGS, "steps": 6, "deterministic": False, **settings}))
+    fleet.reach(run, 2)
+    fleet.replaced("trainer-0", fleet.kill("trainer-0"))
+    found = audit(fleet, run := fleet.succeed(run))
+    assert found.rewinds >= 1 and len(found.live) == 6
+    assert all(item.log_prob_mismatch_mean < 1e-3 for item in found.live)
+    assert (Path(run.export_path) / "model.safetensors").is_file()
