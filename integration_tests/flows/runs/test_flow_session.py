@@ -11,6 +11,7 @@ import grpc
 import httpx
 import pytest
 import torch
+from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.processes import ROOT
 from harness.waiting import wait_for
@@ -86,6 +87,21 @@ def test_a_loop_of_ones_own_learns_what_plain_torch_learns_and_samples_it(fleet,
     run = fleet.client.wait(training.session, timeout=120)
     assert run.state == "SUCCEEDED"
     assert len(audit(fleet, run).trained) == 4
+
+
+@pytest.mark.nightly  # The quick twin is test_spec_rules.py -k several_ranks.
+def test_two_ranks_of_a_session_learn_what_plain_torch_learns(tmp_path, tiny_model):
+    spec = {"model": {"path": str(tiny_model), "dtype": "float32"}, "trainer": {"ranks": 2}, "export": False}
+    with Fleet(tmp_path / "data", "--trainer", "2") as fleet:
+        training = Training(fleet.client, spec)
+        calls = [(training.forward_backward(data()), training.optim_step(RATE)) for _ in range(4)]
+        losses = [gradient.result(120).metrics["loss:sum"] for gradient, _ in calls]
+        assert losses == pytest.approx(plain_losses(tiny_model, 4), rel=1e-3)
+        alone = training.forward_backward([data()[0]]).result(120)
+        assert alone.log_probs and training.optim_step(RATE).result(120).metrics["grad_norm"] > 0
+        training.close()
+        run = fleet.client.wait(training.session, timeout=120)
+        assert run.state == "SUCCEEDED" and len(audit(fleet, run).trained) == 5
 
 
 def post(training, seq, call):

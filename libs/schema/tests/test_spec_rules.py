@@ -239,6 +239,11 @@ def test_a_rate_of_whole_weights_is_doubted_for_adapters(rate, doubted):
     assert not [*doubtful_values(RunSpec.model_validate(with_values({"optimizer.lr": rate})))]
 
 
+def test_a_session_may_have_several_ranks():
+    spec = {"workflow": "session", "model": {"path": "org/model"}, "trainer": {"ranks": 2}}
+    assert RunSpec.model_validate(spec).trainer.ranks == 2
+
+
 def test_prompts_are_shared_by_replicas_and_not_by_ranks():
     spec = RunSpec.model_validate(with_values({**MEGATRON, "algorithm.prompts_per_step": 3}))
     assert spec.trainer.ranks == 2

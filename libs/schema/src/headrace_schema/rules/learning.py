@@ -33,7 +33,7 @@ def batch(spec: RunSections) -> Iterator[KeyProblemView]:
         if spec.is_online:
             fix += ", with a group named for each session (X-Headrace-Group), or set algorithm.name: reinforce_pp"
         yield problem("algorithm.group_size", reason, fix)
-    if algorithm.prompts_per_step % shares:
+    if spec.session is None and algorithm.prompts_per_step % shares:
         replicas = "" if shares == ranks else f", which are {shares} replicas of the model"
         yield problem(
             "algorithm.prompts_per_step",
