@@ -1,7 +1,7 @@
 """Makes a policy directory of a published checkpoint: `python -m headrace_robots.convert --help`.
 
-OpenVLA and OpenVLA-OFT; π0 and π0.5 of LeRobot and openpi; SmolVLA, ACT and diffusion policies of LeRobot. A run reads
-the result as `model.path`: `policy.json`, `model.safetensors`, and a tokenizer.
+OpenVLA and OpenVLA-OFT; π0 and π0.5 of LeRobot and openpi; SmolVLA, ACT and diffusion policies of LeRobot; GR00T N1.7 of
+NVIDIA and LeRobot. A run reads the result as `model.path`: `policy.json`, `model.safetensors`, and a tokenizer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from headrace_robots.policies.policy import RobotPolicy
 from headrace_robots.policies.published import Checkpoint, Wanted, read_json
 
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-BASE_FILES = ("*.json", "*.model")
+BASE_FILES = ("*.json", "*.jinja", "*.model")
 """Of a language model: its sizes and its tokenizer, not its weights."""
-FAMILIES = ("openvla", "pi", "smolvla", "act", "diffusion")
+FAMILIES = ("openvla", "pi", "smolvla", "groot", "act", "diffusion")
 """Packages whose `published` module reads checkpoints: `recognises` a config.json, and `read` the policy."""
 
 
@@ -55,15 +55,19 @@ def deploy(published: Path, trained: Path, target: Path, wanted: Wanted) -> None
     if target.exists():
         raise ModelNotReadable(f"{target} is there already; name a directory that is not")
     policy = load_policy(trained)
-    wanted = replace(
-        wanted, base=wanted.base or trained, chosen={"cameras": policy.config.cameras, **wanted.chosen}
-    )
+    own = policy.config.model_dump(include={"cameras", "embodiment"})
+    wanted = replace(wanted, base=wanted.base or trained, chosen={**own, **wanted.chosen})
     weights = read_published(published, wanted).with_weights(policy)
     weight_files = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
     left_out = shutil.ignore_patterns(*weight_files, ".cache", ".git")
     with written_aside(target) as aside:
         shutil.copytree(published, aside, ignore=left_out, dirs_exist_ok=True)
-        save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
+        name = "model.safetensors"
+        if (published / f"{name}.index.json").is_file():  # LeRobot tells GR00Ts of NVIDIA from its own by the name
+            name = "model-00001-of-00001.safetensors"
+            index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
+            (aside / "model.safetensors.index.json").write_text(json.dumps(index))
+        save_file(weights, aside / name, metadata={"format": "pt"})
 
 
 def load_published(published: Path, wanted: Wanted) -> RobotPolicy:
@@ -125,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--base",
-        help="directory (or ORG/NAME) of the language model that it began with: tokenizer, sizes of SmolVLA",
+        help="directory (or ORG/NAME) of the language model that it began with: tokenizer, sizes of SmolVLA and GR00T",
     )
     parser.add_argument(
         "--statistics",
@@ -145,6 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         help="names of the cameras, in their order; of LeRobot's: those that there are",
     )
+    parser.add_argument(
+        "--embodiment", help="GR00T of NVIDIA: the robot whose encoders and statistics are read; default: the only one"
+    )
     parser.add_argument("--kind", choices=("openvla", "openvla_oft"), help="of OpenVLA; default: openvla")
     parser.add_argument("--chunk-length", type=int, help="actions executed of those drawn at once")
     parser.add_argument("--head", choices=("tokens", "l1"), help="openvla_oft's action head; default: tokens")
@@ -155,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="OpenVLA: share of a picture that is read; 0.9 for those fine-tuned for LIBERO; default: 1",
     )
     parser.add_argument(
-        "--flow", type=json.loads, help='π and SmolVLA, in JSON: how actions are drawn, {"noise": "learned"}'
+        "--flow", type=json.loads, help='π, SmolVLA and GR00T, in JSON: how actions are drawn, {"noise": "learned"}'
     )
     parser.add_argument(
         "--denoising", type=json.loads, help='diffusion, in JSON: how actions are drawn, {"steps": 10}'
@@ -166,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     fields = (
         "cameras",
+        "embodiment",
         "kind",
         "chunk_length",
         "head",

@@ -25,6 +25,8 @@ from headrace_robots.policies.scaling import ActionBounds
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
 ENVIRONMENT = "observation.environment_state"
 OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+NORMALIZERS = ("normalizer_processor", "groot_n1_7_pack_inputs_v1")
+"""Steps of LeRobot's processors that have statistics."""
 OPENPI_QUANTILE, LEROBOT_QUANTILE = 1e-6, 1e-8
 """What is added to the distance of two quantiles; LeRobot does where they are equal."""
 
@@ -80,6 +82,20 @@ def filled(policy: RobotPolicy, found: Mapping[str, Tensor]) -> RobotPolicy:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """Where a policy's weight lies among those that a checkpoint has for each of several robots; a matrix is turned."""
+
+    name: str
+    index: int
+
+    def put(self, tensor: Tensor, weight: Tensor) -> Tensor:
+        """`tensor` with the weight in its place."""
+        found = tensor.clone()
+        found[self.index] = (weight.T if weight.dim() > 1 else weight).to(tensor.dtype)
+        return found
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A published checkpoint, as a policy has it and as it is."""
 
@@ -88,6 +104,8 @@ class Checkpoint:
     """By the policy's names."""
     published: Mapping[str, Tensor]
     """By its own names; the same tensors, and those that the policy does not use."""
+    slices: Mapping[str, Slice] = field(default_factory=dict)
+    """Of published tensors that the policy has one part of."""
 
     def policy(self) -> RobotPolicy:
         """The policy with its weights. Raises ValueError, see `filled`."""
@@ -113,8 +131,13 @@ class Checkpoint:
         names = {id(tensor): name for name, tensor in self.own.items()}
         found, placed = {}, set()
         for name, tensor in self.published.items():
-            own = names.get(id(tensor)) or self._tied(tensor)
-            found[name] = tensor if own is None else weights[own].detach().to(tensor.dtype).clone()
+            part = self.slices.get(name)
+            own = part.name if part else names.get(id(tensor)) or self._tied(tensor)
+            if own is None:
+                found[name] = tensor
+            else:
+                weight = weights[own].detach()
+                found[name] = part.put(tensor, weight) if part else weight.to(tensor.dtype).clone()
             placed.add(own)
         for name in weights.keys() - placed:
             if not torch.equal(weights[name].to(self.own[name].dtype), self.own[name]):
@@ -297,7 +320,7 @@ def _of_processor(directory: Path, described: Mapping[str, Any]) -> Statistics:
     files = [
         step["state_file"]
         for step in described.get("steps", ())
-        if step.get("registry_name") == "normalizer_processor" and step.get("state_file")
+        if step.get("registry_name") in NORMALIZERS and step.get("state_file")
     ]
     if not files or not (file := directory / Path(files[0]).name).is_file():
         return {}
