@@ -1,7 +1,7 @@
 """Makes a policy directory of a published checkpoint: `python -m headrace_robots.convert --help`.
 
-OpenVLA and OpenVLA-OFT; π0 and π0.5 of LeRobot and openpi; SmolVLA, ACT and diffusion policies of LeRobot; GR00T N1.7 of
-NVIDIA and LeRobot. A run reads the result as `model.path`: `policy.json`, `model.safetensors`, and a tokenizer.
+OpenVLA and OpenVLA-OFT; π0 and π0.5 of LeRobot and openpi; SmolVLA, ACT and diffusion policies of LeRobot; GR00T N1.7
+of NVIDIA and LeRobot. A run reads the result as `model.path`: `policy.json`, `model.safetensors`, and a tokenizer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def deploy(published: Path, trained: Path, target: Path, wanted: Wanted) -> None
     with written_aside(target) as aside:
         shutil.copytree(published, aside, ignore=left_out, dirs_exist_ok=True)
         name = "model.safetensors"
-        if (published / f"{name}.index.json").is_file():  # LeRobot tells GR00Ts of NVIDIA from its own by the name
+        if (
+            published / f"{name}.index.json"
+        ).is_file():  # LeRobot tells GR00Ts of NVIDIA from its own by the name
             name = "model-00001-of-00001.safetensors"
             index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
             (aside / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -150,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="names of the cameras, in their order; of LeRobot's: those that there are",
     )
     parser.add_argument(
-        "--embodiment", help="GR00T of NVIDIA: the robot whose encoders and statistics are read; default: the only one"
+        "--embodiment",
+        help="GR00T of NVIDIA: the robot whose encoders and statistics are read; default: the only one",
     )
     parser.add_argument("--kind", choices=("openvla", "openvla_oft"), help="of OpenVLA; default: openvla")
     parser.add_argument("--chunk-length", type=int, help="actions executed of those drawn at once")
@@ -162,7 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="OpenVLA: share of a picture that is read; 0.9 for those fine-tuned for LIBERO; default: 1",
     )
     parser.add_argument(
-        "--flow", type=json.loads, help='π, SmolVLA and GR00T, in JSON: how actions are drawn, {"noise": "learned"}'
+        "--flow",
+        type=json.loads,
+        help='π, SmolVLA and GR00T, in JSON: how actions are drawn, {"noise": "learned"}',
     )
     parser.add_argument(
         "--denoising", type=json.loads, help='diffusion, in JSON: how actions are drawn, {"steps": 10}'

@@ -178,7 +178,11 @@ def _groot(actions: int, state: int, horizon: int) -> dict[str, Any]:
         "action_width": actions,
         "state_width": state,
         "hidden": 32,
-        **{"layers": 4, "heads": 2, "head_size": 16, "mixers": 1, "mixer_heads": 2},
+        "layers": 4,
+        "heads": 2,
+        "head_size": 16,
+        "mixers": 1,
+        "mixer_heads": 2,
         "flow": _FLOW,
     }
 
@@ -206,7 +210,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kind", choices=KINDS, default="openvla_oft")
     parser.add_argument("--actions", type=int, required=True, help="numbers of an action")
     parser.add_argument(
-        "--state", type=int, default=0, help="numbers of the state; pi0, pi05, smolvla, groot, diffusion need one"
+        "--state",
+        type=int,
+        default=0,
+        help="numbers of the state; pi0, pi05, smolvla, groot, diffusion need one",
     )
     parser.add_argument("--cameras", nargs="+", default=["image"], help="names of the cameras")
     parser.add_argument("--chunk-length", type=int, default=1, help="actions drawn at once (all but openvla)")

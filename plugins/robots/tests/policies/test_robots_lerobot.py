@@ -163,7 +163,11 @@ def qwen(base):
     vlm = tiny_fields("groot", 2, state=3)["vlm"]
     vlm["text_config"] |= {"num_hidden_layers": 3, "tie_word_embeddings": True}
     vlm["vision_config"] |= {"patch_size": 16}
-    tokens = {"video_token_id": WORDS + 1, "vision_start_token_id": WORDS + 2, "vision_end_token_id": WORDS + 3}
+    tokens = {
+        "video_token_id": WORDS + 1,
+        "vision_start_token_id": WORDS + 2,
+        "vision_end_token_id": WORDS + 3,
+    }
     whole = {"model_type": "qwen3_vl", "tie_word_embeddings": True, **tokens, **vlm}
     (base / "config.json").write_text(json.dumps(whole))
     seen = {"size": {"shortest_edge": 65536, "longest_edge": 16777216}, "patch_size": 16, "merge_size": 2}
@@ -174,16 +178,31 @@ def qwen(base):
 
 
 GROOT = {
-    **{"select_layer": 2, "backbone_embedding_dim": 48, "hidden_size": 24, "input_embedding_dim": 32},
-    **{"action_horizon": 4, "max_state_dim": 6, "max_action_dim": 5, "max_num_embodiments": 12, "max_seq_len": 8},
+    "select_layer": 2,
+    "backbone_embedding_dim": 48,
+    "hidden_size": 24,
+    "input_embedding_dim": 32,
+    "action_horizon": 4,
+    "max_state_dim": 6,
+    "max_action_dim": 5,
+    "max_num_embodiments": 12,
+    "max_seq_len": 8,
     "num_inference_timesteps": 3,
     "diffusion_model_cfg": {
-        **{"num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 16, "output_dim": 24},
-        **{"norm_type": "ada_norm", "interleave_self_attention": True, "positional_embeddings": None},
+        "num_layers": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "output_dim": 24,
+        "norm_type": "ada_norm",
+        "interleave_self_attention": True,
+        "positional_embeddings": None,
     },
     "vl_self_attention_cfg": {
-        **{"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 24},
-        **{"positional_embeddings": None, "final_dropout": True},
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "attention_head_dim": 24,
+        "positional_embeddings": None,
+        "final_dropout": True,
     },
 }
 
@@ -199,10 +218,13 @@ def groot(folder):
 
 
 def groot_raw(folder):
-    """As NVIDIA publishes it: groups of numbers by percentiles, cameras by name, pictures that grow as cv2 scales them."""
+    """As NVIDIA publishes it: groups of numbers by percentiles, cameras by name, pictures as cv2 scales them."""
     given, shape = groot(folder)
     number = {name: [value] for name, value in {"min": -9.0, "max": 9.0, "mean": 0.0, "std": 1.0}.items()}
-    groups = {"state": {"x": (-2.0, 1.5), "y": (-1.0, 3.0), "z": (0.0, 4.0)}, "action": {"x": (-1.0, 2.0), "gripper": (0.0, 1.0)}}
+    groups = {
+        "state": {"x": (-2.0, 1.5), "y": (-1.0, 3.0), "z": (0.0, 4.0)},
+        "action": {"x": (-1.0, 2.0), "gripper": (0.0, 1.0)},
+    }
     statistics = {
         kind: {name: {**number, "q01": [low], "q99": [high]} for name, (low, high) in each.items()}
         for kind, each in groups.items()
@@ -210,8 +232,17 @@ def groot_raw(folder):
     modalities = {kind: {"modality_keys": [*each], "delta_indices": [0]} for kind, each in groups.items()}
     modalities["action"] |= {"delta_indices": [0, 1, 2], "action_configs": [{"rep": "ABSOLUTE"}] * 2}
     modalities["video"] = {"modality_keys": ["wrist", "front"], "delta_indices": [0]}
-    told = {"modality_configs": {"libero_sim": modalities}, "use_percentiles": True, "formalize_language": False}
-    told |= {"image_target_size": [256, 256], "use_albumentations": True, "crop_fraction": 0.95, "letter_box_transform": True}
+    told = {
+        "modality_configs": {"libero_sim": modalities},
+        "use_percentiles": True,
+        "formalize_language": False,
+    }
+    told |= {
+        "image_target_size": [256, 256],
+        "use_albumentations": True,
+        "crop_fraction": 0.95,
+        "letter_box_transform": True,
+    }
     beside = {
         "processor_config.json": {"processor_kwargs": told},
         "statistics.json": {"libero_sim": statistics},

@@ -105,7 +105,11 @@ GROOT = {
     "action_width": 4,
     "state_width": 2,
     "hidden": 16,
-    **{"layers": 4, "heads": 2, "head_size": 8, "mixers": 1, "mixer_heads": 2},
+    "layers": 4,
+    "heads": 2,
+    "head_size": 8,
+    "mixers": 1,
+    "mixer_heads": 2,
     **{name: PI0[name] for name in ("bounds", "state", "cameras", "chunk_length")},
 }
 ACT = {

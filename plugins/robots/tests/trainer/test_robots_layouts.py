@@ -194,9 +194,8 @@ def test_adapters_learn_alike_in_every_layout_and_what_is_added_learns_whole(two
 
 
 @pytest.mark.parametrize(
-    "name", seldom(
-        ["oft frozen", "pi0 frozen", "smolvla frozen", "groot frozen", "act frozen", "diffusion frozen"]
-    )
+    "name",
+    seldom(["oft frozen", "pi0 frozen", "smolvla frozen", "groot frozen", "act frozen", "diffusion frozen"]),
 )
 def test_a_frozen_part_stays_and_the_rest_learns_as_ever(name, of, relative_l2):
     found, whole = of(name), of(f"{name.split()[0]} whole")

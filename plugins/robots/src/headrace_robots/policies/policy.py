@@ -226,9 +226,7 @@ def image_of(observation: Observation, camera: str, device: torch.device, channe
     return uint8_image_of(observation, camera, device, channels).permute(0, 3, 1, 2).float() / 255
 
 
-def uint8_image_of(
-    observation: Observation, camera: str, device: torch.device, channels: int = 3
-) -> Tensor:
+def uint8_image_of(observation: Observation, camera: str, device: torch.device, channels: int = 3) -> Tensor:
     """(B, H, W, channels) on `device`, to which they go in uint8.
 
     Raises ValueError when there is no such camera, or it has other pixels.

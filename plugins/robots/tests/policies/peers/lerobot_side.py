@@ -133,7 +133,9 @@ def raw_groot(asked, folder):
         push_to_hub=False,
         **fields,
     )
-    return get_policy_class("groot")(config).eval(), make_pre_post_processors(config, pretrained_path=str(folder))
+    return get_policy_class("groot")(config).eval(), make_pre_post_processors(
+        config, pretrained_path=str(folder)
+    )
 
 
 def chosen(policy, processors, asked, seen):

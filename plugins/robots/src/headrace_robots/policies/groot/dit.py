@@ -39,7 +39,9 @@ class Dit(nn.Module):
             seen = text_BN if index % (2 * self.turn) == 0 else images_BN
             hidden = block(hidden, time_BW, *((None, None) if index % 2 else (prefix_BND, seen)))
         shift, scale = self.proj_out_1(F.silu(time_BW))[:, None].chunk(2, -1)
-        found: Tensor = self.proj_out_2(F.layer_norm(hidden, hidden.shape[-1:], eps=1e-6) * (1 + scale) + shift)
+        found: Tensor = self.proj_out_2(
+            F.layer_norm(hidden, hidden.shape[-1:], eps=1e-6) * (1 + scale) + shift
+        )
         return found
 
 

@@ -1,4 +1,4 @@
-"""`groot`: GR00T N1.7, a Qwen3-VL whose last kept layer a diffusion transformer attends to, and a flow over its actions.
+"""`groot`: GR00T N1.7, a Qwen3-VL whose last kept layer a diffusion transformer attends to, which follows a flow.
 
 Facts: huggingface/lerobot v0.6.1, `policies/groot` (NVIDIA's Isaac-GR00T in LeRobot). A policy has the encoders of one
 embodiment. Where prompts differ in length, LeRobot mixes what stands before the shorter into what is seen; here no
@@ -58,7 +58,9 @@ class GrootConfig(FlowPolicyConfig):
     layers: Count = Field(default=32, description="of the diffusion transformer")
     heads: Count = 32
     head_size: Count = 48
-    turn: Count = Field(default=2, description="blocks that read the prefix: one of so many its text, others images")
+    turn: Count = Field(
+        default=2, description="blocks that read the prefix: one of so many its text, others images"
+    )
     mixers: CountOrZero = Field(default=4, description="layers over what the language model has read")
     mixer_heads: Count = 32
     places: Count = Field(default=1024, description="learned places of actions")
@@ -226,7 +228,9 @@ class GrootPolicy(FlowPolicy):
 
     @override
     def _seen(self, count: int, words: int) -> Observation:
-        found = seen_example(self.config, count, words, (self.config.pictures.height, self.config.pictures.width))
+        found = seen_example(
+            self.config, count, words, (self.config.pictures.height, self.config.pictures.width)
+        )
         image = (int(self.config.filled.image_token_id),)
         prompts = tuple(image * len(self.config.cameras) + prompt for prompt in found.prompts)
         return Observation(found.state_BS, found.images, prompts)
@@ -244,7 +248,9 @@ class _Reader(_TextModel):  # type: ignore[misc]
         super().__init__(sizes)
         self.norm = nn.Identity()
 
-    def _deepstack_process(self, hidden_states: Tensor, visual_pos_masks: Any, visual_embeds: Tensor) -> Tensor:
+    def _deepstack_process(
+        self, hidden_states: Tensor, visual_pos_masks: Any, visual_embeds: Tensor
+    ) -> Tensor:
         return hidden_states + visual_embeds
 
 
@@ -265,8 +271,8 @@ def _put(words: Tensor, images_BM: Tensor, seen: Tensor) -> Tensor:
 def _rows(
     observation: Observation, image: int, grids: Sequence[tuple[int, int]]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """((B, N) ids with as many image tokens as are seen, (3, B, N) places, (B, M) where image tokens stand, (B, N) which
-    ids there are), filled on the right. Raises ValueError for a prompt without a place for each camera.
+    """((B, N) ids with as many image tokens as are seen, (3, B, N) places, (B, M) where image tokens stand, (B, N)
+    which ids there are), filled on the right. Raises ValueError for a prompt without a place for each camera.
     """
     prompts = observation.prompts
     if len(prompts) != len(observation) or any(prompt.count(image) != len(grids) for prompt in prompts):

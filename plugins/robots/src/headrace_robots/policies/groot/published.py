@@ -1,7 +1,7 @@
-"""GR00T N1.7 as NVIDIA publishes it (`nvidia/GR00T-N1.7-3B`) and as LeRobot saves it. Facts: huggingface/lerobot v0.6.1.
+"""GR00T N1.7 as NVIDIA publishes it (`nvidia/GR00T-N1.7-3B`) and as LeRobot saves it. Facts: LeRobot v0.6.1.
 
-NVIDIA's checkpoints say how they are read in `processor_config.json`, `statistics.json` and `embodiment_id.json`, by the
-name of an embodiment; LeRobot's in the steps of `policy_preprocessor.json`. Of weights that there are for each
+NVIDIA's checkpoints say how they are read in `processor_config.json`, `statistics.json` and `embodiment_id.json`, by
+the name of an embodiment; LeRobot's in the steps of `policy_preprocessor.json`. Of weights that there are for each
 embodiment a policy has those of one.
 """
 
@@ -201,7 +201,9 @@ def _of_lerobot(
         statistics[ACTION] = {name: values[:size] for name, values in statistics[ACTION].items()}
     embodiment = str(packed.get("embodiment_tag", "new_embodiment"))
     if wanted.chosen.get("embodiment", embodiment) != embodiment:
-        raise ModelNotReadable(f"the checkpoint is of embodiment {embodiment!r} alone: leave --embodiment out")
+        raise ModelNotReadable(
+            f"the checkpoint is of embodiment {embodiment!r} alone: leave --embodiment out"
+        )
     return _Read(
         sizes,
         {name.removeprefix("_groot_model."): tensor for name, tensor in tensors.items()},
@@ -253,12 +255,15 @@ def _of_nvidia(
             key: _flat(known.get(name) or {}, of_this.get(name) or {}, name, by_share)
             for key, name in ((STATE, "state"), (ACTION, "action"))
         }
-    taught = len((of_this.get("action") or {}).get("delta_indices") or range(int(stated.get("action_horizon", 40))))
+    taught = len(
+        (of_this.get("action") or {}).get("delta_indices") or range(int(stated.get("action_horizon", 40)))
+    )
     return _Read(
         stated,
         tensors,
         statistics,
-        {"image_target_size": SIZE, "image_crop_size": CROP} | ({} if told.get("image_target_size") is None else told),
+        {"image_target_size": SIZE, "image_crop_size": CROP}
+        | ({} if told.get("image_target_size") is None else told),
         embodiment,
         int(indices[embodiment]),
         tuple((of_this.get("video") or {}).get("modality_keys") or ()),
@@ -284,7 +289,9 @@ def _embodiment(modalities: Mapping[str, Any], wanted: Wanted) -> str:
 def _refuse_relative(modalities: Mapping[str, Any]) -> None:
     """Raises ModelNotReadable for actions that are relative to a state."""
     action = modalities.get("action") or {}
-    for name, each in zip(action.get("modality_keys") or (), action.get("action_configs") or (), strict=False):
+    for name, each in zip(
+        action.get("modality_keys") or (), action.get("action_configs") or (), strict=False
+    ):
         if str((each or {}).get("rep", "")).lower().endswith("relative"):
             raise ModelNotReadable(
                 f"processor_config.json: action {name!r} is relative to the state, which is not supported"
@@ -302,7 +309,9 @@ def _flat(
             raise ModelNotReadable(
                 f"statistics.json: {what}.{group} has no {missing[0]}; give others by --statistics"
             )
-    return {name: [each for group in groups for each in numbers(known[group][own])] for name, own in names.items()}
+    return {
+        name: [each for group in groups for each in numbers(known[group][own])] for name, own in names.items()
+    }
 
 
 # Weights, and what the language model's directory says
@@ -316,7 +325,11 @@ def own_names(found: _Read) -> tuple[dict[str, Tensor], dict[str, str]]:
     words, head = "backbone.model.model.language_model.embed_tokens.weight", "backbone.model.lm_head.weight"
     if head in tensors and words not in tensors:
         tensors[words] = tensors[head]
-    each = {name: f"{name.removeprefix(_HEAD)}" for name in tensors if name.startswith(tuple(_HEAD + p for p in _OF_EACH))}
+    each = {
+        name: f"{name.removeprefix(_HEAD)}"
+        for name in tensors
+        if name.startswith(tuple(_HEAD + p for p in _OF_EACH))
+    }
     whole = renamed(
         {name: tensor for name, tensor in tensors.items() if name not in each},
         (
@@ -340,7 +353,9 @@ def own_names(found: _Read) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _cut(tensor: Tensor, index: int) -> Tensor:
     """One embodiment's, as a linear layer has it."""
     if index >= len(tensor):
-        raise ModelNotReadable(f"embodiment number {index}: the checkpoint has weights of {len(tensor)} embodiments")
+        raise ModelNotReadable(
+            f"embodiment number {index}: the checkpoint has weights of {len(tensor)} embodiments"
+        )
     return tensor[index].T if tensor.dim() == 3 else tensor[index]
 
 
@@ -360,7 +375,11 @@ def _vlm(base: Path, found: Mapping[str, Tensor]) -> dict[str, Any]:
         raise ModelNotReadable(f"{base / 'config.json'} states no {missing[0]}; is it a Qwen3-VL?")
     layers = {name.split(".")[2] for name in found if name.startswith("reader.layers.")}
     text = {**stated["text_config"], "num_hidden_layers": len(layers)}
-    return {"text_config": text, "vision_config": stated["vision_config"], "image_token_id": stated["image_token_id"]}
+    return {
+        "text_config": text,
+        "vision_config": stated["vision_config"],
+        "image_token_id": stated["image_token_id"],
+    }
 
 
 def _pictures(seen: Mapping[str, Any], base: Path) -> dict[str, Any]:
@@ -373,7 +392,12 @@ def _pictures(seen: Mapping[str, Any], base: Path) -> dict[str, Any]:
     size = processor.get("size") or {}
     least = processor.get("min_pixels") or size.get("shortest_edge")
     most = processor.get("max_pixels") or size.get("longest_edge")
-    chosen = {"least": least, "most": most, "mean": processor.get("image_mean"), "std": processor.get("image_std")}
+    chosen = {
+        "least": least,
+        "most": most,
+        "mean": processor.get("image_mean"),
+        "std": processor.get("image_std"),
+    }
     return {
         "height": height,
         "width": width,

@@ -50,7 +50,9 @@ class Pictures(Section):
             image = _squared(image)
         image = self._scaled(self._middle(self._scaled(image, self.edge or self.height)), None)
         image = _bicubic(image, self._whole(*image.shape[-2:], multiple)).float()
-        mean, std = (torch.tensor(own, device=image.device)[:, None, None] * 255 for own in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(own, device=image.device)[:, None, None] * 255 for own in (self.mean, self.std)
+        )
         return (image - mean) / std
 
     def _scaled(self, image: Tensor, edge: int | None) -> Tensor:
