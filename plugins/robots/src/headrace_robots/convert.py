@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from headrace_robots.policies import peft
 from headrace_robots.policies.directory import load_policy, save_policy, tokenizer_files, written_aside
 from headrace_robots.policies.policy import RobotPolicy
 from headrace_robots.policies.published import Checkpoint, Wanted, read_json
@@ -57,15 +58,17 @@ def deploy(published: Path, trained: Path, target: Path, wanted: Wanted) -> None
     policy = load_policy(trained)
     own = policy.config.model_dump(include={"cameras", "embodiment"})
     wanted = replace(wanted, base=wanted.base or trained, chosen={**own, **wanted.chosen})
+    published, wanted = with_adapter(published, wanted)
     weights = read_published(published, wanted).with_weights(policy)
-    weight_files = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+    weight_files = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "adapter_*")
     left_out = shutil.ignore_patterns(*weight_files, ".cache", ".git")
     with written_aside(target) as aside:
         shutil.copytree(published, aside, ignore=left_out, dirs_exist_ok=True)
+        if (stated := read_json(aside / "config.json")).get("use_peft"):  # its weights have the adapter now
+            (aside / "config.json").write_text(json.dumps({**stated, "use_peft": False}, indent=4))
         name = "model.safetensors"
-        if (
-            published / f"{name}.index.json"
-        ).is_file():  # LeRobot tells GR00Ts of NVIDIA from its own by the name
+        # LeRobot tells GR00Ts of NVIDIA from its own by the file's name.
+        if (published / f"{name}.index.json").is_file():
             name = "model-00001-of-00001.safetensors"
             index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
             (aside / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -83,6 +86,7 @@ def load_published(published: Path, wanted: Wanted) -> RobotPolicy:
 
 def read_published(published: Path, wanted: Wanted) -> Checkpoint:
     """A checkpoint, by the family that its config.json is of. Raises ModelNotReadable."""
+    published, wanted = with_adapter(published, wanted)
     stated = read_json(published / "config.json")
     modules: list[Any] = [
         import_module(f"headrace_robots.policies.{family}.published") for family in FAMILIES
@@ -101,6 +105,23 @@ def read_published(published: Path, wanted: Wanted) -> Checkpoint:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelNotReadable(f"cannot read a checkpoint from {str(published)!r}: {error}") from error
     return found
+
+
+def with_adapter(published: Path, wanted: Wanted) -> tuple[Path, Wanted]:
+    """Of adapters alone (peft's) where what they do not say is read: their directory, or the one of the checkpoint that
+    they were trained beside. Raises ModelNotReadable.
+    """
+    if wanted.adapter is not None or not (published / peft.CONFIG).is_file():
+        return published, wanted
+    stated = read_json(published / peft.CONFIG)
+    base = wanted.beside or directory_of(str(stated.get("base_model_name_or_path")))
+    if not base.is_dir():
+        raise ModelNotReadable(
+            f"{peft.CONFIG}: base_model_name_or_path {str(base)!r} is no directory: name the checkpoint that the "
+            "adapter was trained beside by --beside"
+        )
+    whole = published if (published / "config.json").is_file() else base
+    return whole, replace(wanted, adapter=peft.Adapter(published, stated, base))
 
 
 def directory_of(given: str, patterns: Sequence[str] | None = None) -> Path:
@@ -134,6 +155,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="directory (or ORG/NAME) of the language model that it began with: tokenizer, sizes of SmolVLA and GR00T",
     )
     parser.add_argument(
+        "--beside",
+        help="of adapters (peft's LoRA): the checkpoint that they were trained beside, a directory or ORG/NAME; "
+        "default: the one that adapter_config.json names",
+    )
+    parser.add_argument(
         "--statistics",
         type=Path,
         help="LeRobot's meta/stats.json or openpi's norm_stats.json, in place of its own",
@@ -157,7 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--kind", choices=("openvla", "openvla_oft"), help="of OpenVLA; default: openvla")
     parser.add_argument("--chunk-length", type=int, help="actions executed of those drawn at once")
-    parser.add_argument("--head", choices=("tokens", "l1"), help="openvla_oft's action head; default: tokens")
+    parser.add_argument(
+        "--head", choices=("tokens", "l1", "diffusion"), help="openvla_oft's action head; default: tokens"
+    )
     parser.add_argument("--temperature", type=float, help="OpenVLA: of drawing and of scoring; default: 1")
     parser.add_argument(
         "--crop",
@@ -170,7 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help='π, SmolVLA and GR00T, in JSON: how actions are drawn, {"noise": "learned"}',
     )
     parser.add_argument(
-        "--denoising", type=json.loads, help='diffusion, in JSON: how actions are drawn, {"steps": 10}'
+        "--denoising",
+        type=json.loads,
+        help='diffusion and OFT, in JSON: how actions are drawn, {"steps": 10}',
     )
     parser.add_argument(
         "--log-std", type=float, help="log-width of a Gaussian around an action (OFT's l1, ACT)"
@@ -193,7 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         clip = None if asked.clip is None else (asked.clip[0], asked.clip[1])
         published = directory_of(asked.published)
         base = directory_of(asked.base, BASE_FILES) if asked.base else None
-        wanted = Wanted(chosen, base, asked.statistics, asked.unnorm_key, clip)
+        beside = directory_of(asked.beside) if asked.beside else None
+        wanted = Wanted(chosen, base, asked.statistics, asked.unnorm_key, clip, beside)
         if asked.weights:
             deploy(published, asked.weights, asked.policy, wanted)
         else:

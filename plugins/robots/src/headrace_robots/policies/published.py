@@ -19,6 +19,7 @@ from headrace_modelkit.weights import load_weights, state_tensors
 from safetensors.torch import load_file
 from torch import Tensor
 
+from headrace_robots.policies.peft import Adapter
 from headrace_robots.policies.policy import PolicyConfig, RobotPolicy
 from headrace_robots.policies.scaling import ActionBounds
 
@@ -44,6 +45,10 @@ class Wanted:
     unnorm_key: str | None = None
     clip: tuple[float, float] | None = None
     """What an environment takes of each number of an action, where statistics let it lie beyond."""
+    beside: Path | None = None
+    """The checkpoint that an adapter was trained beside, in place of the one that it names."""
+    adapter: Adapter | None = None
+    """What is merged on the weights of another checkpoint, which are read in place of the directory's."""
 
 
 Statistics = Mapping[str, Mapping[str, list[float]]]
@@ -59,8 +64,10 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, in one file or several. Raises OSError and SafetensorError."""
+def read_tensors(directory: Path, adapter: Adapter | None = None) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, in one file or several. Raises ModelNotReadable, OSError and SafetensorError."""
+    if adapter is not None:
+        return adapter.merged_on(read_tensors(adapter.base))
     index = directory / "model.safetensors.index.json"
     files = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
     found: dict[str, Tensor] = {}
@@ -179,7 +186,7 @@ class LeRobot:
     @classmethod
     def of(cls, directory: Path, wanted: Wanted, left_out: Mapping[str, Any] | None = None) -> LeRobot:
         """Reads it; `left_out` is what a config.json may not say. Raises ModelNotReadable, OSError, SafetensorError."""
-        tensors = read_tensors(directory)
+        tensors = read_tensors(directory, wanted.adapter)
         stated = {**(left_out or {}), **read_json(directory / "config.json")}
         return cls(stated, tensors, read_statistics(directory, tensors, wanted), wanted)
 

@@ -22,7 +22,7 @@ from headrace_robots.policies.flows import flow
 from headrace_robots.policies.flows.flow import FlowConfig, NoiseHead, VelocityField
 from headrace_robots.policies.flows.prefixes import with_gradient_to
 from headrace_robots.policies.gaussian import row_noise, row_uniform
-from headrace_robots.policies.paths import PATH, STEPS
+from headrace_robots.policies.paths import PATH, STEPS, chunk_of
 from headrace_robots.policies.policy import (
     ACTIONS,
     ActionChunk,
@@ -123,14 +123,7 @@ class FlowPolicy(RobotPolicy):
             self.value_head.weight.device,
             seeds,
         )
-        drawn_BCA = self._executed(sampled[PATH][:, -1])
-        return ActionChunk(
-            sampled={ACTIONS: drawn_BCA, **sampled},
-            executed_BCA=self.scaling(drawn_BCA),
-            valid_BC=torch.ones(drawn_BCA.shape[:2], dtype=torch.bool, device=drawn_BCA.device),
-            log_probs_BCA=self._executed(log_probs),
-            values_B=values_B,
-        )
+        return chunk_of(sampled, log_probs, values_B, self._executed, self.scaling)
 
     @override
     def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:

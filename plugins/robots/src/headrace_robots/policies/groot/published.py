@@ -105,7 +105,7 @@ class _Read:
 def read(directory: Path, wanted: Wanted) -> Checkpoint:
     """A checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
     stated = read_json(directory / "config.json")
-    published = read_tensors(directory)
+    published = read_tensors(directory, wanted.adapter)
     if stated.get("type") == LEROBOT:
         found = _of_lerobot(directory, stated, published, wanted)
     elif stated.get("model_type") == NVIDIA:
