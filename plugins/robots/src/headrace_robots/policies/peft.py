@@ -18,7 +18,7 @@ from torch import Tensor
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
-NOTHING = (None, False, "none", {}, [])
+NOTHING: tuple[Any, ...] = (None, False, "none", {}, [])
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": NOTHING,
@@ -81,17 +81,18 @@ def merged(
             raise ModelNotReadable(
                 f"the adapter's {name} has no weight in the checkpoint that it was trained beside"
             )
-        shape = tuple(tensor.shape)
+        before, shape = weights[weight], tuple(tensor.shape)
         if name.endswith(A):
-            if (other := adapters.get(layer + B)) is None:
+            if layer + B not in adapters:
                 raise ModelNotReadable(f"the adapter has {name} and no {layer}{B}")
-            shape = (other.shape[0], tensor.shape[1])
-        if shape != tuple(weights[weight].shape):
+            up = adapters[layer + B]
+            shape = (up.shape[0], tensor.shape[1])
+        if shape != tuple(before.shape):
             raise ModelNotReadable(
-                f"the adapter's {name} is of a weight {shape}; {weight} is {tuple(weights[weight].shape)}"
+                f"the adapter's {name} is of {shape}, and {weight} is {tuple(before.shape)}"
             )
         if name.endswith(A):
-            found[weight] = merged_weight(weights[weight], tensor.float(), other.float(), scale(len(tensor)))
+            found[weight] = merged_weight(before, tensor.float(), up.float(), scale(len(tensor)))
         else:
-            found[weight] = tensor.to(weights[weight].dtype)
+            found[weight] = tensor.to(before.dtype)
     return found

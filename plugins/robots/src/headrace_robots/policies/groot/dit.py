@@ -6,6 +6,7 @@ Names of weights are the published ones. Shapes: B environments, T positions, N 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,8 +115,8 @@ class _FeedForward(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        inner: nn.Module = self.net["0"].proj
-        found: Tensor = self.net["2"](F.gelu(inner(hidden), approximate="tanh"))
+        inner: Any = self.net["0"]
+        found: Tensor = self.net["2"](F.gelu(inner["proj"](hidden), approximate="tanh"))
         return found
 
 

@@ -49,7 +49,8 @@ class Pictures(Section):
         if self.square:
             image = _squared(image)
         image = self._scaled(self._middle(self._scaled(image, self.edge or self.height)), None)
-        image = _bicubic(image, self._whole(*image.shape[-2:], multiple)).float()
+        height, width = image.shape[-2:]
+        image = _bicubic(image, self._whole(height, width, multiple)).float()
         mean, std = (
             torch.tensor(own, device=image.device)[:, None, None] * 255 for own in (self.mean, self.std)
         )

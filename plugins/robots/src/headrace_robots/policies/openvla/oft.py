@@ -34,6 +34,8 @@ from headrace_robots.policies.scaling import ActionScaling
 class OpenVlaOftPolicy(OpenVlaPolicy):
     """`openvla_oft`: all numbers of a chunk in one pass, every position attending to every other."""
 
+    action_head: nn.Module
+
     def __init__(self, config: OpenVlaConfig) -> None:
         super().__init__(config)
         hidden = int(self.language_model.config.hidden_size)
