@@ -8,7 +8,6 @@ embodiment a policy has those of one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from headrace_modelkit.errors import ModelNotReadable
 from torch import Tensor
 
 from headrace_robots.policies.groot.model import GrootConfig
+from headrace_robots.policies.groot.processors import SEEN, Read, of_lerobot, of_nvidia
 from headrace_robots.policies.published import (
     ACTION,
     STATE,
@@ -26,19 +26,13 @@ from headrace_robots.policies.published import (
     Wanted,
     bounds_by,
     config_of,
-    numbers,
     read_json,
-    read_statistics,
     read_tensors,
     renamed,
 )
 from headrace_robots.policies.scaling import ActionBounds
 
 NVIDIA, LEROBOT = "Gr00tN1d7", "groot"
-PACKED, SEEN = "groot_n1_7_pack_inputs_v1", "groot_n1_7_vlm_encode_v1"
-LIBERO, LIBERO_EXECUTES = "libero_sim", 8
-"""NVIDIA's own evaluation on LIBERO executes half a chunk."""
-SIZE, CROP = (256, 256), (230, 230)
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "use_alternate_vl_dit": (True,),
     "use_vlln": (True,),
@@ -46,6 +40,7 @@ SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "state_history_length": (1,),
     "exclude_state": (False,),
     "use_mean_std": (False,),
+    "apply_sincos_state_encoding": (False,),
     "noise_beta_beta": (1.0,),
     "backbone_model_type": ("qwen",),
     "use_relative_actions": (False,),
@@ -84,32 +79,14 @@ def recognises(stated: Mapping[str, Any]) -> bool:
     return any(str(kind).lower().startswith(("groot", "gr00t")) for kind in kinds)
 
 
-@dataclass(frozen=True)
-class _Read:
-    """How a checkpoint is read, whoever wrote it."""
-
-    sizes: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    """By NVIDIA's names."""
-    statistics: Statistics
-    seen: Mapping[str, Any]
-    embodiment: str
-    index: int
-    cameras: tuple[str, ...]
-    taught: int
-    executed: int
-    plain: bool
-    clip_state: bool
-
-
 def read(directory: Path, wanted: Wanted) -> Checkpoint:
     """A checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
     stated = read_json(directory / "config.json")
     published = read_tensors(directory, wanted.adapter)
     if stated.get("type") == LEROBOT:
-        found = _of_lerobot(directory, stated, published, wanted)
+        found = of_lerobot(directory, stated, published, wanted)
     elif stated.get("model_type") == NVIDIA:
-        found = _of_nvidia(directory, stated, published, wanted)
+        found = of_nvidia(directory, stated, published, wanted)
     else:
         raise ModelNotReadable(
             f"config.json: {stated.get('model_type')!r} is not supported, only {NVIDIA!r} (GR00T N1.7): the language "
@@ -170,154 +147,10 @@ def _bounds(statistics: Statistics, key: str) -> ActionBounds:
     return bounds.model_copy(update={"clip": True}) if key == ACTION else bounds
 
 
-# LeRobot's
-
-
-def _of_lerobot(
-    directory: Path, stated: Mapping[str, Any], tensors: Mapping[str, Tensor], wanted: Wanted
-) -> _Read:
-    """Sizes of the heads are those of the checkpoint that it began with, where that is a directory; else N1.7's."""
-    steps = {
-        str(step.get("registry_name")): step.get("config") or {}
-        for step in read_json(directory / "policy_preprocessor.json").get("steps", ())
-    }
-    packed = steps.get(PACKED)
-    if packed is None:
-        raise ModelNotReadable(f"policy_preprocessor.json has no step {PACKED}: it is of no GR00T N1.7")
-    began = Path(str(stated.get("base_model_path"))) / "config.json"
-    sizes = {**(read_json(began) if began.is_file() else {}), **_given(stated, "num_inference_timesteps")}
-    sizes |= _given(stated, "use_relative_actions", "max_state_dim", "max_action_dim")
-    _refuse_relative(packed.get("modality_config") or {})
-    features = stated.get("input_features", {})
-    named = [
-        name.removeprefix("observation.images.")
-        for name, each in features.items()
-        if each.get("type") == "VISUAL"
-    ]
-    taught = min(int(packed.get("valid_action_horizon", 40)), int(stated.get("chunk_size", 40)))
-    statistics = dict(read_statistics(directory, tensors, wanted))
-    size = int(stated["output_features"]["action"]["shape"][0])
-    if ACTION in statistics:
-        statistics[ACTION] = {name: values[:size] for name, values in statistics[ACTION].items()}
-    embodiment = str(packed.get("embodiment_tag", "new_embodiment"))
-    if wanted.chosen.get("embodiment", embodiment) != embodiment:
-        raise ModelNotReadable(
-            f"the checkpoint is of embodiment {embodiment!r} alone: leave --embodiment out"
-        )
-    return _Read(
-        sizes,
-        {name.removeprefix("_groot_model."): tensor for name, tensor in tensors.items()},
-        statistics,
-        {"image_target_size": SIZE, "image_crop_size": CROP, **steps.get(SEEN, {})},
-        embodiment,
-        int(packed.get("embodiment_mapping", {}).get(embodiment, 0)),
-        tuple(packed.get("video_modality_keys") or sorted(named)),
-        taught,
-        min(int(stated.get("n_action_steps", 40)), _executed(embodiment, taught)),
-        bool(packed.get("formalize_language", True)),
-        bool(packed.get("clip_outliers", True)),
-    )
-
-
-def _given(stated: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: stated[name] for name in names if stated.get(name) is not None}
-
-
-def _executed(embodiment: str, taught: int) -> int:
-    return min(taught, LIBERO_EXECUTES) if embodiment == LIBERO else taught
-
-
-# NVIDIA's
-
-
-def _of_nvidia(
-    directory: Path, stated: Mapping[str, Any], tensors: Mapping[str, Tensor], wanted: Wanted
-) -> _Read:
-    told = read_json(directory / "processor_config.json").get("processor_kwargs") or {}
-    modalities = told.get("modality_configs") or {}
-    embodiment = _embodiment(modalities, wanted)
-    of_this = modalities[embodiment]
-    indices = read_json(directory / "embodiment_id.json")
-    if embodiment not in indices:
-        raise ModelNotReadable(f"embodiment_id.json has no number of embodiment {embodiment!r}")
-    if told.get("use_relative_action"):
-        _refuse_relative(of_this)
-    if len((of_this.get("video") or {}).get("delta_indices") or [0]) > 1:
-        raise ModelNotReadable(
-            f"processor_config.json: embodiment {embodiment!r} reads several moments of video; only one is supported"
-        )
-    if wanted.statistics is not None:
-        statistics = read_statistics(directory, {}, wanted)
-    else:
-        known = read_json(directory / "statistics.json").get(embodiment) or {}
-        by_share = bool(told.get("use_percentiles", False))
-        statistics = {
-            key: _flat(known.get(name) or {}, of_this.get(name) or {}, name, by_share)
-            for key, name in ((STATE, "state"), (ACTION, "action"))
-        }
-    taught = len(
-        (of_this.get("action") or {}).get("delta_indices") or range(int(stated.get("action_horizon", 40)))
-    )
-    return _Read(
-        stated,
-        tensors,
-        statistics,
-        {"image_target_size": SIZE, "image_crop_size": CROP}
-        | ({} if told.get("image_target_size") is None else told),
-        embodiment,
-        int(indices[embodiment]),
-        tuple((of_this.get("video") or {}).get("modality_keys") or ()),
-        taught,
-        _executed(embodiment, taught),
-        bool(told.get("formalize_language", True)),
-        bool(told.get("clip_outliers", True)),
-    )
-
-
-def _embodiment(modalities: Mapping[str, Any], wanted: Wanted) -> str:
-    chosen = wanted.chosen.get("embodiment") or (
-        LIBERO if LIBERO in modalities else next(iter(modalities), None) if len(modalities) == 1 else None
-    )
-    if chosen not in modalities:
-        raise ModelNotReadable(
-            f"embodiment {chosen!r} is none of this checkpoint's: {', '.join(sorted(modalities))}; choose one by "
-            "--embodiment"
-        )
-    return str(chosen)
-
-
-def _refuse_relative(modalities: Mapping[str, Any]) -> None:
-    """Raises ModelNotReadable for actions that are relative to a state."""
-    action = modalities.get("action") or {}
-    for name, each in zip(
-        action.get("modality_keys") or (), action.get("action_configs") or (), strict=False
-    ):
-        if str((each or {}).get("rep", "")).lower().endswith("relative"):
-            raise ModelNotReadable(
-                f"processor_config.json: action {name!r} is relative to the state, which is not supported"
-            )
-
-
-def _flat(
-    known: Mapping[str, Any], config: Mapping[str, Any], what: str, by_share: bool
-) -> dict[str, list[float]]:
-    """The least and greatest of each number, group by group in the checkpoint's order."""
-    names = {"min": "q01", "max": "q99"} if by_share else {"min": "min", "max": "max"}
-    groups = config.get("modality_keys") or ()
-    for group in groups:
-        if missing := [name for name in names.values() if name not in (known.get(group) or {})]:
-            raise ModelNotReadable(
-                f"statistics.json: {what}.{group} has no {missing[0]}; give others by --statistics"
-            )
-    return {
-        name: [each for group in groups for each in numbers(known[group][own])] for name, own in names.items()
-    }
-
-
 # Weights, and what the language model's directory says
 
 
-def own_names(found: _Read) -> tuple[dict[str, Tensor], dict[str, str]]:
+def own_names(found: Read) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(tensors as the policy names them, and of those that there are for each embodiment NVIDIA's names → ours). The
     norm behind the last layer is unused, and so is the head over words, unless it stands for their embedding.
     """
@@ -383,7 +216,11 @@ def _vlm(base: Path, found: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _pictures(seen: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    height, width = seen.get("image_target_size") or SIZE
+    if not seen.get("image_target_size"):
+        raise ModelNotReadable(
+            f"the step {SEEN} has no image_target_size: pictures as they come are not supported"
+        )
+    height, width = seen["image_target_size"]
     crop, edge = seen.get("crop_fraction"), seen.get("shortest_image_edge")
     if crop is None and seen.get("image_crop_size"):
         crop = seen["image_crop_size"][0] / height
