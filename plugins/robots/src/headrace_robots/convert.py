@@ -38,6 +38,7 @@ FAMILIES = ("openvla", "pi", "smolvla", "groot", "act", "diffusion")
 
 def convert(published: Path, target: Path, wanted: Wanted) -> None:
     """Writes `target`. Raises ModelNotReadable, which says what is missing or does not fit."""
+    published, wanted = with_adapter(published, wanted)
     policy = load_published(published, wanted)
     source = wanted.base or published
     if policy.config.reads and not tokenizer_files(source):

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_robots.convert import load_published
+from headrace_modelkit.weights import state_tensors
+from headrace_robots.convert import convert, load_published
+from headrace_robots.policies.directory import load_policy
 from headrace_robots.policies.gaussian import row_noise
 from headrace_robots.policies.openvla.vit import PUBLISHED
 from headrace_robots.policies.policy import ACTIONS, Observation
@@ -253,3 +255,17 @@ def test_half_a_diffusion_head_or_a_block_without_film_is_named(parts, directory
         ModelNotReadable, match=r"1 missing, first vision_backbone\.featurizer\.blocks\.1\.shift\.bias"
     ):
         load_published(directory, Wanted({"chunk_length": 3}))
+
+
+def test_an_adapter_without_a_configuration_is_read_with_its_base_s(parts, directory, tmp_path_factory):
+    adapters, layer = tmp_path_factory.mktemp("adapters"), "language_model.model.layers.0.self_attn.q_proj."
+    a, b = drawn(4, 32), drawn(32, 4)
+    tensors = {f"base_model.model.{layer}lora_A.weight": a, f"base_model.model.{layer}lora_B.weight": b}
+    save_file(tensors, adapters / "adapter_model.safetensors")
+    stated = {"peft_type": "LORA", "lora_alpha": 8, "r": 4, "base_model_name_or_path": str(directory)}
+    (adapters / "adapter_config.json").write_text(json.dumps(stated))
+    (directory / "tokenizer.json").write_text("{}")
+    convert(adapters, adapters / "policy", Wanted())
+    found = dict(state_tensors(load_policy(adapters / "policy")))
+    wanted = parts.published()[f"{layer}weight"] + 2 * b @ a
+    torch.testing.assert_close(found[f"{layer}weight"], wanted, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""How a GR00T checkpoint is read, whoever wrote it: NVIDIA's files, or steps of LeRobot's processors. Knows no model."""
+"""How a GR00T checkpoint is read, whoever wrote it: NVIDIA's files or LeRobot's processors. Knows no model."""
 
 from __future__ import annotations
 
