@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "pi0": {"chunk_length": 2, "state": 1},
     "pi05": {"chunk_length": 2, "state": 1},
     "smolvla": {"chunk_length": 2, "state": 1},
+    "groot": {"chunk_length": 2, "state": 1},
     "act": {"chunk_length": 2, "state": 1},
     "diffusion": {"chunk_length": 2, "state": 1},
 }
@@ -80,6 +81,8 @@ LAYOUT = {
         ("pi05", "grpo", LAYOUT, "bfloat16"),
         ("smolvla", "ppo", {}, "float32"),
         ("smolvla", "grpo", LAYOUT, "bfloat16"),
+        ("groot", "ppo", {}, "float32"),
+        ("groot", "grpo", LAYOUT, "bfloat16"),
         ("act", "ppo", {}, "float32"),
         ("diffusion", "ppo", {}, "float32"),
         ("diffusion", "grpo", LAYOUT, "bfloat16"),

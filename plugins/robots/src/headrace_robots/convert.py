@@ -1,7 +1,7 @@
 """Makes a policy directory of a published checkpoint: `python -m headrace_robots.convert --help`.
 
-OpenVLA and OpenVLA-OFT; π0 and π0.5 of LeRobot and openpi; SmolVLA, ACT and diffusion policies of LeRobot. A run reads
-the result as `model.path`: `policy.json`, `model.safetensors`, and a tokenizer.
+OpenVLA and OpenVLA-OFT; π0 and π0.5 of LeRobot and openpi; SmolVLA, ACT and diffusion policies of LeRobot; GR00T N1.7
+of NVIDIA and LeRobot. A run reads the result as `model.path`: `policy.json`, `model.safetensors`, and a tokenizer.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from headrace_robots.policies import peft
 from headrace_robots.policies.directory import load_policy, save_policy, tokenizer_files, written_aside
 from headrace_robots.policies.policy import RobotPolicy
 from headrace_robots.policies.published import Checkpoint, Wanted, read_json
 
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-BASE_FILES = ("*.json", "*.model")
+BASE_FILES = ("*.json", "*.jinja", "*.model")
 """Of a language model: its sizes and its tokenizer, not its weights."""
-FAMILIES = ("openvla", "pi", "smolvla", "act", "diffusion")
+FAMILIES = ("openvla", "pi", "smolvla", "groot", "act", "diffusion")
 """Packages whose `published` module reads checkpoints: `recognises` a config.json, and `read` the policy."""
 
 
 def convert(published: Path, target: Path, wanted: Wanted) -> None:
     """Writes `target`. Raises ModelNotReadable, which says what is missing or does not fit."""
+    published, wanted = with_adapter(published, wanted)
     policy = load_published(published, wanted)
     source = wanted.base or published
     if policy.config.reads and not tokenizer_files(source):
@@ -55,15 +57,23 @@ def deploy(published: Path, trained: Path, target: Path, wanted: Wanted) -> None
     if target.exists():
         raise ModelNotReadable(f"{target} is there already; name a directory that is not")
     policy = load_policy(trained)
-    wanted = replace(
-        wanted, base=wanted.base or trained, chosen={"cameras": policy.config.cameras, **wanted.chosen}
-    )
+    own = policy.config.model_dump(include={"cameras", "embodiment"})
+    wanted = replace(wanted, base=wanted.base or trained, chosen={**own, **wanted.chosen})
+    published, wanted = with_adapter(published, wanted)
     weights = read_published(published, wanted).with_weights(policy)
-    weight_files = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+    weight_files = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "adapter_*")
     left_out = shutil.ignore_patterns(*weight_files, ".cache", ".git")
     with written_aside(target) as aside:
         shutil.copytree(published, aside, ignore=left_out, dirs_exist_ok=True)
-        save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
+        if (stated := read_json(aside / "config.json")).get("use_peft"):  # its weights have the adapter now
+            (aside / "config.json").write_text(json.dumps({**stated, "use_peft": False}, indent=4))
+        name = "model.safetensors"
+        # LeRobot tells GR00Ts of NVIDIA from its own by the file's name.
+        if (published / f"{name}.index.json").is_file():
+            name = "model-00001-of-00001.safetensors"
+            index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
+            (aside / "model.safetensors.index.json").write_text(json.dumps(index))
+        save_file(weights, aside / name, metadata={"format": "pt"})
 
 
 def load_published(published: Path, wanted: Wanted) -> RobotPolicy:
@@ -77,6 +87,7 @@ def load_published(published: Path, wanted: Wanted) -> RobotPolicy:
 
 def read_published(published: Path, wanted: Wanted) -> Checkpoint:
     """A checkpoint, by the family that its config.json is of. Raises ModelNotReadable."""
+    published, wanted = with_adapter(published, wanted)
     stated = read_json(published / "config.json")
     modules: list[Any] = [
         import_module(f"headrace_robots.policies.{family}.published") for family in FAMILIES
@@ -95,6 +106,23 @@ def read_published(published: Path, wanted: Wanted) -> Checkpoint:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelNotReadable(f"cannot read a checkpoint from {str(published)!r}: {error}") from error
     return found
+
+
+def with_adapter(published: Path, wanted: Wanted) -> tuple[Path, Wanted]:
+    """Of adapters alone (peft's) where what they do not say is read: their directory, or the one of the checkpoint that
+    they were trained beside. Raises ModelNotReadable.
+    """
+    if wanted.adapter is not None or not (published / peft.CONFIG).is_file():
+        return published, wanted
+    stated = read_json(published / peft.CONFIG)
+    base = wanted.beside or directory_of(str(stated.get("base_model_name_or_path")))
+    if not base.is_dir():
+        raise ModelNotReadable(
+            f"{peft.CONFIG}: base_model_name_or_path {str(base)!r} is no directory: name the checkpoint that the "
+            "adapter was trained beside by --beside"
+        )
+    whole = published if (published / "config.json").is_file() else base
+    return whole, replace(wanted, adapter=peft.Adapter(published, stated, base))
 
 
 def directory_of(given: str, patterns: Sequence[str] | None = None) -> Path:
@@ -125,7 +153,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--base",
-        help="directory (or ORG/NAME) of the language model that it began with: tokenizer, sizes of SmolVLA",
+        help="directory (or ORG/NAME) of the language model that it began with: tokenizer, sizes of SmolVLA and GR00T",
+    )
+    parser.add_argument(
+        "--beside",
+        help="of adapters (peft's LoRA): the checkpoint that they were trained beside, a directory or ORG/NAME; "
+        "default: the one that adapter_config.json names",
     )
     parser.add_argument(
         "--statistics",
@@ -145,9 +178,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         help="names of the cameras, in their order; of LeRobot's: those that there are",
     )
+    parser.add_argument(
+        "--embodiment",
+        help="GR00T of NVIDIA: the robot whose encoders and statistics are read; default: the only one",
+    )
     parser.add_argument("--kind", choices=("openvla", "openvla_oft"), help="of OpenVLA; default: openvla")
     parser.add_argument("--chunk-length", type=int, help="actions executed of those drawn at once")
-    parser.add_argument("--head", choices=("tokens", "l1"), help="openvla_oft's action head; default: tokens")
+    parser.add_argument(
+        "--head", choices=("tokens", "l1", "diffusion"), help="openvla_oft's action head; default: tokens"
+    )
     parser.add_argument("--temperature", type=float, help="OpenVLA: of drawing and of scoring; default: 1")
     parser.add_argument(
         "--crop",
@@ -155,10 +194,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="OpenVLA: share of a picture that is read; 0.9 for those fine-tuned for LIBERO; default: 1",
     )
     parser.add_argument(
-        "--flow", type=json.loads, help='π and SmolVLA, in JSON: how actions are drawn, {"noise": "learned"}'
+        "--flow",
+        type=json.loads,
+        help='π, SmolVLA and GR00T, in JSON: how actions are drawn, {"noise": "learned"}',
     )
     parser.add_argument(
-        "--denoising", type=json.loads, help='diffusion, in JSON: how actions are drawn, {"steps": 10}'
+        "--denoising",
+        type=json.loads,
+        help='diffusion and OFT, in JSON: how actions are drawn, {"steps": 10}',
     )
     parser.add_argument(
         "--log-std", type=float, help="log-width of a Gaussian around an action (OFT's l1, ACT)"
@@ -166,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     fields = (
         "cameras",
+        "embodiment",
         "kind",
         "chunk_length",
         "head",
@@ -180,7 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         clip = None if asked.clip is None else (asked.clip[0], asked.clip[1])
         published = directory_of(asked.published)
         base = directory_of(asked.base, BASE_FILES) if asked.base else None
-        wanted = Wanted(chosen, base, asked.statistics, asked.unnorm_key, clip)
+        beside = directory_of(asked.beside) if asked.beside else None
+        wanted = Wanted(chosen, base, asked.statistics, asked.unnorm_key, clip, beside)
         if asked.weights:
             deploy(published, asked.weights, asked.policy, wanted)
         else:

@@ -20,12 +20,19 @@ from headrace_robots.policies.openvla.model import SPACE
 from headrace_robots.policies.pi.words import StateWords
 from headrace_robots.policies.scaling import ActionBounds
 
-STATEFUL = ("pi0", "pi05", "smolvla", "diffusion")
+STATEFUL = ("pi0", "pi05", "smolvla", "groot", "diffusion")
 """Kinds that read a state; the others do where they are given one."""
 KINDS = ("openvla", "openvla_oft", *STATEFUL, "act")
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n" + SPACE
 BINS, PADDING, PATCH, IMAGE = 256, 64, 14, 56
 WORDS = len(CHARACTERS) + 3
+IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+"""Ids from WORDS on."""
+QWEN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{% endfor %}"
+)
 _FLOW = {"steps": 3, "noise": "learned", "drawn": "all", "width": (0.2, 0.4)}
 
 
@@ -40,6 +47,8 @@ def tiny_fields(
         return {**fields, "state": _unit(state), "words": words, **_pi(actions, state, chunk_length)}
     if kind == "smolvla":
         return {**fields, "state": _unit(state), **_smolvla(actions, state, chunk_length)}
+    if kind == "groot":
+        return {**fields, "state": _unit(state), **_groot(actions, state, chunk_length)}
     if kind == "diffusion":
         return {**fields, "state": _unit(state), **_diffusion(chunk_length)}
     if kind == "act":
@@ -51,8 +60,17 @@ def write_tiny_robot(directory: Path, fields: dict[str, Any], *, seed: int = 0) 
     """Writes the policy with random weights. Raises ModelNotReadable for fields that fit no policy."""
     policy = policy_config(fields).build(seed)
     with TemporaryDirectory() as beside:
-        character_tokenizer(CHARACTERS).save_pretrained(beside)
+        tiny_tokenizer(policy.config.kind).save_pretrained(beside)
         save_policy(policy, directory, tokenizer=beside if policy.config.reads else None)
+
+
+def tiny_tokenizer(kind: str) -> Any:
+    """A tokenizer of single characters; of groot with the ids of images behind them, and a template of Qwen's kind."""
+    tokenizer: Any = character_tokenizer(CHARACTERS)
+    if kind == "groot":
+        tokenizer.add_tokens(list(IMAGE_TOKENS), special_tokens=True)
+        tokenizer.chat_template = QWEN_TEMPLATE
+    return tokenizer
 
 
 def _unit(size: int) -> dict[str, Any] | None:
@@ -129,6 +147,46 @@ def _smolvla(actions: int, state: int, horizon: int) -> dict[str, Any]:
     return {"vlm": {"text_config": text, "vision_config": eye, "scale_factor": 2}, **sizes, "flow": _FLOW}
 
 
+def _groot(actions: int, state: int, horizon: int) -> dict[str, Any]:
+    text = {
+        "model_type": "qwen3_vl_text",
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": WORDS + len(IMAGE_TOKENS),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2]},
+    }
+    eye = {
+        "model_type": "qwen3_vl_vision",
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "num_position_embeddings": 16,
+        "out_hidden_size": 48,
+        "patch_size": PATCH,
+        "deepstack_visual_indexes": [0],
+    }
+    return {
+        "vlm": {"text_config": text, "vision_config": eye, "image_token_id": WORDS},
+        "pictures": {"height": IMAGE, "width": IMAGE, "least": PATCH**2},
+        "horizon": horizon,
+        "places": horizon,
+        "action_width": actions,
+        "state_width": state,
+        "hidden": 32,
+        "layers": 4,
+        "heads": 2,
+        "head_size": 16,
+        "mixers": 1,
+        "mixer_heads": 2,
+        "flow": _FLOW,
+    }
+
+
 def _act() -> dict[str, Any]:
     sizes = {"dim_model": 32, "n_heads": 2, "dim_feedforward": 64, "n_encoder_layers": 1, "latent_dim": 4}
     return {**sizes, "height": 64, "width": 64, "n_vae_encoder_layers": 1}
@@ -152,7 +210,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kind", choices=KINDS, default="openvla_oft")
     parser.add_argument("--actions", type=int, required=True, help="numbers of an action")
     parser.add_argument(
-        "--state", type=int, default=0, help="numbers of the state; pi0, pi05, smolvla, diffusion need one"
+        "--state",
+        type=int,
+        default=0,
+        help="numbers of the state; pi0, pi05, smolvla, groot, diffusion need one",
     )
     parser.add_argument("--cameras", nargs="+", default=["image"], help="names of the cameras")
     parser.add_argument("--chunk-length", type=int, default=1, help="actions drawn at once (all but openvla)")

@@ -21,7 +21,7 @@ from headrace_robots.policies.language import read_tokenizer
 from headrace_robots.policies.pi import published as pi_published
 from headrace_robots.policies.policy import Observation
 from headrace_robots.policies.published import Wanted
-from headrace_robots.tiny import CHARACTERS, WORDS, tiny_fields
+from headrace_robots.tiny import CHARACTERS, WORDS, tiny_fields, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -157,10 +157,107 @@ def pi(folder, family):
     return {**given, "sizes": {**sizes, "vision": EYE, "vocab_size": WORDS + 1}}, (4, 5)
 
 
+def qwen(base):
+    """A tiny Qwen3-VL's directory, as the hub has the real one."""
+    tiny_tokenizer("groot").save_pretrained(base)
+    vlm = tiny_fields("groot", 2, state=3)["vlm"]
+    vlm["text_config"] |= {"num_hidden_layers": 3, "tie_word_embeddings": True}
+    vlm["vision_config"] |= {"patch_size": 16}
+    tokens = {
+        "video_token_id": WORDS + 1,
+        "vision_start_token_id": WORDS + 2,
+        "vision_end_token_id": WORDS + 3,
+    }
+    whole = {"model_type": "qwen3_vl", "tie_word_embeddings": True, **tokens, **vlm}
+    (base / "config.json").write_text(json.dumps(whole))
+    seen = {"size": {"shortest_edge": 65536, "longest_edge": 16777216}, "patch_size": 16, "merge_size": 2}
+    seen |= {"temporal_patch_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    for name, kind in {"": "image_processor_type", "video_": "video_processor_type"}.items():
+        own = {kind: "Qwen3VLVideoProcessor" if name else "Qwen2VLImageProcessor", **seen}
+        (base / f"{name}preprocessor_config.json").write_text(json.dumps(own))
+
+
+GROOT = {
+    "select_layer": 2,
+    "backbone_embedding_dim": 48,
+    "hidden_size": 24,
+    "input_embedding_dim": 32,
+    "action_horizon": 4,
+    "max_state_dim": 6,
+    "max_action_dim": 5,
+    "max_num_embodiments": 12,
+    "max_seq_len": 8,
+    "num_inference_timesteps": 3,
+    "diffusion_model_cfg": {
+        "num_layers": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "output_dim": 24,
+        "norm_type": "ada_norm",
+        "interleave_self_attention": True,
+        "positional_embeddings": None,
+    },
+    "vl_self_attention_cfg": {
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "attention_head_dim": 24,
+        "positional_embeddings": None,
+        "final_dropout": True,
+    },
+}
+
+
+def groot(folder):
+    """Fine-tuned by LeRobot: its data set's statistics, and a new embodiment."""
+    qwen(folder / "base")
+    fields = {"base_model_path": str(folder / "raw"), "chunk_size": 4, "n_action_steps": 3}
+    fields |= {"max_state_dim": 6, "max_action_dim": 5, "use_bf16": False}
+    norms = dict.fromkeys(("VISUAL", "STATE", "ACTION"), "IDENTITY")
+    given = asked("groot", (40, 48), norms, fields, width=0.1)
+    return {**given, "sizes": GROOT, "beside": {}}, (4, 5)
+
+
+def groot_raw(folder):
+    """As NVIDIA publishes it: groups of numbers by percentiles, cameras by name, pictures as cv2 scales them."""
+    given, shape = groot(folder)
+    number = {name: [value] for name, value in {"min": -9.0, "max": 9.0, "mean": 0.0, "std": 1.0}.items()}
+    groups = {
+        "state": {"x": (-2.0, 1.5), "y": (-1.0, 3.0), "z": (0.0, 4.0)},
+        "action": {"x": (-1.0, 2.0), "gripper": (0.0, 1.0)},
+    }
+    statistics = {
+        kind: {name: {**number, "q01": [low], "q99": [high]} for name, (low, high) in each.items()}
+        for kind, each in groups.items()
+    }
+    modalities = {kind: {"modality_keys": [*each], "delta_indices": [0]} for kind, each in groups.items()}
+    modalities["action"] |= {"delta_indices": [0, 1, 2], "action_configs": [{"rep": "ABSOLUTE"}] * 2}
+    modalities["video"] = {"modality_keys": ["wrist", "front"], "delta_indices": [0]}
+    told = {
+        "modality_configs": {"libero_sim": modalities},
+        "use_percentiles": True,
+        "formalize_language": False,
+    }
+    told |= {
+        "image_target_size": [256, 256],
+        "use_albumentations": True,
+        "crop_fraction": 0.95,
+        "letter_box_transform": True,
+    }
+    beside = {
+        "processor_config.json": {"processor_kwargs": told},
+        "statistics.json": {"libero_sim": statistics},
+        "embodiment_id.json": {"libero_sim": 7},
+    }
+    fields = {**given["fields"], "embodiment_tag": "libero_sim", "action_decode_transform": "none"}
+    return {**given, "fields": fields, "beside": beside, "width": 0.05}, shape
+
+
 FAMILIES = {
     "pi0": partial(pi, family="pi0"),
     "pi05": partial(pi, family="pi05"),
     "smolvla": smolvla,
+    "groot": groot,
+    "groot raw": groot_raw,
     "act": act,
     "diffusion": diffusion,
 }
@@ -197,7 +294,8 @@ def test_a_checkpoint_of_lerobot_acts_as_in_lerobot(family, tmp_path, monkeypatc
     wanted = lerobot(tmp_path)
 
     base = tmp_path / "base" if (tmp_path / "base").exists() else None
-    convert(tmp_path / "checkpoint", tmp_path / "policy", Wanted(base=base))
+    checkpoint = tmp_path / ("raw" if family == "groot raw" else "checkpoint")
+    convert(checkpoint, tmp_path / "policy", Wanted(base=base))
     policy = load_policy(tmp_path / "policy")
     prompts = None
     if policy.config.reads:
@@ -216,7 +314,7 @@ def test_a_checkpoint_of_lerobot_acts_as_in_lerobot(family, tmp_path, monkeypatc
             if not name.endswith("dit.embed_tokens.weight"):  # no checkpoint has it, and nothing reads it
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
     save_policy(policy, tmp_path / "trained", tokenizer=tmp_path / "policy" if policy.config.reads else None)
-    deploy(tmp_path / "checkpoint", tmp_path / "trained", tmp_path / "exported", Wanted(base=base))
+    deploy(checkpoint, tmp_path / "trained", tmp_path / "exported", Wanted(base=base))
     found = policy.act(Observation(state, images, prompts), SEEDS, deterministic=True).executed_BCA
     wanted_again = lerobot(tmp_path)[:, : policy.config.chunk_length]
     torch.testing.assert_close(found, wanted_again, rtol=1e-4, atol=1e-4)

@@ -80,6 +80,38 @@ SMOLVLA = {
     "state_width": 2,
     **{name: PI0[name] for name in ("bounds", "state", "cameras", "chunk_length")},
 }
+GROOT = {
+    "kind": "groot",
+    "vlm": {
+        "text_config": {
+            **{name: GEMMA[name] for name in GEMMA if name != "model_type"},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 12,
+            "intermediate_size": 16,
+            "num_heads": 1,
+            "num_position_embeddings": 4,
+            "out_hidden_size": 16,
+            "patch_size": 7,
+            "deepstack_visual_indexes": [0],
+        },
+        "image_token_id": 5,  # the prompt's second word is where the picture goes
+    },
+    "pictures": {"height": 14, "width": 14, "least": 1},
+    "horizon": 3,
+    "places": 3,
+    "action_width": 4,
+    "state_width": 2,
+    "hidden": 16,
+    "layers": 4,
+    "heads": 2,
+    "head_size": 8,
+    "mixers": 1,
+    "mixer_heads": 2,
+    **{name: PI0[name] for name in ("bounds", "state", "cameras", "chunk_length")},
+}
 ACT = {
     "kind": "act",
     **{name: PI0[name] for name in ("bounds", "state", "cameras", "chunk_length")},
@@ -129,6 +161,12 @@ KINDS = {
     ),
     "smolvla flow-cps": (
         {**SMOLVLA, "flow": {"steps": 3, "noise": "cps", "drawn": "all"}},
+        "chunk",
+        14,
+        3e-3,
+    ),
+    "groot flow-noise": (
+        {**GROOT, "flow": {"steps": 3, "noise": "learned", "drawn": "all", "width": (0.2, 0.4)}},
         "chunk",
         14,
         3e-3,

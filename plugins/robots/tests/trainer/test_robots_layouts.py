@@ -17,7 +17,7 @@ from headrace_trainer.memory import Room, Rooms, check_rooms
 from headrace_trainer.workloads import run_kind
 from rank_processes import RankProcess, end
 from safetensors.torch import load_file
-from test_robots_bandit import ACT, DIFFUSION, OFT, OPENVLA, PI0, PI05, SMOLVLA, UNIT
+from test_robots_bandit import ACT, DIFFUSION, GROOT, OFT, OPENVLA, PI0, PI05, SMOLVLA, UNIT
 
 RANKS = Path(__file__).parent / "robot_ranks.py"
 pytestmark = pytest.mark.timeout(600)
@@ -29,6 +29,7 @@ POLICIES = {
     "pi0": {**PI0, **FLOW},
     "pi05": {**PI05, "flow": {"steps": 3}},
     "smolvla": {**SMOLVLA, **FLOW},
+    "groot": {**GROOT, **FLOW},
     "act": {**ACT, "height": 20, "width": 20},
     "diffusion": {**DIFFUSION, "height": 20, "width": 20},
 }
@@ -51,6 +52,9 @@ CASES = {
     "smolvla whole": None,
     "smolvla again": AGAIN,
     "smolvla frozen": {"freeze": ["vision", "language"], **AGAIN},
+    "groot whole": None,
+    "groot again": AGAIN,
+    "groot frozen": {"freeze": ["vision", "language"], **AGAIN},
     "act whole": None,
     "act again": AGAIN,
     "act frozen": {"freeze": ["vision", "vae"], **AGAIN},
@@ -190,7 +194,8 @@ def test_adapters_learn_alike_in_every_layout_and_what_is_added_learns_whole(two
 
 
 @pytest.mark.parametrize(
-    "name", seldom(["oft frozen", "pi0 frozen", "smolvla frozen", "act frozen", "diffusion frozen"])
+    "name",
+    seldom(["oft frozen", "pi0 frozen", "smolvla frozen", "groot frozen", "act frozen", "diffusion frozen"]),
 )
 def test_a_frozen_part_stays_and_the_rest_learns_as_ever(name, of, relative_l2):
     found, whole = of(name), of(f"{name.split()[0]} whole")

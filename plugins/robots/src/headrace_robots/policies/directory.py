@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from headrace_schema.sections.learning import LoraSection
 
 CONFIG, WEIGHTS = "policy.json", "model.safetensors"
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+TOKENIZER = (
+    "tokenizer*",
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
 
 KINDS = {
     "mlp": ("actor_critic", "MlpConfig"),
@@ -44,6 +47,7 @@ KINDS = {
     "pi0": ("pi.model", "PiConfig"),
     "pi05": ("pi.model", "PiConfig"),
     "smolvla": ("smolvla.model", "SmolVlaConfig"),
+    "groot": ("groot.model", "GrootConfig"),
     "act": ("act.model", "ActConfig"),
     "diffusion": ("diffusion.model", "DiffusionConfig"),
 }

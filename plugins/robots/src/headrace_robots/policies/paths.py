@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace_robots.policies import gaussian
+from headrace_robots.policies.policy import ACTIONS, ActionChunk
 
 PATH, STEPS = "path", "steps"
 """Entries of `ActionChunk.sampled`: (B, K + 1, H, W) points of the path, and (B, M) which of its steps were drawn."""
@@ -78,6 +79,24 @@ def drawn_steps(candidates: range, count: int, seeds: Sequence[int] | None, *, e
         return torch.tensor(candidates, dtype=torch.long).expand(count, -1)
     uniform_B1 = gaussian.row_uniform([mixed(seed, 2) for seed in seeds], (1,), torch.device("cpu"))
     return candidates.start + (uniform_B1 * len(candidates)).long()
+
+
+def chunk_of(
+    sampled: Mapping[str, Tensor],
+    log_probs: Tensor,
+    values_B: Tensor,
+    executed: Callable[[Tensor], Tensor],
+    scaling: Callable[[Tensor], Tensor],
+) -> ActionChunk:
+    """The chunk at the end of a path; `executed` takes a robot's actions and numbers from those of the path."""
+    drawn_BCA = executed(sampled[PATH][:, -1])
+    return ActionChunk(
+        sampled={ACTIONS: drawn_BCA, **sampled},
+        executed_BCA=scaling(drawn_BCA),
+        valid_BC=torch.ones(drawn_BCA.shape[:2], dtype=torch.bool, device=drawn_BCA.device),
+        log_probs_BCA=executed(log_probs),
+        values_B=values_B,
+    )
 
 
 def mixed(seed: int, stream: int) -> int:

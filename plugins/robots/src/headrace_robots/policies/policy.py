@@ -222,7 +222,12 @@ def state_of(observation: Observation, size: int) -> Tensor:
 
 
 def image_of(observation: Observation, camera: str, device: torch.device, channels: int = 3) -> Tensor:
-    """(B, channels, H, W) fp32 in 0 to 1 on `device`, to which they go in uint8.
+    """(B, channels, H, W) fp32 in 0 to 1 on `device`; see `uint8_image_of`."""
+    return uint8_image_of(observation, camera, device, channels).permute(0, 3, 1, 2).float() / 255
+
+
+def uint8_image_of(observation: Observation, camera: str, device: torch.device, channels: int = 3) -> Tensor:
+    """(B, H, W, channels) on `device`, to which they go in uint8.
 
     Raises ValueError when there is no such camera, or it has other pixels.
     """
@@ -233,7 +238,7 @@ def image_of(observation: Observation, camera: str, device: torch.device, channe
         raise ValueError(
             f"camera {camera!r} gives {tuple(image.shape)} {image.dtype}; the policy reads (B, H, W, {channels}) uint8"
         )
-    return image.to(device).permute(0, 3, 1, 2).float() / 255
+    return image.to(device)
 
 
 def check_seeds(observation: Observation, seeds: Sequence[int]) -> None:

@@ -19,12 +19,15 @@ from headrace_modelkit.weights import load_weights, state_tensors
 from safetensors.torch import load_file
 from torch import Tensor
 
+from headrace_robots.policies.peft import Adapter
 from headrace_robots.policies.policy import PolicyConfig, RobotPolicy
 from headrace_robots.policies.scaling import ActionBounds
 
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
 ENVIRONMENT = "observation.environment_state"
 OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+NORMALIZERS = ("normalizer_processor", "groot_n1_7_pack_inputs_v1")
+"""Steps of LeRobot's processors that have statistics."""
 OPENPI_QUANTILE, LEROBOT_QUANTILE = 1e-6, 1e-8
 """What is added to the distance of two quantiles; LeRobot does where they are equal."""
 
@@ -42,6 +45,10 @@ class Wanted:
     unnorm_key: str | None = None
     clip: tuple[float, float] | None = None
     """What an environment takes of each number of an action, where statistics let it lie beyond."""
+    beside: Path | None = None
+    """The checkpoint that an adapter was trained beside, in place of the one that it names."""
+    adapter: Adapter | None = None
+    """What is merged on the weights of another checkpoint, which are read in place of the directory's."""
 
 
 Statistics = Mapping[str, Mapping[str, list[float]]]
@@ -57,8 +64,10 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, in one file or several. Raises OSError and SafetensorError."""
+def read_tensors(directory: Path, adapter: Adapter | None = None) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, in one file or several. Raises ModelNotReadable, OSError and SafetensorError."""
+    if adapter is not None:
+        return adapter.merged_on(read_tensors(adapter.base))
     index = directory / "model.safetensors.index.json"
     files = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
     found: dict[str, Tensor] = {}
@@ -80,6 +89,20 @@ def filled(policy: RobotPolicy, found: Mapping[str, Tensor]) -> RobotPolicy:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """Where a policy's weight lies among those that a checkpoint has for each of several robots; a matrix is turned."""
+
+    name: str
+    index: int
+
+    def put(self, tensor: Tensor, weight: Tensor) -> Tensor:
+        """`tensor` with the weight in its place."""
+        found = tensor.clone()
+        found[self.index] = (weight.T if weight.dim() > 1 else weight).to(tensor.dtype)
+        return found
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A published checkpoint, as a policy has it and as it is."""
 
@@ -88,6 +111,8 @@ class Checkpoint:
     """By the policy's names."""
     published: Mapping[str, Tensor]
     """By its own names; the same tensors, and those that the policy does not use."""
+    slices: Mapping[str, Slice] = field(default_factory=dict)
+    """Of published tensors that the policy has one part of."""
 
     def policy(self) -> RobotPolicy:
         """The policy with its weights. Raises ValueError, see `filled`."""
@@ -113,8 +138,13 @@ class Checkpoint:
         names = {id(tensor): name for name, tensor in self.own.items()}
         found, placed = {}, set()
         for name, tensor in self.published.items():
-            own = names.get(id(tensor)) or self._tied(tensor)
-            found[name] = tensor if own is None else weights[own].detach().to(tensor.dtype).clone()
+            part = self.slices.get(name)
+            own = part.name if part else names.get(id(tensor)) or self._tied(tensor)
+            if own is None:
+                found[name] = tensor
+            else:
+                weight = weights[own].detach()
+                found[name] = part.put(tensor, weight) if part else weight.to(tensor.dtype).clone()
             placed.add(own)
         for name in weights.keys() - placed:
             if not torch.equal(weights[name].to(self.own[name].dtype), self.own[name]):
@@ -156,7 +186,7 @@ class LeRobot:
     @classmethod
     def of(cls, directory: Path, wanted: Wanted, left_out: Mapping[str, Any] | None = None) -> LeRobot:
         """Reads it; `left_out` is what a config.json may not say. Raises ModelNotReadable, OSError, SafetensorError."""
-        tensors = read_tensors(directory)
+        tensors = read_tensors(directory, wanted.adapter)
         stated = {**(left_out or {}), **read_json(directory / "config.json")}
         return cls(stated, tensors, read_statistics(directory, tensors, wanted), wanted)
 
@@ -297,7 +327,7 @@ def _of_processor(directory: Path, described: Mapping[str, Any]) -> Statistics:
     files = [
         step["state_file"]
         for step in described.get("steps", ())
-        if step.get("registry_name") == "normalizer_processor" and step.get("state_file")
+        if step.get("registry_name") in NORMALIZERS and step.get("state_file")
     ]
     if not files or not (file := directory / Path(files[0]).name).is_file():
         return {}

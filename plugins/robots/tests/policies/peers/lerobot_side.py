@@ -104,6 +104,40 @@ def shrink_pi(family, sizes, base):
     )
 
 
+def begin_groot(asked, folder):
+    """GR00T is fine-tuned from a checkpoint of NVIDIA's, which is a directory here; its language model's is `base`."""
+    module = import_module("lerobot.policies.groot.groot_n1_7")
+    import_module("lerobot.policies.groot.processor_groot").GROOT_N1_7_BACKBONE_MODEL = str(folder / "base")
+    raw = folder / "raw"
+    if not raw.exists():
+        config = module.GR00TN17Config(**asked["sizes"], model_name=str(folder / "base"))
+        torch.manual_seed(1)
+        model = module.GR00TN17(config, load_backbone_weights=False)
+        with torch.no_grad():
+            for value in model.parameters():
+                value.add_(torch.randn_like(value) * asked["width"])
+        model.save_pretrained(raw, max_shard_size="100KB")
+        for name, content in asked["beside"].items():
+            (raw / name).write_text(json.dumps(content))
+    return raw
+
+
+def raw_groot(asked, folder):
+    """A policy and its processors, of NVIDIA's checkpoint as it is."""
+    fields = {**asked["fields"], "base_model_path": str(folder)}
+    config = make_policy_config(
+        "groot",
+        input_features=features(asked["inputs"]),
+        output_features=features(asked["outputs"]),
+        device="cpu",
+        push_to_hub=False,
+        **fields,
+    )
+    return get_policy_class("groot")(config).eval(), make_pre_post_processors(
+        config, pretrained_path=str(folder)
+    )
+
+
 def chosen(policy, processors, asked, seen):
     """(B, H, A) of a batch, by everything that LeRobot does between an observation and a robot."""
     before, after = processors
@@ -122,8 +156,13 @@ def chosen(policy, processors, asked, seen):
         policy._queues = populate_queues(
             policy._queues, {k: v for k, v in ready.items() if k in policy._queues}
         )
-    with torch.no_grad():
-        return after(policy.predict_action_chunk(ready, **noise))
+    drawn = torch.randn  # GR00T takes no noise, and draws it once
+    torch.randn = (lambda *_, **__: seen["noise"].clone()) if asked["family"] == "groot" else drawn
+    try:
+        with torch.no_grad():
+            return after(policy.predict_action_chunk(ready, **noise))
+    finally:
+        torch.randn = drawn
 
 
 def main(folder):
@@ -135,7 +174,11 @@ def main(folder):
     }
     if asked["family"].startswith("pi"):
         shrink_pi(asked["family"], asked["sizes"], folder / "base")
-    if (exported := folder / "exported").is_dir():
+    raw = begin_groot(asked, folder) if asked["family"] == "groot" else None
+    if raw and asked["beside"]:
+        exported = folder / "exported"
+        policy, processors = raw_groot(asked, exported if exported.is_dir() else raw)
+    elif (exported := folder / "exported").is_dir():
         policy = get_policy_class(asked["family"]).from_pretrained(exported).eval()
         processors = make_pre_post_processors(policy.config, pretrained_path=str(exported))
     else:

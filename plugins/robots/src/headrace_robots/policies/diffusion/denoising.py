@@ -8,7 +8,7 @@ step goes to a_s of an earlier s, the last one to a = 1. Facts of the steps are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -16,7 +16,8 @@ from headrace_schema.sections.base import Count, Section
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from headrace_robots.policies.paths import Transition
+from headrace_robots.policies.gaussian import row_uniform
+from headrace_robots.policies.paths import Transition, drawn_steps
 
 Prediction = Callable[[Tensor, Tensor], Tensor]
 """((B, H, W) points, (B,) training steps) to what the model predicts of them: their noise, or their actions."""
@@ -78,6 +79,12 @@ class ScheduleConfig(Section):
         return (1 - beta).cumprod(0)
 
 
+def drawn_by(config: DenoisingConfig, seeds: Sequence[int], *, deterministic: bool) -> Tensor:
+    """(B, M) steps of each environment that are drawn."""
+    chosen = None if deterministic else seeds
+    return drawn_steps(config.candidates, len(seeds), chosen, every=config.drawn == "all")
+
+
 class Schedule(nn.Module):
     """What training and a path know of noise. Has no weights."""
 
@@ -95,6 +102,11 @@ class Schedule(nn.Module):
         self.register_buffer("kept_N", kept_N.float(), persistent=False)
         self.register_buffer("times_K", times_K, persistent=False)
         self.register_buffer("before_K", before_K.float(), persistent=False)
+
+    def times(self, seeds: Sequence[int]) -> Tensor:
+        """(B,) training steps that imitation looks at, by each environment's seed."""
+        uniform_B = row_uniform([seed + 1 for seed in seeds], (1,), torch.device("cpu"))[:, 0]
+        return (uniform_B * self.config.num_train_timesteps).long()
 
     def noised(self, actions: Tensor, noise: Tensor, time_B: Tensor) -> Tensor:
         """(B, H, W) points at training steps."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from headrace_robots.policies import paths
-from headrace_robots.policies.diffusion.denoising import DenoisingConfig, Schedule, ScheduleConfig
+from headrace_robots.policies.diffusion.denoising import DenoisingConfig, Schedule, ScheduleConfig, drawn_by
 from headrace_robots.policies.diffusion.unet import LAST_GROUPS, RgbEncoder, Unet
 from headrace_robots.policies.gaussian import row_noise, row_uniform
 from headrace_robots.policies.paths import PATH, STEPS, Transition
@@ -169,21 +169,13 @@ class DiffusionPolicy(RobotPolicy):
         check_seeds(observation, seeds)
         condition_BD = self._condition(observation)
         denoising, drawing = self.config.denoising, None if deterministic else seeds
-        drawn_BM = paths.drawn_steps(
-            denoising.candidates, len(seeds), drawing, every=denoising.drawn == "all"
-        ).to(condition_BD.device)
+        drawn_BM = drawn_by(denoising, seeds, deterministic=deterministic).to(condition_BD.device)
         shape = (self.config.horizon, self.action_size)
         sampled, log_probs = paths.draw(
             self._transition(condition_BD), denoising.steps, drawn_BM, drawing, seeds, shape
         )
-        drawn_BCA = self._executed(sampled[PATH][:, -1])
-        return ActionChunk(
-            sampled={ACTIONS: drawn_BCA, **sampled},
-            executed_BCA=self.scaling(drawn_BCA),
-            valid_BC=torch.ones(drawn_BCA.shape[:2], dtype=torch.bool, device=drawn_BCA.device),
-            log_probs_BCA=self._executed(log_probs),
-            values_B=self.value_head(condition_BD),
-        )
+        values_B = self.value_head(condition_BD)
+        return paths.chunk_of(sampled, log_probs, values_B, self._executed, self.scaling)
 
     @override
     def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:
@@ -204,8 +196,7 @@ class DiffusionPolicy(RobotPolicy):
         wanted = self.scaling.drawn(actions_BHA.to(condition_BD.device))
         actions = torch.cat([wanted[:, :1].expand(-1, self.past, -1), wanted], 1)
         noise = row_noise(seeds, tuple(actions.shape[1:]), actions.device)
-        uniform_B = row_uniform([seed + 1 for seed in seeds], (1,), torch.device("cpu"))[:, 0]
-        time_B = (uniform_B * self.config.schedule.num_train_timesteps).long().to(actions.device)
+        time_B = self.schedule.times(seeds).to(actions.device)
         found = self._predict(condition_BD)(self.schedule.noised(actions, noise, time_B), time_B)
         target = noise if self.config.schedule.prediction_type == "epsilon" else actions
         errors_BH: Tensor = (found - target).square().mean(-1)[:, self.past :]

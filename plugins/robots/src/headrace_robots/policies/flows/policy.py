@@ -22,7 +22,7 @@ from headrace_robots.policies.flows import flow
 from headrace_robots.policies.flows.flow import FlowConfig, NoiseHead, VelocityField
 from headrace_robots.policies.flows.prefixes import with_gradient_to
 from headrace_robots.policies.gaussian import row_noise, row_uniform
-from headrace_robots.policies.paths import PATH, STEPS
+from headrace_robots.policies.paths import PATH, STEPS, chunk_of
 from headrace_robots.policies.policy import (
     ACTIONS,
     ActionChunk,
@@ -94,6 +94,7 @@ class FlowPolicy(RobotPolicy):
         self.state_scaling = ActionScaling(config.state)
         sizes = config.sizes
         self.horizon, self.numbers = sizes.horizon, sizes.numbers
+        self.drawn = (sizes.horizon, sizes.numbers)
         self.value_head = ValueHead(sizes.hidden)
         if config.flow.noise == "learned":
             self.noise_head = NoiseHead(sizes.expert, sizes.numbers, config.flow)
@@ -118,18 +119,11 @@ class FlowPolicy(RobotPolicy):
             self.field(observation, cache, mask_BN),
             self.config.flow,
             None if deterministic else seeds,
-            (self.horizon, self.numbers),
+            self.drawn,
             self.value_head.weight.device,
             seeds,
         )
-        drawn_BCA = self._executed(sampled[PATH][:, -1])
-        return ActionChunk(
-            sampled={ACTIONS: drawn_BCA, **sampled},
-            executed_BCA=self.scaling(drawn_BCA),
-            valid_BC=torch.ones(drawn_BCA.shape[:2], dtype=torch.bool, device=drawn_BCA.device),
-            log_probs_BCA=self._executed(log_probs),
-            values_B=values_B,
-        )
+        return chunk_of(sampled, log_probs, values_B, self._executed, self.scaling)
 
     @override
     def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:
@@ -143,20 +137,21 @@ class FlowPolicy(RobotPolicy):
         """Squared errors of the velocity at a drawn time; see `RobotPolicy.imitate`."""
         cache, mask_BN, values_B = self.prefix(observation)
         drawn = self.scaling.drawn(actions_BHA.to(mask_BN.device))
-        actions = F.pad(drawn, (0, self.numbers - self.action_size))
+        rows = self.drawn[0] - drawn.shape[1]  # of a horizon that robots execute the first actions of
+        actions = F.pad(drawn, (0, self.numbers - self.action_size, 0, rows))
         noise = row_noise(seeds, tuple(actions.shape[1:]), actions.device)
         time_B = self._imitation_times(seeds).to(actions.device)
         time = time_B[:, None, None]
         velocity, _ = self.field(observation, cache, mask_BN)(time * noise + (1 - time) * actions, time_B)
         errors = (velocity - (noise - actions)).square()
         counted = errors if self.imitates_unused else errors[..., : self.action_size]
-        return with_gradient_to(values_B, counted.mean(-1))
+        return with_gradient_to(values_B, counted[:, : self.horizon].mean(-1))
 
     @override
     def example(self, count: int, words: int) -> tuple[Observation, dict[str, Tensor]]:
         way = self.config.flow
         drawn = way.candidates if way.drawn == "all" else 1
-        path = torch.zeros(count, way.steps + 1, self.horizon, self.numbers)
+        path = torch.zeros(count, way.steps + 1, *self.drawn)
         chunk = torch.zeros(count, self.chunk_length, self.action_size)
         steps = torch.zeros(count, drawn, dtype=torch.long)
         return self._seen(count, words), {ACTIONS: chunk, PATH: path, STEPS: steps}

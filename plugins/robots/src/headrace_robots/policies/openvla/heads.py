@@ -6,17 +6,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Proprio(nn.Module):
-    """OFT's projector of a state: one position of the prefix."""
+class Projector(nn.Module):
+    """OFT's projector of a state, or of a noisy number of an action: one position of what is read."""
 
     def __init__(self, size: int, hidden: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(size, hidden)
         self.fc2 = nn.Linear(hidden, hidden)
 
-    def forward(self, state_BS: Tensor) -> Tensor:
-        """(B, D)."""
-        found: Tensor = self.fc2(F.gelu(self.fc1(state_BS)))
+    def forward(self, numbers: Tensor) -> Tensor:
+        """(…, D) of (…, size)."""
+        found: Tensor = self.fc2(F.gelu(self.fc1(numbers)))
         return found
 
 
@@ -30,6 +30,21 @@ class L1Head(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """(…, A) of (…, D A)."""
         found: Tensor = self.model(hidden)
+        return found
+
+
+class DiffusionHead(nn.Module):
+    """OFT's `DiffusionActionHead`: the same network, whose output is the noise of an action."""
+
+    def __init__(self, hidden: int, action_size: int) -> None:
+        super().__init__()
+        self.noise_predictor = nn.ModuleDict(
+            {"mlp_resnet": _ResNet(hidden * action_size, hidden, action_size)}
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(…, A) of (…, D A)."""
+        found: Tensor = self.noise_predictor["mlp_resnet"](hidden)
         return found
 
 

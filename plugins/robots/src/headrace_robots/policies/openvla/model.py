@@ -1,14 +1,14 @@
-"""`openvla` and `openvla_oft`: DINOv2 + SigLIP → projector → Llama, with actions as tokens or by an L1 head.
+"""`openvla`: DINOv2 + SigLIP → projector → Llama, with actions as tokens. What OFT changes is in `openvla.oft`.
 
 Parameters have the published checkpoints' names. Facts of the architecture (no code) are from
-openvla/openvla `prismatic/extern/hf/modeling_prismatic.py` at 97b39e5 and the same file and `models/action_heads.py` of
-innovator-zero/openvla-oft at 450c015. Attention over all positions in OFT: moojink/openvla-oft issues 27 and 83.
+openvla/openvla `prismatic/extern/hf/modeling_prismatic.py` at 97b39e5.
 Shapes as in `policy`; D hidden, N positions, P patches of all cameras. Knows no tokenizer: prompts are ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -21,10 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 from typing_extensions import override
 
-from headrace_robots.policies import gaussian
+from headrace_robots.policies.diffusion.denoising import DenoisingConfig, ScheduleConfig
 from headrace_robots.policies.images import middle, stretched
 from headrace_robots.policies.normalizer import Normalizer
-from headrace_robots.policies.openvla.heads import L1Head, Proprio
 from headrace_robots.policies.openvla.tokens import ActionTokens, entropy_of
 from headrace_robots.policies.openvla.vit import VisionTransformer, VitShape
 from headrace_robots.policies.policy import (
@@ -38,7 +37,6 @@ from headrace_robots.policies.policy import (
     check_seeds,
     image_of,
     seen_example,
-    state_of,
 )
 from headrace_robots.policies.scaling import ActionBounds, ActionScaling
 
@@ -59,7 +57,14 @@ class OpenVlaConfig(PolicyConfig):
     cameras: tuple[str, ...] = Field(
         min_length=1, description="names of the cameras, in the order of their patches"
     )
-    head: Literal["tokens", "l1"] = "tokens"
+    head: Literal["tokens", "l1", "diffusion"] = "tokens"
+    film: bool = Field(default=False, description="the instruction scales and shifts what vision blocks see")
+    denoising: DenoisingConfig = Field(
+        default=DenoisingConfig(steps=50), description="how the diffusion head's actions are drawn"
+    )
+    schedule: ScheduleConfig = Field(
+        default=ScheduleConfig(num_train_timesteps=50), description="how noise was added in its training"
+    )
     temperature: float = Field(default=1.0, gt=0, description="of drawing and of scoring")
     log_std: float = Field(default=-2.0, description="log-width of the Gaussian around the L1 head's actions")
     proprio: ActionBounds | None = Field(
@@ -76,11 +81,21 @@ class OpenVlaConfig(PolicyConfig):
 
     @model_validator(mode="after")
     def _plain_openvla(self) -> OpenVlaConfig:
-        more = self.chunk_length > 1 or self.head == "l1" or self.proprio is not None or len(self.cameras) > 1
-        if self.kind == "openvla" and more:
+        more = (
+            self.chunk_length > 1
+            or self.head != "tokens"
+            or self.proprio is not None
+            or len(self.cameras) > 1
+        )
+        if self.kind == "openvla" and (more or self.film):
             raise ValueError(
                 "openvla draws one action of tokens from one camera, without a state; "
-                "for chunks, the L1 head, states and several cameras set kind: openvla_oft"
+                "for chunks, heads, FiLM, states and several cameras set kind: openvla_oft"
+            )
+        if self.denoising.steps > self.schedule.num_train_timesteps:
+            raise ValueError(
+                f"denoising.steps is {self.denoising.steps}: the model was trained on "
+                f"{self.schedule.num_train_timesteps}"
             )
         return self
 
@@ -96,7 +111,13 @@ class OpenVlaConfig(PolicyConfig):
 
     @override
     def policy(self) -> type[OpenVlaPolicy]:
-        return OpenVlaPolicy if self.kind == "openvla" else OpenVlaOftPolicy
+        if self.kind == "openvla":
+            return OpenVlaPolicy
+        oft = import_module("headrace_robots.policies.openvla.oft")
+        found: type[OpenVlaPolicy] = (
+            oft.DiffusionOftPolicy if self.head == "diffusion" else oft.OpenVlaOftPolicy
+        )
+        return found
 
 
 class OpenVlaPolicy(RobotPolicy):
@@ -118,8 +139,8 @@ class OpenVlaPolicy(RobotPolicy):
         self.chunk_length, self.action_size = config.chunk_length, config.bounds.size
         self.horizon = self.chunk_length
         self.normalizer: Normalizer | None = None
-        self.vision_backbone = _VisionBackbone(config.featurizers)
         text = LlamaConfig(**{**config.text, "attn_implementation": "sdpa"})
+        self.vision_backbone = _VisionBackbone(config.featurizers, text.hidden_size if config.film else 0)
         self.language_model: Any = LlamaForCausalLM(text)
         self.projector = _Projector(config.featurizers, text.hidden_size)
         self.value_head = ValueHead(text.hidden_size)
@@ -179,16 +200,19 @@ class OpenVlaPolicy(RobotPolicy):
         side = self.config.featurizers[0].image_size
         drawn = torch.zeros(count, self.chunk_length, self.action_size)
         seen = seen_example(self.config, count, words, (side, side))
-        return seen, {ACTIONS: drawn if self.config.head == "l1" else drawn.long()}
+        return seen, {ACTIONS: drawn.long() if self.config.head == "tokens" else drawn}
 
     def prefix(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        """Embeddings (B, N, D) of what is read before the actions, rows filled on the left, and their (B, N) mask.
-
-        An image's patches stand behind the first token of the prompt. Raises ValueError without prompts.
-        """
+        """As `joined`, of what an observation has. Raises ValueError without prompts."""
         if len(observation.prompts) != len(observation) or not all(observation.prompts):
             raise ValueError("a vision-language-action model needs the ids of a prompt for each environment")
-        seen_BPD = self._seen(observation)
+        return self.joined(observation, self._seen(observation))
+
+    def joined(self, observation: Observation, seen_BPD: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings (B, N, D) of what is read before the actions, rows filled on the left, and their (B, N) mask.
+
+        An image's patches stand behind the first token of the prompt.
+        """
         rows = []
         for prompt, seen_PD in zip(observation.prompts, seen_BPD, strict=True):
             words_ND = self._embed(torch.tensor(prompt).to(seen_BPD.device))
@@ -205,8 +229,16 @@ class OpenVlaPolicy(RobotPolicy):
         images = [image_of(observation, camera, device) for camera in self.config.cameras]
         if share < 1:
             images = [middle(stretched(image, side), share) for image in images]
-        patches = [self.projector(self.vision_backbone(image)) for image in images]
+        said_BD = self._said(observation, device)
+        patches = [self.projector(self.vision_backbone(image, said_BD)) for image in images]
         return torch.cat(patches, 1)
+
+    def _said(self, observation: Observation, device: torch.device) -> Tensor | None:
+        """(B, D): the mean of what stands around the actions, prompt and stop token, where FiLM reads it."""
+        if not self.config.film:
+            return None
+        rows = [torch.tensor([*prompt, self.config.stop_token]) for prompt in observation.prompts]
+        return torch.stack([self._embed(row.to(device)).mean(0) for row in rows])
 
     def _embed(self, ids: Tensor) -> Tensor:
         found: Tensor = self.language_model.get_input_embeddings()(ids)
@@ -252,117 +284,17 @@ class OpenVlaPolicy(RobotPolicy):
         )
 
 
-class OpenVlaOftPolicy(OpenVlaPolicy):
-    """`openvla_oft`: all numbers of a chunk in one pass, every position attending to every other."""
-
-    def __init__(self, config: OpenVlaConfig) -> None:
-        super().__init__(config)
-        hidden = int(self.language_model.config.hidden_size)
-        if config.proprio is not None:
-            self.proprio_scaling = ActionScaling(config.proprio)
-            self.proprio_projector = Proprio(config.proprio.size, hidden)
-        if config.head == "l1":
-            self.action_head = L1Head(hidden, self.action_size)
-            self.log_std = nn.Parameter(torch.full((self.chunk_length, self.action_size), config.log_std))
-        self.chunk_tokens += 1 + (config.proprio is not None)
-
-    @torch.no_grad()
-    @override
-    def act(
-        self, observation: Observation, seeds: Sequence[int], *, deterministic: bool = False
-    ) -> ActionChunk:
-        check_seeds(observation, seeds)
-        hidden_BND = self.slots(observation)
-        values_B = self.value_head(hidden_BND[:, 0])
-        if self.config.head == "l1":
-            return self._around(hidden_BND, values_B, None if deterministic else seeds)
-        log_probs_BNK = self._log_probs(hidden_BND)
-        ids_BN = self.tokens.draw(
-            log_probs_BNK, None if deterministic else seeds, slice(0, hidden_BND.shape[1])
-        )
-        ids_BCA = ids_BN.view(-1, self.chunk_length, self.action_size)
-        scores_BN = log_probs_BNK.gather(-1, (ids_BN - self.tokens.first)[..., None])[..., 0]
-        return self._chunk(ids_BCA, scores_BN.view(ids_BCA.shape), values_B)
-
-    @override
-    def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:
-        hidden_BND = self.slots(observation)
-        if self.config.head == "tokens":
-            return self._score(hidden_BND, sampled[ACTIONS])
-        mean_BCA = self.means(hidden_BND)
-        log_std = self.log_std.float()
-        log_probs_BCA = gaussian.log_density(sampled[ACTIONS], mean_BCA, log_std)
-        entropy_BCA = gaussian.entropy(log_std).expand_as(mean_BCA)
-        return Evaluation(log_probs_BCA, entropy_BCA, self.value_head(hidden_BND[:, 0]))
-
-    @override
-    def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
-        """Absolute errors of the L1 head, or token losses; see `RobotPolicy.imitate`."""
-        if self.config.head == "tokens":
-            return super().imitate(observation, actions_BHA, seeds)
-        return (self.means(self.slots(observation)) - self.scaling.drawn(actions_BHA)).abs().mean(-1)
-
-    def slots(self, observation: Observation) -> Tensor:
-        """(B, C A, D) hidden states that give the chunk's numbers: each one position before its empty slot.
-
-        Behind the prompt stand C A embeddings of zeros and the stop token.
-        """
-        embeds_BND, mask_BN = self.prefix(observation)
-        count, numbers = len(embeds_BND), self.chunk_length * self.action_size
-        stop_1D = self._embed(torch.tensor([self.config.stop_token]).to(embeds_BND.device))
-        slots_BND = embeds_BND.new_zeros(count, numbers, embeds_BND.shape[-1])
-        embeds_BND = torch.cat([embeds_BND, slots_BND, stop_1D.expand(count, 1, -1)], 1)
-        mask_BN = F.pad(mask_BN, (0, numbers + 1), value=True)
-        blocked = embeds_BND.new_zeros(mask_BN.shape).masked_fill(~mask_BN, torch.finfo(embeds_BND.dtype).min)
-        found = self.language_model.model(
-            inputs_embeds=embeds_BND,
-            attention_mask=blocked[:, None, None].expand(-1, 1, embeds_BND.shape[1], -1),
-            position_ids=(mask_BN.cumsum(-1) - 1).clamp(min=0),
-            use_cache=False,
-        )
-        hidden_BND: Tensor = found.last_hidden_state
-        return hidden_BND[:, -(numbers + 2) : -2]
-
-    def means(self, hidden_BND: Tensor) -> Tensor:
-        """(B, C, A) of the L1 head, fp32."""
-        found: Tensor = self.action_head(hidden_BND.reshape(len(hidden_BND), self.chunk_length, -1))
-        return found.float()
-
-    def _seen(self, observation: Observation) -> Tensor:
-        seen_BPD = super()._seen(observation)
-        if self.config.proprio is None:
-            return seen_BPD
-        state_BS = state_of(observation, self.config.proprio.size).to(seen_BPD.device)
-        state_BS = self.proprio_scaling.drawn(state_BS).clamp(-1, 1).to(seen_BPD.dtype)
-        state_B1D = self.proprio_projector(state_BS)[:, None]
-        return torch.cat([seen_BPD, state_B1D], 1)
-
-    def _around(self, hidden_BND: Tensor, values_B: Tensor, seeds: Sequence[int] | None) -> ActionChunk:
-        mean_BCA, log_std = self.means(hidden_BND), self.log_std.float()
-        drawn_BCA = mean_BCA
-        if seeds is not None:
-            noise_BCA = gaussian.row_noise(seeds, tuple(log_std.shape), mean_BCA.device)
-            drawn_BCA = mean_BCA + log_std.exp() * noise_BCA
-        return ActionChunk(
-            sampled={ACTIONS: drawn_BCA},
-            executed_BCA=self.scaling(drawn_BCA),
-            valid_BC=torch.ones(drawn_BCA.shape[:2], dtype=torch.bool, device=drawn_BCA.device),
-            log_probs_BCA=gaussian.log_density(drawn_BCA, mean_BCA, log_std),
-            values_B=values_B,
-        )
-
-
 class _VisionBackbone(nn.Module):
-    def __init__(self, shapes: Sequence[VitShape]) -> None:
+    def __init__(self, shapes: Sequence[VitShape], said: int) -> None:
         super().__init__()
-        self.featurizer = VisionTransformer(shapes[0])
+        self.featurizer = VisionTransformer(shapes[0], said)
         if len(shapes) > 1:
-            self.fused_featurizer = VisionTransformer(shapes[1])
+            self.fused_featurizer = VisionTransformer(shapes[1], said)
 
-    def forward(self, image: Tensor) -> Tensor:
+    def forward(self, image: Tensor, said_BD: Tensor | None) -> Tensor:
         """(B, P, W) features, both encoders' side by side, of (B, 3, H, W) in 0 to 1."""
         encoders = [self.featurizer, *([self.fused_featurizer] if hasattr(self, "fused_featurizer") else [])]
-        return torch.cat([encoder(pixels(image, encoder.shape)) for encoder in encoders], -1)
+        return torch.cat([encoder(pixels(image, encoder.shape), said_BD) for encoder in encoders], -1)
 
 
 class _Projector(nn.Module):

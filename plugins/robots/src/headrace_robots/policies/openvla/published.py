@@ -1,8 +1,8 @@
 """OpenVLA as its authors publish it. Facts: see `openvla.model`.
 
-OFT publishes its action head and proprio projector as pickles beside the weights, `action_head--150000_checkpoint.pt`,
-which are not read: `action_head.safetensors` and `proprio_projector.safetensors` stand there in their place. What is
-there is a part of the policy, and is never left out in silence.
+OFT publishes its action head, its projectors and, of FiLM, its vision backbone as pickles beside the weights,
+`action_head--150000_checkpoint.pt`, which are not read: `action_head.safetensors` and its like stand there in their
+place. What is there is a part of the policy, and is never left out in silence.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ from torch import Tensor
 
 from headrace_robots.policies.openvla.model import OpenVlaConfig
 from headrace_robots.policies.openvla.vit import PUBLISHED
+from headrace_robots.policies.peft import merged
 from headrace_robots.policies.published import Checkpoint, Wanted, config_of, read_json, read_tensors
 from headrace_robots.policies.scaling import ActionBounds
 
-_HEAD, _PROJECTOR = "action_head", "proprio_projector"
-_UNKNOWN = {"vision_backbone": "FiLM", "noisy_action_projector": "a diffusion head"}
+_HEAD, _PROJECTOR, _NOISY, _EYE = (
+    "action_head",
+    "proprio_projector",
+    "noisy_action_projector",
+    "vision_backbone",
+)
+_ALPHA = 16
+"""The most that OFT's adapters are scaled by; the vision backbone of FiLM has them beside its weights."""
 _PICKLES = (".pt", ".pth", ".bin")
 
 
@@ -33,8 +40,11 @@ def recognises(stated: Mapping[str, Any]) -> bool:
 def read(directory: Path, wanted: Wanted) -> Checkpoint:
     """A checkpoint. Raises ModelNotReadable, ValueError, OSError and SafetensorError."""
     config = published_config(directory, wanted)
-    published = read_tensors(directory)
-    return Checkpoint(config, {**published, **_parts(directory)}, published)
+    published = read_tensors(directory, wanted.adapter)
+    own = {
+        name: each for name, each in published.items() if not (config.film and name.startswith(f"{_EYE}."))
+    }
+    return Checkpoint(config, {**own, **_parts(directory)}, published)
 
 
 def published_config(directory: Path, wanted: Wanted) -> OpenVlaConfig:
@@ -73,22 +83,26 @@ def published_config(directory: Path, wanted: Wanted) -> OpenVlaConfig:
 
 def _of_oft(directory: Path, numbers: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     """What the parts beside the weights say of the policy. Raises ModelNotReadable for one that would be left out."""
-    for name, what in _UNKNOWN.items():
-        if _beside(directory, name):
-            raise ModelNotReadable(f"{directory} holds {name}, which is of {what}: such a policy is not read")
-    head, projector = _beside(directory, _HEAD), _beside(directory, _PROJECTOR)
-    if not (head or projector):
+    head, projector, noisy, eye = (_beside(directory, name) for name in (_HEAD, _PROJECTOR, _NOISY, _EYE))
+    if not (head or projector or noisy or eye):
         return {}
     found: dict[str, Any] = {"kind": "openvla_oft"}
     if wanted.chosen.get("kind", "openvla_oft") != "openvla_oft":
         raise ModelNotReadable(
-            f"{directory} holds parts of OFT ({head or projector}): set --kind openvla_oft"
+            f"{directory} holds parts of OFT ({head or projector or noisy or eye}): set --kind openvla_oft"
+        )
+    if eye:
+        found["film"] = True
+    if bool(noisy) != (head != "" and _denoises(directory / head)):
+        raise ModelNotReadable(
+            f"{directory} holds {noisy or head}: a diffusion head has both {_HEAD}.safetensors, with a "
+            f"noise_predictor, and {_NOISY}.safetensors"
         )
     if head:
-        found["head"] = "l1"
-        if wanted.chosen.get("head", "l1") != "l1":
+        found["head"] = "diffusion" if noisy else "l1"
+        if wanted.chosen.get("head", found["head"]) != found["head"]:
             raise ModelNotReadable(
-                f"{directory} holds {head}, and --head is no l1: set it, or remove the file"
+                f"{directory} holds {head}, and --head is no {found['head']}: set it, or remove the file"
             )
     if projector:
         found["proprio"] = wanted.chosen.get("proprio") or _of_state(numbers, projector)
@@ -116,23 +130,43 @@ def _beside(directory: Path, part: str) -> str:
     pickles = sorted(
         file.name for file in directory.glob(f"{part}*") if file.suffix in (*_PICKLES, ".safetensors")
     )
-    if pickles and part not in _UNKNOWN:
+    if pickles:
         raise ModelNotReadable(
             f"{directory} holds {pickles[0]}, and only {part}.safetensors is read: where you trust the file, write its "
             "tensors there with safetensors.torch.save_file"
         )
-    return pickles[0] if pickles else ""
+    return ""
+
+
+def _denoises(head: Path) -> bool:
+    return any("noise_predictor." in name for name in load_file(head))
 
 
 def _parts(directory: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for name in (_HEAD, _PROJECTOR):
+    for name in (_HEAD, _PROJECTOR, _NOISY):
         if (file := directory / f"{name}.safetensors").is_file():
             # OFT saves what torch's data parallelism wraps.
             found |= {
                 f"{name}.{key.removeprefix('module.')}": tensor for key, tensor in load_file(file).items()
             }
+    if (file := directory / f"{_EYE}.safetensors").is_file():
+        found |= _seen_by_film(load_file(file))
     return found
+
+
+def _seen_by_film(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The vision backbone under the policy's names: a block's own weights are one level up, adapters are merged."""
+    plain = {
+        key.removeprefix("module.")
+        .replace(".block.", ".")
+        .replace(".base_layer.", ".")
+        .replace(".default.", "."): tensor
+        for key, tensor in tensors.items()
+    }
+    adapters = {key: tensor for key, tensor in plain.items() if ".lora_" in key}
+    weights = {key: tensor for key, tensor in plain.items() if key not in adapters}
+    return merged(weights, adapters, lambda rank: min(rank, _ALPHA) / rank)
 
 
 def _of_data_set(norms: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:

@@ -70,7 +70,8 @@ PUBLISHED: dict[str, VitShape] = {
 class VisionTransformer(nn.Module):
     """Patches as the second-to-last block leaves them, without a norm: what Prismatic models read."""
 
-    def __init__(self, shape: VitShape) -> None:
+    def __init__(self, shape: VitShape, said: int = 0) -> None:
+        """`said`: width of an instruction that scales and shifts what blocks see (FiLM, as OFT has it); 0: none."""
         super().__init__()
         self.shape = shape
         width = shape.width
@@ -80,7 +81,7 @@ class VisionTransformer(nn.Module):
             self.reg_token = nn.Parameter(torch.zeros(1, shape.registers, width))
         self.pos_embed = nn.Parameter(torch.zeros(1, shape.patches, width))
         self.patch_embed = _PatchEmbedding(shape)
-        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.depth))
+        self.blocks = nn.ModuleList(_Block(shape, said) for _ in range(shape.depth))
         self.norm = nn.LayerNorm(width, eps=EPSILON)
         if shape.attention_pool:
             self.attn_pool = _UnusedPool(shape)
@@ -90,7 +91,7 @@ class VisionTransformer(nn.Module):
             if module is not None:
                 module.requires_grad_(False)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, said_BD: Tensor | None = None) -> Tensor:
         """(B, P, W) of normalised (B, 3, H, W) pixels."""
         hidden: Tensor = self.patch_embed(pixels.to(self.pos_embed.dtype)) + self.pos_embed
         prefix = [
@@ -100,7 +101,7 @@ class VisionTransformer(nn.Module):
         ]
         hidden = torch.cat([*prefix, hidden], 1)
         for block in self.blocks[:-1]:
-            hidden = block(hidden)
+            hidden = block(hidden, said_BD)
         return hidden[:, hidden.shape[1] - self.shape.patches :]
 
 
@@ -117,8 +118,10 @@ class _PatchEmbedding(nn.Module):
 class _Block(nn.Module):
     unused = False
 
-    def __init__(self, shape: VitShape) -> None:
+    def __init__(self, shape: VitShape, said: int) -> None:
         super().__init__()
+        if said:
+            self.scale, self.shift = nn.Linear(said, shape.width), nn.Linear(said, shape.width)
         self.norm1 = nn.LayerNorm(shape.width, eps=EPSILON)
         self.attn = _Attention(shape)
         self.ls1 = _LayerScale(shape.width) if shape.layer_scale else nn.Identity()
@@ -126,8 +129,10 @@ class _Block(nn.Module):
         self.mlp = _Mlp(shape)
         self.ls2 = _LayerScale(shape.width) if shape.layer_scale else nn.Identity()
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, said_BD: Tensor | None) -> Tensor:
         hidden = hidden + self.ls1(self.attn(self.norm1(hidden)))
+        if said_BD is not None:
+            hidden = hidden * (1 + self.scale(said_BD)[:, None]) + self.shift(said_BD)[:, None]
         found: Tensor = hidden + self.ls2(self.mlp(self.norm2(hidden)))
         return found
 
