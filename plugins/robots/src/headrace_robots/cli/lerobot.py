@@ -29,6 +29,8 @@ QUALITY = {"crf": "18", "g": "2"}
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 FPS = 10
 """Steps a second that are stated: simulators tell none, and the format wants one."""
+IMAGE_ROWS = 64
+"""Rows of a group with pictures: who wants one of them reads a group."""
 COUNTERS = ("frame_index", "episode_index", "index", "task_index")
 
 
@@ -69,7 +71,8 @@ def write_data_set(
         for folder in ("data/chunk-000", "meta/episodes/chunk-000"):
             (aside / folder).mkdir(parents=True)
         table = _frames(episodes, tasks, images=not videos)
-        pq.write_table(table, aside / DATA.format(chunk_index=0, file_index=0))
+        rows = None if videos or not image_shapes else IMAGE_ROWS
+        pq.write_table(table, aside / DATA.format(chunk_index=0, file_index=0), row_group_size=rows)
         pq.write_table(_episode_rows(episodes, [*image_shapes] if videos else []), aside / EPISODES)
         for camera, shape in image_shapes.items() if videos else ():
             _write_video(aside, camera, shape, [png for each in episodes for png in each.images[camera]])
