@@ -1,5 +1,5 @@
 #!/usr/bin/env sh
-# Runs plugins/robots/tests/policies/test_robots_lerobot.py; makes .envs/lerobot first, with LeRobot's own policies, which
+# Runs plugins/robots/tests/*/test_robots_lerobot*.py; makes .envs/lerobot first, with LeRobot itself, which
 # nothing of ours is in: `sh ci/lerobot.sh [pytest's options]`. LeRobot needs Python 3.12: PYTHON_312 names it.
 # constraints/lerobot.txt is the whole environment, so nothing is resolved. TORCH_FROM: pip options that say where torch comes from.
 set -eu
@@ -18,4 +18,4 @@ if [ ! -e "$stamp" ] || [ constraints/lerobot.txt -nt "$stamp" ] || [ ci/lerobot
     echo "import torchvision_cpu_shim" >"$packages/torchvision_cpu_shim.pth"
     touch "$stamp"
 fi
-exec "${PYTHON:-python3}" -m pytest -m nightly plugins/robots/tests/policies/test_robots_lerobot.py "$@"
+exec "${PYTHON:-python3}" -m pytest -m nightly plugins/robots/tests/policies plugins/robots/tests/rollout -k lerobot "$@"

@@ -153,7 +153,8 @@ class TrainerConfig(Opening):
         if spec.trains_robots and spec.has_given_answers:  # what a warm-up says of its demonstrations
             options = spec.data.options
             told = {key: options[key] for key in ("cameras", "fps", "cache_mib") if key in options}
-            warmup = {**spec.trainer.warmup.model_dump(), "demonstrations": options.get("path", ""), **told}
+            warmup = spec.trainer.warmup.model_dump()
+            warmup |= {"demonstrations": options.get("path", ""), **told}
             more["trainer"] = spec.trainer.model_dump() | {"warmup": warmup}
         return super().of(spec, played=spec.played, **more)
 

@@ -72,7 +72,8 @@ class Moments(Chunks):
         images = {}
         try:
             for camera in self.cameras:
-                taken = self.data.take(self.films, camera, wanted).unflatten(0, (-1, self.stacked))
+                taken = self.data.take(self.films, camera, wanted)
+                taken = taken.view(-1, self.stacked, *taken.shape[1:])
                 images[camera] = taken.permute(0, 2, 3, 1, 4).flatten(3)
         except DemonstrationsNotReadable as error:
             raise refused(str(error)) from error
@@ -100,11 +101,11 @@ def check_demonstrations(config: TrainerConfig) -> None:
     if warmup.fps and data.fps != warmup.fps:
         reason = f"has {data.fps:g} steps a second, and {warmup.fps:g} are wanted"
         raise refused(f"{reason}; give demonstrations at that rate", key)
-    wanted = (getattr(policy, "height", None), getattr(policy, "width", None))
+    read = (getattr(policy, "height", None), getattr(policy, "width", None))
     for camera, size in data.picture_sizes.items():
-        if all(wanted) and size != wanted:
-            seen, read = (" x ".join(map(str, each)) for each in (size, wanted))
-            reason = f"has pictures of {seen} from camera {camera!r}, and the policy reads {read}"
+        if all(read) and size != read:
+            shown, own = (" x ".join(map(str, each)) for each in (size, read))
+            reason = f"has pictures of {shown} from camera {camera!r}, and the policy reads {own}"
             raise refused(f"{reason}; give height and width of the demonstrations to the policy", key)
 
 
@@ -122,7 +123,7 @@ def read_demonstrations(config: TrainerConfig, policy: RobotPolicy) -> Moments:
     horizons = [each.horizons(policy.horizon) for each in shown]
     seen = [each.stacked(stacked) if stacked > 1 else each for each in shown]
     states = [each.state_TS for each in seen if each.state_TS is not None]
-    prompts = [encode(_rendered(config.instruction, each.task)) for each in shown]
+    prompts = [encode(rendered(config.instruction, each.task)) for each in shown]
     lengths = [len(each.action_TA) for each in shown]
     films = data.films(warmup.cache_mib * MIB)
     if data.picture_bytes > films.kept.most_bytes:
@@ -159,7 +160,7 @@ def noise_seed(seed: int, *place: int) -> int:
     return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
 
 
-def _rendered(template: str, task: str) -> str:
+def rendered(template: str, task: str) -> str:
     """`data.prompt.template` of a task: the coordinator has checked its places, and all of them tell the task."""
     return "".join(
         literal + ("" if name is None else task) for literal, name, _, _ in Formatter().parse(template)
