@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -120,6 +121,9 @@ def test_steps_are_those_of_a_plain_loop_and_held_out_episodes_are_not_learned(
     first, *_, last = imitated.evaluations
     assert first.answers == HELDOUT * LENGTH and last.measure == "loss"
     assert last.score < 0.7 * first.score, "the loss of episodes that were held out"
+    address = f"{fleet.url}/v1/runs/{imitated.id}/demonstrations"
+    shown = httpx.get(address, headers=fleet.headers, timeout=60, trust_env=False).json()
+    assert [each["steps"] for each in shown["demonstrations"]] == [LENGTH] * EPISODES
 
 
 def test_a_run_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(
@@ -164,10 +168,10 @@ def test_a_killed_trainer_changes_no_bit(fleet: Fleet, data_set: Path) -> None:
     ("change", "key"),
     [
         ({"workflow": "reasoning", "reward": {"scorers": [{"name": "exact"}]}}, "data.source"),
-        ({"data": {"source": "lerobot", "options": {"path": "/nowhere"}}}, "data.options.path"),
+        ({"data": {"source": "lerobot", "options": {"path": "/nowhere"}, "heldout": 1}}, "data.options.path"),
         ({"evaluation": {"data": {"copied": {"source": "copy_digits"}}}}, "evaluation.data"),
         ({"trainer": {"reference": {"path": "x"}}}, "trainer.reference"),
-        ({"data": {"source": "copy_digits"}}, "model.policy"),
+        ({"data": {"source": "copy_digits", "heldout": 1}}, "model.policy"),
         ({"sampling": {"max_new_tokens": 3}}, "sampling.max_new_tokens"),
     ],
 )

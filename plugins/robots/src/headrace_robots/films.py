@@ -152,12 +152,17 @@ class _Rows:
         sizes = [counted.row_group(group).num_rows for group in range(counted.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(sizes)])
         told = self.table.read(columns=["episode_index", "frame_index"])
-        keys = zip(told["episode_index"].to_pylist(), told["frame_index"].to_pylist(), strict=True)
-        self._rows = {key: row for row, key in enumerate(keys)}
+        episodes, steps = told["episode_index"].to_numpy(), told["frame_index"].to_numpy()
+        self._order = np.lexsort((steps, episodes))
+        self._episodes, self._steps = episodes[self._order], steps[self._order]
 
     def place(self, episode: int, step: int) -> tuple[int, int]:
         """(row group, place in it). Raises KeyError."""
-        row = self._rows[episode, step]
+        first, end = np.searchsorted(self._episodes, [episode, episode + 1])
+        place = first + np.searchsorted(self._steps[first:end], step)
+        if place == end or self._steps[place] != step:
+            raise KeyError(f"episode {episode} has no frame {step}")
+        row = int(self._order[place])
         group = int(np.searchsorted(self._starts, row, side="right")) - 1
         return group, row - int(self._starts[group])
 

@@ -39,8 +39,8 @@ class PolicyActor:
     def _act(self, seen: list[Arrays], keys: list[tuple[int, int]], task: str) -> None:
         import torch
 
+        from headrace_robots.policies.language import rendered
         from headrace_robots.policies.policy import Observation
-        from headrace_robots.trainer.backend.cloning import rendered
 
         cameras = [name for name in seen[0] if name.startswith(IMAGE)]
         prompt = self._encode(rendered(self._template, task))

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from string import Formatter
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +22,7 @@ from typing_extensions import override
 
 from headrace_robots import LOG
 from headrace_robots.policies.directory import policy_of
-from headrace_robots.policies.language import instruction_encoder
+from headrace_robots.policies.language import instruction_encoder, rendered
 from headrace_robots.policies.policy import ACTIONS, Observation
 from headrace_robots.trainer.backend.episodes import Chunks
 
@@ -158,13 +157,6 @@ def noise_seed(seed: int, *place: int) -> int:
     """What the noise of a moment's loss is drawn from, for policies whose loss is drawn."""
     told = "/".join(map(str, (seed, "warmup", *place))).encode()
     return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
-
-
-def rendered(template: str, task: str) -> str:
-    """`data.prompt.template` of a task: the coordinator has checked its places, and all of them tell the task."""
-    return "".join(
-        literal + ("" if name is None else task) for literal, name, _, _ in Formatter().parse(template)
-    )
 
 
 def open_demonstrations(config: TrainerConfig, policy: PolicyConfig) -> Demonstrations:
