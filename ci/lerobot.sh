@@ -19,5 +19,4 @@ if [ ! -e "$stamp" ] || [ constraints/lerobot.txt -nt "$stamp" ] || [ ci/lerobot
     echo "import torchvision_cpu_shim" >"$packages/torchvision_cpu_shim.pth"
     touch "$stamp"
 fi
-exec "${PYTHON:-python3}" -m pytest -m nightly plugins/robots/tests/policies/test_robots_lerobot.py \
-    plugins/robots/tests/simulator/test_robots_lerobot_arm.py "$@"
+exec "${PYTHON:-python3}" -m pytest -m nightly plugins/robots/tests -k lerobot "$@"

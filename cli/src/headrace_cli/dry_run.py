@@ -45,7 +45,7 @@ def warnings(spec: dict[str, Any]) -> list[dict[str, str]]:
     from headrace_schema.rules.combinations import doubtful_values
     from headrace_schema.rules.environments import no_policy_directory
     from headrace_schema.spec import RunSpec
-    from headrace_schema.workflow import acts_in_environments
+    from headrace_schema.workflow import trains_robots
     from pydantic import ValidationError
 
     try:
@@ -54,7 +54,8 @@ def warnings(spec: dict[str, Any]) -> list[dict[str, str]]:
         return []
     name = str(spec["model"].get("path", ""))
     named = bool(name) and not name.startswith(("/", "~", "."))
-    if named and acts_in_environments(spec.get("workflow")):
+    data = spec.get("data") or {}
+    if named and trains_robots(spec.get("workflow"), data.get("source")):
         found.append(no_policy_directory(name).model_dump())
     elif named and not _is_cached(name):
         problem = f"there is no directory {name}, nor a copy in Hugging Face's cache of this machine"

@@ -104,7 +104,7 @@ def trainer_layout(file: Path, sets: list[str], gpu_gib: float, host_gib: float 
     if "model" not in document:
         raise user_error("--gpu-gib", "the file is no run spec and names no model", "leave it out")
     run = RunSpec.model_validate(document)
-    if run.acts_in_environments or run.trainer.backend != "fsdp":
+    if run.trains_robots or run.trainer.backend != "fsdp":
         raise user_error(
             "--gpu-gib", "only the backend fsdp chooses how a model lies on its ranks", "leave it out"
         )
@@ -296,7 +296,7 @@ def _with_engines(
     from headrace_schema.spec import RunSpec
 
     run, profile = RunSpec.model_validate(document), request["profile"]
-    if kind_of(profile) != "gpu" or run.acts_in_environments:
+    if kind_of(profile) != "gpu" or run.trains_robots:
         return []
     memories, stages = profile.get("memory_gib"), profile.get("stages")
     known = memories.get("gpu") if isinstance(memories, dict) else None

@@ -150,6 +150,12 @@ class TrainerConfig(Opening):
         ):  # whole weights have no adapters to compute with: it says so as the run opens
             more["weights"] = spec.weights.model_copy(update={"lora": "adapter"})
         more["installed"] = spec.generates or spec.trainer.helpers > 0
+        if spec.trains_robots and spec.has_given_answers:  # what a warm-up says of its demonstrations
+            options = spec.data.options
+            told = {key: options[key] for key in ("cameras", "fps", "cache_mib") if key in options}
+            warmup = spec.trainer.warmup.model_dump()
+            warmup |= {"demonstrations": options.get("path", ""), **told}
+            more["trainer"] = spec.trainer.model_dump() | {"warmup": warmup}
         return super().of(spec, played=spec.played, **more)
 
     def of_policy(self, name: str) -> TrainerConfig:

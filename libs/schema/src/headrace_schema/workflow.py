@@ -105,6 +105,8 @@ REASONING = "reasoning"
 SUPERVISED, PREFERENCE, REWARD_MODEL = "supervised", "preference", "reward_model"
 """Workflows whose answers the data gives: to be imitated, to be compared with each other, and to be judged."""
 GIVEN = (SUPERVISED, PREFERENCE, REWARD_MODEL)
+LEROBOT = "lerobot"
+"""The data source whose rows are moments of demonstrations: a supervised run of it has a robot policy."""
 DISTILL = "distill"
 """The algorithm that learns from a teacher."""
 MOST_WORDS = 256
@@ -162,8 +164,13 @@ COMPARING = {name: graph.with_whole_groups() for name, graph in BUILT_IN.items()
 
 
 def acts_in_environments(workflow: object) -> bool:
-    """Whether a spec of this workflow, as JSON or not, is of a robot policy."""
+    """Whether the policy of a spec of this workflow, as JSON or not, acts in environments as a robot."""
     return workflow == EMBODIED
+
+
+def trains_robots(workflow: object, source: object) -> bool:
+    """Whether the policy of a spec of this workflow and data source is a robot's: it acts, or imitates alone."""
+    return acts_in_environments(workflow) or (workflow == SUPERVISED and source == LEROBOT)
 
 
 def has_given_answers(workflow: object) -> bool:

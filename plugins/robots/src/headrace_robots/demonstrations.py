@@ -2,7 +2,7 @@
 
 Needs the extra `demonstrations`. Facts of the format are from huggingface/lerobot
 `docs/source/lerobot-dataset-v3.mdx` at 0159312 and `src/lerobot/datasets/dataset_metadata.py` at 000c716. Cameras are
-images in the parquet files, or videos beside them. Knows no policy.
+images in the parquet files, or videos beside them: `films` decodes them. Knows no policy.
 Shapes: T steps of an episode, S numbers of a state, A of an action, H actions of a horizon.
 """
 
@@ -12,16 +12,17 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from headrace_modelkit.pictures import decode_image
 from torch import Tensor
+
+from headrace_robots.films import Camera, FilmCamera, Films, Kept, NotReadable, PictureCamera, Stretch
 
 VERSION = "v3."
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
@@ -69,14 +70,16 @@ class Demonstration:
 class Demonstrations:
     """A data set's episodes, read from its parquet files one at a time."""
 
-    def __init__(self, directory: Path | str, cameras: Sequence[str] = ()) -> None:
-        """Reads the metadata. `cameras` are names without "observation." and "images.".
+    def __init__(
+        self, directory: Path | str, cameras: Sequence[str] = (), named: Mapping[str, str] | None = None
+    ) -> None:
+        """Reads the metadata. `cameras` are features' names, with or without "observation." and "images.".
 
-        Raises DemonstrationsNotReadable.
+        `named` has the feature of a camera that is called otherwise. Raises DemonstrationsNotReadable.
         """
         self._directory = Path(directory)
         self._info = self._metadata()
-        self._cameras = {camera: self._feature(camera) for camera in cameras}
+        self._cameras = {camera: self._feature((named or {}).get(camera, camera)) for camera in cameras}
         for camera in cameras:
             self._check_camera(camera)
         self._tasks = {int(row["task_index"]): _task(row) for row in self._rows("meta/tasks.parquet")}
@@ -85,6 +88,7 @@ class Demonstrations:
         self._episodes = [row for name in names for row in self._rows(name)]
         if not self._episodes:
             raise self._problem("meta/episodes lists no episode")
+        self._films = self.films(0)
 
     def __len__(self) -> int:
         """Number of episodes."""
@@ -94,33 +98,34 @@ class Demonstrations:
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> Demonstration:
-        """The episode at this place of the metadata. Raises DemonstrationsNotReadable."""
+        """The episode at this place of the metadata, with its pictures. Raises DemonstrationsNotReadable."""
+        found = self.numbers(index)
+        steps = [(index, step) for step in range(len(found.action_TA))]
+        return replace(
+            found, images={camera: self.take(self._films, camera, steps) for camera in self._cameras}
+        )
+
+    def numbers(self, index: int) -> Demonstration:
+        """The episode without its pictures. Raises DemonstrationsNotReadable."""
         row = self._episodes[index]
-        place = {"chunk_index": row["data/chunk_index"], "file_index": row["data/file_index"]}
-        name = str(self._info["data_path"]).format(**place)
+        stretch = self._in_table(index)
         known = self._info["features"]
         told = [name for name in (STATE, REWARD, SUCCESS, DONE) if name in known]
         columns = [ACTION, "task_index", "frame_index", *told]
-        columns += [self._cameras[camera] for camera in self._cameras if not self._filmed(camera)]
-        table = self._table(name, columns, [("episode_index", "==", row["episode_index"])])
+        table = self._table(stretch.name, columns, [("episode_index", "==", row["episode_index"])])
         table = table.sort_by("frame_index")
-        if len(table) != int(row["length"]) or not len(table):
+        if len(table) != stretch.length or not len(table):
             raise self._problem(
-                f"{name} holds {len(table)} steps of episode {row['episode_index']}, not {row['length']}"
+                f"{stretch.name} holds {len(table)} steps of episode {row['episode_index']}, not {row['length']}"
             )
-        where = f"{name}, episode {row['episode_index']}"
+        where = f"{stretch.name}, episode {row['episode_index']}"
         if (task := self._tasks.get(table["task_index"][0].as_py())) is None:
             raise self._problem(f"{where} is of a task that meta/tasks.parquet does not list")
         return Demonstration(
             task=task,
             action_TA=self._numbers(table, ACTION, where),
             state_TS=self._numbers(table, STATE, where) if STATE in table.column_names else None,
-            images={
-                camera: self._frames(row, camera)
-                if self._filmed(camera)
-                else self._pictures(table, feature, where)
-                for camera, feature in self._cameras.items()
-            },
+            images={},
             reward_T=self._numbers(table, REWARD, where)[:, 0] if REWARD in told else None,
             terminated=DONE in told
             and all(
@@ -129,6 +134,44 @@ class Demonstrations:
                 if name in told
             ),
         )
+
+    def films(self, most_bytes: int) -> Films:
+        """What decodes its pictures, of which at most so many bytes are kept; whole episodes where all fit in."""
+        kept, cameras = Kept(most_bytes), dict[str, Camera]()
+        for camera, feature in self._cameras.items():
+            cameras[camera] = (
+                FilmCamera(partial(self._in_film, feature), self.fps)
+                if self._filmed(camera)
+                else PictureCamera(self._in_table, feature, kept)
+            )
+        return Films(cameras, kept, self._steps_of if self.picture_bytes <= most_bytes else None)
+
+    @property
+    def picture_bytes(self) -> int:
+        """Of all pictures of its cameras, as the metadata states their sizes."""
+        steps = sum(int(row["length"]) for row in self._episodes)
+        return 3 * steps * sum(math.prod(size) for size in self.picture_sizes.values())
+
+    def _steps_of(self, index: int) -> list[tuple[int, int]]:
+        return [(index, step) for step in range(int(self._episodes[index]["length"]))]
+
+    def take(self, films: Films, camera: str, steps: Sequence[tuple[int, int]]) -> Tensor:
+        """(B, H, W, 3) uint8 of (episode, step) each, by what `films` gave. Raises DemonstrationsNotReadable."""
+        try:
+            return films.take(camera, steps)
+        except NotReadable as error:
+            raise self._problem(str(error)) from error
+
+    @property
+    def picture_sizes(self) -> dict[str, tuple[int, int]]:
+        """Height and width by camera, as the metadata states them."""
+        found = {}
+        for camera, feature in self._cameras.items():
+            stated = self._info["features"][feature]
+            shape = [int(extent) for extent in stated["shape"]]
+            first = (stated.get("names") or ["height"])[0] in ("channel", "channels")
+            found[camera] = (shape[1], shape[2]) if first else (shape[0], shape[1])
+        return found
 
     def listed(self) -> list[tuple[str, int]]:
         """(what its tasks are, steps) of each episode, from the metadata alone."""
@@ -179,9 +222,9 @@ class Demonstrations:
         }
         if IMAGE in features:
             known = {"image": IMAGE, IMAGE: IMAGE, **known}
-        if camera not in known:
+        if camera not in known and camera not in known.values():
             raise self._problem(f"there is no camera {camera!r}, only {list(known)}")
-        return known[camera]
+        return known.get(camera, camera)
 
     def _check_camera(self, camera: str) -> None:
         kind = self._info["features"][self._cameras[camera]].get("dtype")
@@ -197,40 +240,26 @@ class Demonstrations:
     def _filmed(self, camera: str) -> bool:
         return bool(self._info["features"][self._cameras[camera]]["dtype"] == "video")
 
-    def _frames(self, row: Mapping[str, Any], camera: str) -> Tensor:
-        """(T, H, W, 3) of an episode, which is a stretch of a file with many."""
-        key = self._cameras[camera]
+    def _in_table(self, index: int) -> Stretch:
+        row = self._episodes[index]
+        place = {"chunk_index": row["data/chunk_index"], "file_index": row["data/file_index"]}
+        name = str(self._info["data_path"]).format(**place)
+        return Stretch(self._directory / name, name, int(row["episode_index"]), int(row["length"]))
+
+    def _in_film(self, feature: str, index: int) -> Stretch:
+        row = self._episodes[index]
         try:
-            place = {part: row[f"videos/{key}/{part}"] for part in ("chunk_index", "file_index")}
-            first_s = float(row[f"videos/{key}/from_timestamp"])
+            place = {part: row[f"videos/{feature}/{part}"] for part in ("chunk_index", "file_index")}
+            first_s = float(row[f"videos/{feature}/from_timestamp"])
         except KeyError as error:
             raise self._problem(f"meta/episodes has no column {error}") from error
         if not math.isfinite(first_s):
             raise self._problem(
-                f"meta/episodes begins episode {row['episode_index']} of {key} at {first_s} s"
+                f"meta/episodes begins episode {row['episode_index']} of {feature} at {first_s} s"
             )
-        name = str(self._info["video_path"]).format(video_key=key, **place)
-        length, fps = int(row["length"]), float(self._info["fps"])
-        frames: dict[int, np.ndarray] = {}
-        try:
-            with av.open(str(self._directory / name)) as film:
-                stream = film.streams.video[0]
-                stream.thread_type = "AUTO"
-                assert stream.time_base is not None
-                film.seek(max(0, int((first_s - 0.5 / fps) / stream.time_base)), stream=stream)
-                for frame in film.decode(stream):
-                    number = round((frame.time - first_s) * fps) if frame.time is not None else -1
-                    if 0 <= number < length:
-                        frames[number] = frame.to_ndarray(format="rgb24")
-                    if number >= length - 1:
-                        break
-        except (av.FFmpegError, OSError, IndexError) as error:
-            raise self._problem(f"{name} cannot be read: {error}") from error
-        if len(frames) < length:
-            raise self._problem(
-                f"{name} has {len(frames)} frames of episode {row['episode_index']}, which has {length} steps"
-            )
-        return torch.from_numpy(np.stack([frames[number] for number in range(length)]))
+        name = str(self._info["video_path"]).format(video_key=feature, **place)
+        length = int(row["length"])
+        return Stretch(self._directory / name, name, int(row["episode_index"]), length, first_s)
 
     def _numbers(self, table: Any, feature: str, where: str) -> Tensor:
         """(T, numbers) of a feature. Raises DemonstrationsNotReadable for what is no number as the trainer has them."""
@@ -253,19 +282,6 @@ class Demonstrations:
                 )
             rows.append(row)
         return torch.from_numpy(np.stack(rows))
-
-    def _pictures(self, table: Any, feature: str, where: str) -> Tensor:
-        """(T, H, W, 3) of a feature. Raises DemonstrationsNotReadable."""
-        frames = []
-        for frame, cell in zip(table["frame_index"].to_pylist(), table[feature].to_pylist(), strict=True):
-            try:
-                frames.append(np.asarray(decode_image((cell or {}).get("bytes") or b"")))
-            except ValueError as error:
-                raise self._problem(f"{where}, frame {frame} of {feature}: {error}") from error
-            if frames[-1].shape != frames[0].shape:
-                shapes = f"{frames[-1].shape}, the first one {frames[0].shape}"
-                raise self._problem(f"{where}, frame {frame}: {feature} has the shape {shapes}")
-        return torch.from_numpy(np.stack(frames))
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = self._table(name, None, None).to_pylist()

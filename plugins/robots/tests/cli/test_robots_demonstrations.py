@@ -8,11 +8,14 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import yaml
 from headrace_coordinator.projections.demonstrations import DemonstrationSet, NotReadable
 from headrace_robots.cli.collecting import _png
 from headrace_robots.cli.lerobot import EpisodeData, write_data_set
 from headrace_robots.demonstrations import Demonstrations, DemonstrationsNotReadable
+from headrace_robots.policies.directory import policy_config, save_policy
+from headrace_robots.policies.policy import Observation
 from PIL import Image
 
 ENVIRONMENT = '''
@@ -236,6 +239,23 @@ def test_cameras_may_be_videos(headrace, spec, tmp_path):
     film.write_bytes(film.read_bytes()[:200])
     with pytest.raises(DemonstrationsNotReadable, match=r"file-000\.mp4 cannot be read"):
         filmed[0]
+
+
+def test_a_policy_may_play_in_place_of_the_script(headrace, spec, tmp_path):
+    """Greedily, in chunks; the episodes of an evaluation, whether or not they succeed, with what they earned."""
+    fields = {"kind": "mlp", "state_size": 2, "chunk_length": 3, "bounds": {"low": [-2.0], "high": [2.0]}}
+    policy = policy_config(fields).build(3)
+    save_policy(policy, tmp_path / "policy")
+    command = ("demonstrations", "collect", str(spec(policy="cnn")), "--policy", str(tmp_path / "policy"))
+    done = headrace(*command, "--to", str(tmp_path / "played"), "--episodes", "3", "--videos")
+    assert done.returncode == 0, done.stderr
+    found = list(Demonstrations(tmp_path / "played", ["front"]))
+    assert len(found) == 3 and all(each.reward_T is not None and len(each.action_TA) == 12 for each in found)
+    for each in found:
+        chunks = policy.act(Observation(each.state_TS[::3]), range(4), deterministic=True).executed_BCA
+        torch.testing.assert_close(each.action_TA, chunks.flatten(0, 1), atol=1e-5, rtol=1e-5)
+    done = headrace(*command[:3], "--policy", str(tmp_path), "--to", str(tmp_path / "other"))
+    assert done.returncode == 2 and "give a policy directory" in done.stderr
 
 
 def test_cameras_are_left_out_for_a_policy_that_reads_none(headrace, spec, tmp_path):

@@ -85,6 +85,14 @@ OF_SAMPLED = {
     "trainer.warmup.steps": "the run itself is what a warm-up is the short form of",
 }
 """Keys of runs that sample answers, and why a run whose data gives them has none."""
+OF_SHOWN = {
+    **{name: why for name, why in OF_TEXT.items() if name not in OF_GENERATED | OF_SAMPLED},
+    "data.exclude": "rows are moments, which have no question",
+    "data.prompt.prefill": "an action is imitated, and no text",
+    "evaluation.data": "judge its export in a simulator: headrace eval FILE",
+    "model.max_context": "a moment has as many positions as the policy gives it",
+}
+"""Keys of runs of text that a run which imitates demonstrations alone has not, and why."""
 
 
 _EACH_SAYS, LOOP_JUDGES = "each sample says how it is drawn", "its loop judges samples by itself"

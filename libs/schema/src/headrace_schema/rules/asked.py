@@ -27,6 +27,7 @@ from headrace_schema.sections.running import SIDES
 from headrace_schema.workflow import (
     CONVERSATIONS,
     EMBODIED,
+    LEROBOT,
     PREFERENCE,
     REASONING,
     REWARD_MODEL,
@@ -130,6 +131,19 @@ def _bases_differ(spec: RunSections) -> bool:
 # Kinds of runs
 ROBOT = value("workflow", EMBODIED, undo="")
 NOT_ROBOT = unlike("workflow", EMBODIED, undo=f"set workflow: {EMBODIED}")
+SHOWN = when(
+    f"`workflow: {SUPERVISED}` with `data.source: {LEROBOT}`",
+    "workflow",
+    lambda spec: spec.trains_robots and not spec.acts_in_environments,
+    "",
+)
+TEXT = when(
+    "language models",
+    "workflow",
+    lambda spec: not spec.trains_robots,
+    f"set workflow: {EMBODIED}, or workflow: {SUPERVISED} and data.source: {LEROBOT}",
+)
+MOMENTS = value("data.source", LEROBOT, undo="name another source")
 AGENTIC = value("workflow", CONVERSATIONS, undo="")
 NOT_AGENTIC = unlike("workflow", CONVERSATIONS, undo=f"set workflow: {CONVERSATIONS}")
 PROMPTS_ALONE = unlike("workflow", EMBODIED, CONVERSATIONS, undo=f"set workflow: {EMBODIED}")

@@ -18,6 +18,7 @@ from headrace_schema.workflow import (
     SUPERVISED,
     acts_in_environments,
     has_given_answers,
+    trains_robots,
 )
 
 ENDLESS = 2**31 - 1
@@ -54,12 +55,16 @@ def with_defaults(given: Any) -> Any:
 
 
 def _embodied(spec: dict[str, Any]) -> dict[str, Any]:
-    environment = spec.get("environment")
-    data = _start_states(spec.get("data", {}), environment)
+    data = _start_states(spec.get("data", {}), spec.get("environment"))
+    return _robot(spec | {"data": data, "reward": spec.get("reward", {**_RETURN, **_OUTCOME})})
+
+
+def _robot(spec: dict[str, Any]) -> dict[str, Any]:
+    """What follows from a policy that is a robot's."""
+    data, model = spec.get("data"), spec.get("model")
     if isinstance(data, Mapping) and isinstance(prompt := data.get("prompt", {}), Mapping):
-        data = {**data, "prompt": {"chat": False, **prompt}}
-    spec |= {"data": data, "reward": spec.get("reward", {**_RETURN, **_OUTCOME})}
-    if isinstance(model := spec.get("model"), Mapping):
+        spec["data"] = {**data, "prompt": {"chat": False, **prompt}}
+    if isinstance(model, Mapping):
         spec["model"] = {"dtype": "float32", **model}
     return spec
 
@@ -76,7 +81,8 @@ def _given_answers(spec: dict[str, Any]) -> dict[str, Any]:
     for key, section in follows.items():
         if isinstance(own := spec.get(key, {}), Mapping):
             spec[key] = {**section, **own}
-    return spec
+    source = data.get("source") if isinstance(data := spec.get("data"), Mapping) else None
+    return _robot(spec) if trains_robots(spec["workflow"], source) else spec
 
 
 def _session(spec: dict[str, Any]) -> dict[str, Any]:

@@ -111,6 +111,13 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.NOT_SFT: "supervised runs imitate the answers of the data, and {spec.algorithm.name} learns from rewards",
         f.ONE_ANSWER: "a row has one answer",
     },
+    f.SHOWN: {
+        **{key(name): f"a robot policy has none: {why}" for name, why in absent.OF_SHOWN.items()},
+        f.OTHER_BACKEND: "{spec.trainer.backend} trains language models, and a robot policy has a backend of its own",
+        f.CONTEXT: "a robot policy has a backend of its own, whose ranks have whole moments",
+        f.NOT_PLAIN_ADAMW: "a robot policy's learner has AdamW with fp32 moments alone",
+        key("algorithm.options.turns"): "a moment has no turns",
+    },
     f.PREFERS: {
         f.NOT_PAIRWISE: "preference runs compare two answers of the data, and {spec.algorithm.name} does not",
         f.TWO_ANSWERS: "a row has two answers that are compared",
@@ -140,7 +147,8 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.SESSION_KEY: "is of session runs, and workflow is {spec.kind}",
     },
     f.NO_IMITATION: {
-        f.SFT: "{spec.algorithm.name} imitates the answers of the data, and workflow is {spec.kind}"
+        f.SFT: "{spec.algorithm.name} imitates the answers of the data, and workflow is {spec.kind}",
+        f.MOMENTS: "demonstrations are imitated, and workflow is {spec.kind}",
     },
     f.NO_PREFERENCE: {
         f.PAIRWISE: "{spec.algorithm.name} compares answers of the data, and workflow is {spec.kind}"
@@ -154,8 +162,8 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.POLICIES: "another run's export is one model",
     },
     f.PROMPTS_ALONE: {key("environment", ""): _OF_EMBODIED},
+    f.TEXT: {key("model.policy", ""): "is a robot's, and workflow is {spec.kind}"},
     f.NOT_ROBOT: {
-        key("model.policy", ""): _OF_EMBODIED,
         key("trainer.warmup.demonstrations", ""): _OF_EMBODIED,
         f.JOINT: "only simulators of robots compute on devices",
     },

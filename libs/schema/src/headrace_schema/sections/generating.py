@@ -221,11 +221,15 @@ class DataSection(Section):
     """Where prompts come from."""
 
     source: str = Field(
-        description="name of a data source: jsonl, parquet, huggingface, reasoning_gym, mixture, copy_digits, episodes"
+        description="name of a data source: jsonl, parquet, huggingface, reasoning_gym, mixture, lerobot, copy_digits, "
+        "episodes"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the source")
     prompt: PromptSection = PromptSection()
-    heldout: CountOrZero = Field(default=0, description="items set aside for evaluation, never trained")
+    heldout: CountOrZero = Field(
+        default=0,
+        description="items set aside for evaluation, never trained; of demonstrations whole episodes",
+    )
     heldout_seed: Seed = Field(
         default=1, description="seed of the choice of held-out items; independent of `seed`"
     )

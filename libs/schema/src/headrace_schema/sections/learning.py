@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, PositiveFloat, Tag, model_validator
 
-from headrace_schema.sections.base import MANY, Count, CountOrZero, Helpers, Processes, Rate, Seconds, Section
+from headrace_schema.sections.base import (
+    FEW,
+    MANY,
+    Count,
+    CountOrZero,
+    Helpers,
+    Processes,
+    Rate,
+    Seconds,
+    Section,
+)
 from headrace_schema.sections.generating import ModelSection
 
 
@@ -78,6 +88,20 @@ class WarmupSection(Section):
     )
     episodes: CountOrZero = Field(
         default=0, description="demonstrations that are imitated, from the first on; 0: all"
+    )
+    cameras: dict[str, str] = Field(
+        default_factory=dict,
+        max_length=FEW,
+        description="image feature of the demonstrations by camera of the policy, as {front: observation.images.top}; "
+        "default: the one of the camera's own name",
+    )
+    fps: Annotated[float, Field(ge=0)] = Field(
+        default=0.0,
+        description="steps a second that demonstrations must have; 0: any, the policy acts at their rate",
+    )
+    cache_mib: Count = Field(
+        default=2048,
+        description="most memory for decoded pictures of demonstrations on each rank; others are decoded when drawn",
     )
 
 

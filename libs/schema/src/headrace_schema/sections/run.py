@@ -49,6 +49,7 @@ from headrace_schema.workflow import (
     has_given_answers,
     has_scorers,
     is_scored,
+    trains_robots,
 )
 
 
@@ -64,7 +65,8 @@ class RunSections(Section):
     workflow: WorkflowChoice = Field(
         default="reasoning",
         description="reasoning (generate → score → learn), embodied (a robot policy acts in simulators), agentic (a "
-        "language model speaks with environments and tools), supervised (imitates the answers of the data), preference "
+        "language model speaks with environments and tools), supervised (imitates the answers of the data, "
+        "or demonstrations), preference "
         "(compares two answers of the data), reward_model (learns to judge answers of the data), session (a loop of "
         "one's own asks for each step and sample), or stages and edges of one's own",
     )
@@ -137,6 +139,11 @@ class RunSections(Section):
     def acts_in_environments(self) -> bool:
         """Whether the policy is a robot's: it acts in environments and learns from episodes."""
         return acts_in_environments(self.workflow)
+
+    @property
+    def trains_robots(self) -> bool:
+        """Whether the policy is a robot's, also where it imitates demonstrations alone."""
+        return trains_robots(self.workflow, self.data.source)
 
     @property
     def has_given_answers(self) -> bool:

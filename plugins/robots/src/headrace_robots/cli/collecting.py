@@ -30,10 +30,11 @@ from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.causes import cause_first
 from headrace_servicekit.rpc.addresses import LOOPBACK, free_port
 from headrace_servicekit.rpc.client import dial
-from headrace_servicekit.rpc.episodes import is_image
+from headrace_servicekit.rpc.episodes import IMAGE, STATE, is_image
 from headrace_servicekit.rpc.errors import metadata_of
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 
+from headrace_robots.cli.acting import PolicyActor
 from headrace_robots.cli.lerobot import EpisodeData
 
 EXPERT_ACTION = "expert_action"
@@ -54,6 +55,7 @@ class Collection:
 
     `noise` is the standard deviation of what is added to the script's actions, as a share of half the action's range.
     `cameras` maps a camera, as the policy calls it, to an observation; None: all images by their own names.
+    `actor` is a policy that plays in place of the script; then every episode is kept.
     """
 
     environment: EnvironmentSection
@@ -61,6 +63,7 @@ class Collection:
     first_seed: int
     noise: float
     cameras: Mapping[str, str] | None
+    actor: PolicyActor | None = None
 
 
 @dataclass
@@ -143,14 +146,14 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 async def _collect_task(wanted: Collection, task: str, stub: Any, found: Collected) -> None:
     count = min(wanted.environment.count, wanted.episodes)
-    pool = await _open(wanted.environment, task, count, stub)
+    pool = await _open(wanted, task, count, stub)
     player = _Player(wanted, task, pool, stub)
     kept: list[EpisodeData] = []
     for first in range(0, MOST_TRIES * wanted.episodes, count):
         played = await player.play(range(wanted.first_seed + first, wanted.first_seed + first + count))
         found.played += len(played)
         found.steps += sum(len(episode) for episode, _ in played)
-        kept += [episode for episode, success in played if success]
+        kept += [episode for episode, success in played if success or wanted.actor]
         if len(kept) >= wanted.episodes:
             break
     await stub.ClosePool(simulator_pb2.ClosePoolRequest(header=_header(task), pool=pool.pool))
@@ -165,7 +168,8 @@ async def _collect_task(wanted: Collection, task: str, stub: Any, found: Collect
     found.image_shapes.update(player.image_shapes)
 
 
-async def _open(environment: EnvironmentSection, task: str, count: int, stub: Any) -> Any:
+async def _open(wanted: Collection, task: str, count: int, stub: Any) -> Any:
+    environment, scripted = wanted.environment, wanted.actor is None
     modes = {"dense": simulator_pb2.REWARD_MODE_DENSE, "sparse": simulator_pb2.REWARD_MODE_SPARSE}
     request = simulator_pb2.OpenPoolRequest(
         header=_header(task),
@@ -173,7 +177,7 @@ async def _open(environment: EnvironmentSection, task: str, count: int, stub: An
             backend=environment.backend, name=environment.variant_of(task)[0]
         ),
         count=count,
-        options_json=json.dumps({**environment.options_of(task), "expert": True}),
+        options_json=json.dumps({**environment.options_of(task), **({"expert": True} if scripted else {})}),
         max_episode_steps=environment.max_episode_steps,
         # The simulator's own choice is for long runs: starting a process takes longer than these episodes.
         processes=environment.processes or os.cpu_count() or 1,
@@ -187,7 +191,7 @@ async def _open(environment: EnvironmentSection, task: str, count: int, stub: An
         fix = "demonstrations are collected of environments with the option `expert`, such as Meta-World's"
         refusal = f"{environment.backend} does not open {task}: {fix}"
         raise _caused(cause, refusal, "environment.tasks") from error
-    if EXPERT_ACTION not in {space.name for space in pool.observation_spaces}:
+    if scripted and EXPERT_ACTION not in {space.name for space in pool.observation_spaces}:
         raise user_error(
             "environment.tasks",
             f"{task} of {environment.backend} has no observation {EXPERT_ACTION!r}",
@@ -243,13 +247,21 @@ class _Player:
         }
         going = await self._exchange(resets)
         lost = environments.keys() - going.keys()
+        actor = self._wanted.actor
         while going:
+            seen = {place: self._keep(episodes[place], _arrays(outcome)) for place, outcome in going.items()}
+            chosen = (
+                {place: arrays[EXPERT_ACTION] for place, arrays in seen.items()}
+                if actor is None
+                else actor.actions(seen, environments, self._task)
+            )
             actions = {}
-            for place, outcome in going.items():
-                seen = _arrays(outcome)
-                self._keep(episodes[place], seen)
-                action = self._moved(seen[EXPERT_ACTION], random[place])
-                actions[place] = {"action": encode_tensor(action)}
+            for place, action in chosen.items():
+                episodes[place].actions.append(action.astype(np.float32).reshape(-1))
+                moved = self._moved(action, random[place])
+                actions[place] = {
+                    "action": encode_tensor(moved if actor is None else moved.astype(self._low.dtype))
+                }
             found = await self._exchange(actions)
             lost |= going.keys() - found.keys()
             succeeded |= {place for place, outcome in found.items() if outcome.success}
@@ -275,8 +287,9 @@ class _Player:
             moved_A = np.where(self._counts > 0, chosen_A, moved_A)
         return np.asarray(moved_A).astype(action_A.dtype)
 
-    def _keep(self, episode: EpisodeData, seen: Arrays) -> None:
-        environment = self._wanted.environment
+    def _keep(self, episode: EpisodeData, seen: Arrays) -> Arrays:
+        """Adds what is seen to an episode; gives the state and the cameras beside it, as a policy reads them."""
+        environment, read = self._wanted.environment, dict(seen)
         images = sorted(name for name, array in seen.items() if is_image(array.dtype, array.shape))
         names = environment.state
         if names is None:
@@ -287,11 +300,13 @@ class _Player:
                 shown = f"the environment's state after {len(episode)} actions of an episode"
                 raise CommandError(f"{shown} is not finite, which teaches nothing: {', '.join(names)}")
             episode.states.append(state)
-        episode.actions.append(seen[EXPERT_ACTION].astype(np.float32).reshape(-1))
+            read[STATE] = state
         cameras = self._wanted.cameras
         for camera, name in ({name: name for name in images} if cameras is None else cameras).items():
             self.image_shapes[camera] = seen[name].shape
             episode.images.setdefault(camera, []).append(_png(seen[name]))
+            read[IMAGE + camera] = seen[name]
+        return read
 
     async def _exchange(self, operations: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
         """The outcomes of operations by environment, without those that were lost. Raises CommandError."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from headrace_schema.spec import RunSpec
 
+    from headrace_robots.cli.acting import PolicyActor
+
 EPISODES = 32
 FIRST_SEED = 1 << 30
 """Beyond the start states of `data`, unless its first_seed is set there too."""
@@ -44,16 +46,27 @@ def collect(
         int, typer.Option(min=1, help="Successful episodes of each task; others are thrown away.")
     ] = EPISODES,
     noise: Annotated[
-        float,
-        typer.Option(min=0, help="Width of the noise on the script's actions, in halves of their range."),
-    ] = 0.1,
+        float | None,
+        typer.Option(
+            min=0,
+            help="Width of the noise on the actions, in halves of their range; default: 0.1, 0 of a policy.",
+            show_default=False,
+        ),
+    ] = None,
     first_seed: Annotated[int, typer.Option(min=0, max=2**31 - 2**20, help="Seeds begin here.")] = FIRST_SEED,
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            help="Policy directory or export that plays greedily in place of the script; all its episodes are kept.",
+            show_default=False,
+        ),
+    ] = None,
     videos: Annotated[
         bool, typer.Option("--videos", help="Store cameras as H.264 videos; default: as PNG images.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Play the scripted policy of a spec's environment and write a LeRobot v3 data set."""
+    """Play the scripted policy of a spec's environment, or a policy, and write a LeRobot v3 data set."""
     from headrace_cli.launcher.plan import SIMULATORS, simulator_python
 
     spec = _spec(file, sets or [])
@@ -74,7 +87,10 @@ def collect(
         ) from error
     backend = spec.environment.backend
     python = simulator_python(backend) if backend in SIMULATORS else ""
-    wanted = Collection(spec.environment, episodes, first_seed, noise, _cameras(spec))
+    if noise is None:
+        noise = 0.1 if policy is None else 0.0
+    actor = None if policy is None else _actor(policy, spec)
+    wanted = Collection(spec.environment, episodes, first_seed, noise, _cameras(spec), actor)
     words = error_console()
     found = asyncio.run(collect(wanted, python, lambda line: words.print(line, markup=False)))
     with writing(target):
@@ -156,6 +172,17 @@ def _spec(file: Path, sets: list[str]) -> RunSpec:
     if spec.environment is None:
         raise user_error("environment", "the spec has none", "demonstrations are of embodied runs")
     return spec
+
+
+def _actor(directory: Path, spec: RunSpec) -> PolicyActor:
+    from headrace_modelkit.errors import ModelNotReadable
+
+    from headrace_robots.cli.acting import PolicyActor
+
+    try:
+        return PolicyActor(directory, spec.data.prompt.template)
+    except ModelNotReadable as error:
+        raise user_error("--policy", str(error), "give a policy directory, such as a run's export") from error
 
 
 def _cameras(spec: RunSpec) -> Mapping[str, str] | None:

@@ -20,7 +20,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from headrace_robots.cli.statistics import Statistics, episode_statistics, merged
+
 VERSION = "v3.0"
+IMAGES = "observation.images."
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 CODEC = "libx264"
@@ -29,6 +32,8 @@ QUALITY = {"crf": "18", "g": "2"}
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 FPS = 10
 """Steps a second that are stated: simulators tell none, and the format wants one."""
+IMAGE_ROWS = 64
+"""Rows of a group with pictures: who wants one of them reads a group."""
 COUNTERS = ("frame_index", "episode_index", "index", "task_index")
 
 
@@ -69,13 +74,15 @@ def write_data_set(
         for folder in ("data/chunk-000", "meta/episodes/chunk-000"):
             (aside / folder).mkdir(parents=True)
         table = _frames(episodes, tasks, images=not videos)
-        pq.write_table(table, aside / DATA.format(chunk_index=0, file_index=0))
-        pq.write_table(_episode_rows(episodes, [*image_shapes] if videos else []), aside / EPISODES)
+        rows = None if videos or not image_shapes else IMAGE_ROWS
+        pq.write_table(table, aside / DATA.format(chunk_index=0, file_index=0), row_group_size=rows)
+        known = _written(table, episodes)
+        pq.write_table(_episode_rows(episodes, known, [*image_shapes] if videos else []), aside / EPISODES)
         for camera, shape in image_shapes.items() if videos else ():
             _write_video(aside, camera, shape, [png for each in episodes for png in each.images[camera]])
         pq.write_table(_task_rows(tasks), aside / "meta" / "tasks.parquet")
         _write_json(aside / "meta" / "info.json", _info(episodes, tasks, image_shapes, videos=videos))
-        _write_json(aside / "meta" / "stats.json", _statistics(episodes))
+        _write_json(aside / "meta" / "stats.json", _plain(merged(known)))
         aside.rename(directory)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -92,7 +99,7 @@ def _frames(episodes: Sequence[EpisodeData], tasks: Sequence[str], *, images: bo
     for camera in episodes[0].images if images else ():
         cells = [{"bytes": png, "path": None} for episode in episodes for png in episode.images[camera]]
         kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-        columns[f"observation.images.{camera}"] = pa.array(cells, kind)
+        columns[f"{IMAGES}{camera}"] = pa.array(cells, kind)
     if episodes[0].rewards:
         rewards = [reward for episode in episodes for reward in episode.rewards]
         columns["next.reward"] = pa.array(np.array(rewards, np.float32))
@@ -117,7 +124,7 @@ def _write_video(directory: Path, camera: str, shape: Sequence[int], images: Seq
     import av
     from PIL import Image
 
-    key = f"observation.images.{camera}"
+    key = f"{IMAGES}{camera}"
     path = directory / VIDEO.format(video_key=key, chunk_index=0, file_index=0)
     path.parent.mkdir(parents=True)
     with av.open(str(path), "w") as film:
@@ -138,7 +145,15 @@ def _pixels(shape: Sequence[int]) -> str:
     return "yuv444p" if shape[0] % 2 or shape[1] % 2 else "yuv420p"
 
 
-def _episode_rows(episodes: Sequence[EpisodeData], filmed: Sequence[str]) -> pa.Table:
+def _plain(statistics: Statistics) -> dict[str, Any]:
+    return {
+        feature: {kind: row.tolist() for kind, row in kinds.items()} for feature, kinds in statistics.items()
+    }
+
+
+def _episode_rows(
+    episodes: Sequence[EpisodeData], known: Sequence[Statistics], filmed: Sequence[str]
+) -> pa.Table:
     ends = np.cumsum([len(episode) for episode in episodes]).tolist()
     count = len(episodes)
     return pa.table(
@@ -154,7 +169,7 @@ def _episode_rows(episodes: Sequence[EpisodeData], filmed: Sequence[str]) -> pa.
                 for part in ("chunk", "file")
             },
             **{
-                f"videos/observation.images.{camera}/{part}": values
+                f"videos/{IMAGES}{camera}/{part}": values
                 for camera in filmed
                 for part, values in (
                     ("chunk_index", [0] * count),
@@ -162,6 +177,11 @@ def _episode_rows(episodes: Sequence[EpisodeData], filmed: Sequence[str]) -> pa.
                     ("from_timestamp", [start / FPS for start in (0, *ends[:-1])]),
                     ("to_timestamp", [end / FPS for end in ends]),
                 )
+            },
+            **{
+                f"stats/{feature}/{kind}": [each[feature][kind].tolist() for each in known]
+                for feature, kinds in known[0].items()
+                for kind in kinds
             },
         }
     )
@@ -195,7 +215,7 @@ def _info(
     for camera in episodes[0].images:
         shape = image_shapes[camera]
         kind, axes = "video" if videos else "image", ["height", "width", "channels"]
-        features[f"observation.images.{camera}"] = feature = _feature(kind, shape, axes)
+        features[f"{IMAGES}{camera}"] = feature = _feature(kind, shape, axes)
         if videos:
             feature["info"] = {
                 "video.height": shape[0],
@@ -204,6 +224,8 @@ def _info(
                 "video.codec": "h264",
                 "video.pix_fmt": _pixels(shape),
                 "video.fps": FPS,
+                "video.g": int(QUALITY["g"]),
+                "video.crf": int(QUALITY["crf"]),
                 "video.is_depth_map": False,
                 "has_audio": False,
             }
@@ -231,14 +253,19 @@ def _feature(kind: str, shape: Sequence[int], names: list[str] | None = None) ->
     return {"dtype": kind, "shape": list(shape), "names": names}
 
 
-def _statistics(episodes: Sequence[EpisodeData]) -> dict[str, Any]:
-    found = {}
-    for feature, name in (("action", "actions"), ("observation.state", "states")):
-        rows = [row for episode in episodes for row in getattr(episode, name)]
-        if rows:
-            values = np.stack(rows).astype(np.float64)
-            kinds = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0), "std": values.std(0)}
-            found[feature] = {kind: row.tolist() for kind, row in kinds.items()} | {"count": [len(rows)]}
+def _written(table: pa.Table, episodes: Sequence[EpisodeData]) -> list[Statistics]:
+    """Statistics of each episode: of its rows, and of its pictures, whether they are in the table or in films."""
+    columns = {}
+    for name in table.column_names:
+        if not name.startswith(IMAGES):
+            cells = np.stack(table[name].to_numpy(zero_copy_only=False).tolist())
+            columns[name] = cells.reshape(len(table), -1)
+    found, first = list[Statistics](), 0
+    for episode in episodes:
+        numbers = {name: rows[first : first + len(episode)] for name, rows in columns.items()}
+        pictures = {f"{IMAGES}{camera}": files for camera, files in episode.images.items()}
+        found.append(episode_statistics(numbers, pictures))
+        first += len(episode)
     return found
 
 

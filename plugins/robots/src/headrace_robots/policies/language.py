@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from headrace_modelkit.errors import ModelNotReadable
@@ -51,6 +52,13 @@ def read_tokenizer(directory: Path | str) -> Any:
             f"model.path: {str(directory)!r} holds no tokenizer that can be read ({str(error).splitlines()[0]}); put "
             "its tokenizer.json and tokenizer_config.json beside policy.json"
         ) from error
+
+
+def rendered(template: str, task: str) -> str:
+    """`data.prompt.template` of a task: the coordinator has checked its places, and all of them tell the task."""
+    return "".join(
+        literal + ("" if name is None else task) for literal, name, _, _ in Formatter().parse(template)
+    )
 
 
 def _nothing(instruction: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -25,7 +26,9 @@ from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import TrainerGroup
 from headrace_trainer.kinds._base import AnyLearner, PolicyKind
+from headrace_trainer.learning.learner import BatchLearner
 from headrace_trainer.learning.passes import EpisodeRounds
+from headrace_trainer.learning.reading import read_given_group
 from headrace_trainer.learning.samples import Group, Sample
 from typing_extensions import override
 
@@ -37,15 +40,16 @@ from headrace_robots.policies.directory import (
 )
 from headrace_robots.trainer.algorithms import build_episode_algorithm
 from headrace_robots.trainer.algorithms._base import EpisodeAlgorithm
-from headrace_robots.trainer.backend.cloning import check_demonstrations
+from headrace_robots.trainer.backend.cloning import IMITATION, check_demonstrations
 from headrace_robots.trainer.backend.sharded import ShardedRobot
 from headrace_robots.trainer.backend.whole import WholeRobot
 from headrace_robots.trainer.learner import EpisodeLearner
+from headrace_robots.trainer.moments import MomentReader
 from headrace_robots.trainer.off_policy.algorithm import OffPolicyAlgorithm
 from headrace_robots.trainer.off_policy.backend import OffPolicyRobot
 from headrace_robots.trainer.off_policy.checks import check_off_policy
 from headrace_robots.trainer.off_policy.learner import OffPolicyLearner
-from headrace_robots.trainer.sizes import robot_sizes
+from headrace_robots.trainer.sizes import WORDS, robot_sizes
 from headrace_robots.trainer.wire import Spaces, read_episodes
 
 if TYPE_CHECKING:
@@ -122,6 +126,8 @@ class EpisodesRun(PolicyKind):
     def learner(self, algorithm: Algorithm, rounds: EpisodeRounds) -> AnyLearner:
         if isinstance(algorithm, OffPolicyAlgorithm):
             return OffPolicyLearner(self.config, algorithm, rounds)
+        if self._imitates:
+            return BatchLearner(self.config, algorithm, rounds)
         return EpisodeLearner(self.config, cast(EpisodeAlgorithm, algorithm), rounds)
 
     @override
@@ -130,11 +136,26 @@ class EpisodesRun(PolicyKind):
 
     @override
     def read_group(self, message: trainer_pb2.SettledGroup, bodies: Bodies = NO_BODIES) -> Group:
+        if self._imitates:
+            return read_given_group(message, self._moments)
         return read_episodes(message, Spaces.of(self._policy), bodies)
 
     @override
     def read_sequences(self, messages: list[common_pb2.Trajectory]) -> list[Sample]:
-        raise invalid("a robot policy scores no answers; the figures of a step compare its log-probs")
+        if not self._imitates:
+            raise invalid("a robot policy scores no answers; the figures of a step compare its log-probs")
+        rows = (each.branches[0].given_json if each.branches else "" for each in messages)
+        return [self._moments.read(given, {}, "a held-out row")[-1] for given in rows]
+
+    @property
+    def _imitates(self) -> bool:
+        return self.config.algorithm.name == IMITATION
+
+    @cached_property
+    def _moments(self) -> MomentReader:
+        """What reads rows that name moments; how many ids an instruction has, nobody knows yet."""
+        policy = empty_policy(self.config.model)
+        return MomentReader(policy.horizon, policy.chunk_tokens + (WORDS if self._policy.reads else 0))
 
     @override
     def weight_names(self) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from headrace_schema.resources.evaluations import DemonstrationListView, EpisodeView, VideoListView, VideoView
 from headrace_schema.resources.views import RecordingListView, RecordingView
 from headrace_schema.stores import is_remote
+from headrace_schema.workflow import LEROBOT
 from headrace_servicekit.recording.files import SUFFIX, BadRecording, read_header
 from headrace_servicekit.recording.recorder import Recorder, read_wanted, write_wanted
 
@@ -152,11 +153,15 @@ class Demonstrations:
         return await self._of(run_id, lambda found: (found.directory, found.film(episode, camera)))
 
     async def _of(self, run_id: str, look: Callable[[DemonstrationSet], T]) -> T:
-        named = (self._reads.run(run_id).spec.get("trainer") or {}).get("warmup", {}).get("demonstrations")
+        spec = self._reads.run(run_id).spec
+        named = (spec.get("trainer") or {}).get("warmup", {}).get("demonstrations")
+        if (data := spec.get("data") or {}).get("source") == LEROBOT:
+            named = data["options"].get("path")
         if not named or is_remote(named):
             reason = f"its demonstrations are at {named}" if named else "imitates no demonstrations"
             raise Refused(
-                "NOT_FOUND", f"run {run_id} {reason}: trainer.warmup.demonstrations names no directory"
+                "NOT_FOUND",
+                f"run {run_id} {reason}: trainer.warmup.demonstrations or data.options.path names no directory",
             )
         try:
             return await asyncio.to_thread(lambda: look(DemonstrationSet(Path(named))))

@@ -24,7 +24,13 @@ from headrace_coordinator.data.items import DataItem, squeezed
 from headrace_coordinator.data.packed import HASH_BYTES, WORDS, PackedItems, hash_of, in_order
 from headrace_coordinator.data.prompts import PromptContent, Prompter
 from headrace_coordinator.data.sources import MOST_ITEMS, DataSource, bounded, open_source
-from headrace_coordinator.data.splitting import check_enough, distinct_items, parts_of, turns_of
+from headrace_coordinator.data.splitting import (
+    check_enough,
+    distinct_items,
+    parts_of,
+    turns_of,
+    wholes_in_order,
+)
 
 ORDERS_KEPT = 2
 LARGE = 20_000
@@ -57,6 +63,7 @@ class Dataset:
         seed: int,
         weights: Sequence[int] = (),
         left_out: Mapping[str, int] | None = None,
+        wholes: Sequence[int] = (),
     ) -> None:
         self._items = items = items if isinstance(items, PackedItems) else PackedItems(items)
         self._prompter = Prompter(section.prompt, items)
@@ -68,13 +75,19 @@ class Dataset:
         kept = self._not_excluded(distinct, {squeezed(text) for text in section.exclude})
         if len(kept) < len(distinct):
             self.left_out["named by data.exclude"] = len(distinct) - len(kept)
-        check_enough(section, len(kept), len(distinct) - len(kept))
+        units = np.array(wholes, np.int64)[kept] if len(wholes) else kept
+        check_enough(section, len(np.unique(units)), len(distinct) - len(kept))
         self._seed = seed
         self._heldout: list[DataItem] = []
         heldout = np.empty(0, np.int64)
         if section.heldout:
-            ranked = self._ranked(f"heldout {section.heldout_seed}", kept)
-            heldout, kept = ranked[: section.heldout], np.sort(ranked[section.heldout :])
+            purpose = f"heldout {section.heldout_seed}"
+            if len(wholes):
+                chosen = np.isin(units, wholes_in_order(purpose, units)[: section.heldout])
+                heldout, kept = kept[chosen], kept[~chosen]
+            else:
+                ranked = self._ranked(purpose, kept)
+                heldout, kept = ranked[: section.heldout], np.sort(ranked[section.heldout :])
             self._heldout = [self._item(number) for number in heldout.tolist()]
         hashes = self._hashes(kept)
         order = in_order(hashes)
@@ -107,7 +120,7 @@ class Dataset:
         if isinstance(read, Impossible):
             raise Impossible(read.problems)
         items, left_out = read
-        opened = cls(section, items, seed, source.weights(), left_out)
+        opened = cls(section, items, seed, source.weights(), left_out, source.wholes())
         opened.given = given
         return opened
 

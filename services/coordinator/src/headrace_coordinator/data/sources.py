@@ -7,7 +7,7 @@ publish a subclass in the entry point group `headrace.data_sources`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from headrace_schema.problems import Impossible, problem
@@ -39,6 +39,10 @@ class DataSource(BaseModel, ABC):
         """How many of each sum(weights) successive prompts are of part 0, 1, … (field `part`); empty: as items are."""
         return ()
 
+    def wholes(self) -> Sequence[int]:
+        """A number for each item, the same for those that are held out together; empty: each is held out by itself."""
+        return ()
+
     def fingerprint(self) -> str:
         """Differs when `items` may yield something else, such as a file's time and size."""
         return ""
@@ -54,6 +58,7 @@ SOURCES: Registry[DataSource] = Registry(
         "episodes": "headrace_coordinator.data.builtin.episodes:Episodes",
         "huggingface": "headrace_coordinator.data.builtin.huggingface:HuggingFace",
         "jsonl": "headrace_coordinator.data.builtin.jsonl:Jsonl",
+        "lerobot": "headrace_coordinator.data.builtin.lerobot:LeRobot",
         "mixture": "headrace_coordinator.data.builtin.mixture:Mixture",
         "parquet": "headrace_coordinator.data.builtin.parquet:Parquet",
         "reasoning_gym": "headrace_coordinator.data.builtin.reasoning_gym_source:ReasoningGym",

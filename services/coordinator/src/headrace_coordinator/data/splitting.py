@@ -9,7 +9,7 @@ import numpy as np
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.sections.generating import DataSection
 
-from headrace_coordinator.data.packed import PackedItems, hash_of, in_order
+from headrace_coordinator.data.packed import WORDS, PackedItems, hash_of, in_order
 
 
 def distinct_items(items: PackedItems, shown: Sequence[str]) -> tuple[np.ndarray, dict[int, str], int]:
@@ -60,6 +60,14 @@ def check_enough(section: DataSection, kept: int, excluded: int) -> None:
             f" after {excluded} excluded" if excluded else ""
         )
         raise Impossible([problem("data.heldout", reason, f"the nearest valid value is {kept - 1}")])
+
+
+def wholes_in_order(purpose: str, wholes: np.ndarray) -> np.ndarray:
+    """The wholes that items are of, each once, in an order that the purpose alone decides."""
+    found = np.unique(wholes)
+    hashes = b"".join(hash_of(f"{purpose}\0whole {number}".encode()) for number in found.tolist())
+    ranked: np.ndarray = found[in_order(np.frombuffer(hashes, WORDS))]
+    return ranked
 
 
 def parts_of(train: np.ndarray, part_of: np.ndarray, weights: Sequence[int]) -> list[np.ndarray]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from headrace.common.v1 import common_pb2
@@ -22,7 +23,13 @@ from headrace_trainer.learning.samples import Group, Image, Sample, Trajectory, 
 if TYPE_CHECKING:
     from headrace_modelkit.pictures import ImageReader
 
-    from headrace_trainer.learning.given import GivenReader
+
+class RowReader(Protocol):
+    """Reads rows that the data gives."""
+
+    def read(self, given_json: str, files: Mapping[str, Image], where: str) -> tuple[Sample, ...]:
+        """The samples of a `GivenAnswer`. Raises Refusal INVALID, which says where it is."""
+
 
 _SETTLED = frozenset(
     {
@@ -73,7 +80,7 @@ def read_group(
     return Group(message.prompt_ordinal, members, set_digest(keys), message.rated)
 
 
-def read_given_group(message: trainer_pb2.SettledGroup, reader: GivenReader) -> Group:
+def read_given_group(message: trainer_pb2.SettledGroup, reader: RowReader) -> Group:
     """A group of answers that the data gives. Raises Refusal INVALID or DIGEST_MISMATCH."""
     prompt = message.prompt_ordinal
     files = _files(message, f"prompt {prompt}")

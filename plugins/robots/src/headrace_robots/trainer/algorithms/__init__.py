@@ -24,7 +24,7 @@ EPISODE_ALGORITHMS: Registry[EpisodeAlgorithm] = Registry(
     "algorithm of episodes",
     "algorithm.name",
     "algorithm.options",
-    {name: f"headrace_robots.trainer.algorithms.plugins:{name.upper()}" for name in ("grpo", "ppo")}
+    {name: f"headrace_robots.trainer.algorithms.plugins:{name.upper()}" for name in ("grpo", "ppo", "sft")}
     | {name: f"headrace_robots.trainer.off_policy.plugins:{name.upper()}" for name in OFF_POLICY},
 )
 

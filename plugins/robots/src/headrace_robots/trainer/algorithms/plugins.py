@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from headrace_servicekit.registry import Plugin
+from headrace_servicekit.registry import Options, Plugin
+from headrace_trainer.algorithms.options import Aggregation
 from headrace_trainer.algorithms.plugins import (
     OFF_POLICY,
     ActorCriticOptions,
@@ -93,6 +94,14 @@ class EpisodeGrpoOptions(EpisodeOptions, GrpoOptions):
     )
 
 
+class ImitationOptions(Options):
+    """`algorithm.options` of sft for robot policies."""
+
+    loss_aggregation: Aggregation = Field(
+        default="token-mean", description="what actions and moments weigh in the loss"
+    )
+
+
 _HERE = "headrace_robots.trainer.algorithms"
 PPO = Plugin(
     f"{_HERE}.ppo:EpisodePpo",
@@ -105,4 +114,9 @@ GRPO = Plugin(
     EpisodeGrpoOptions,
     "an episode's reward against the other episodes of its start state, without a critic",
     features=OFF_POLICY,
+)
+SFT = Plugin(
+    "headrace_trainer.algorithms.supervised:Sft",
+    ImitationOptions,
+    "the policy's own imitation loss of demonstrations (workflow: supervised)",
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,15 @@ from typing_extensions import override
 
 from headrace_robots.policies.policy import Evaluation, Observation, imitation_loss
 from headrace_robots.trainer.algorithms._base import EpisodeAlgorithm
-from headrace_robots.trainer.backend.cloning import drawn_moments, noise_seed, read_demonstrations
+from headrace_robots.trainer.backend.cloning import (
+    IMITATION,
+    SOURCE_KEY,
+    Moments,
+    drawn_moments,
+    noise_seed,
+    read_demonstrations,
+    refused,
+)
 from headrace_robots.trainer.backend.episodes import (
     Chunks,
     Credits,
@@ -44,6 +53,7 @@ from headrace_robots.trainer.backend.episodes import (
     read_final,
     units,
 )
+from headrace_robots.trainer.moments import moment_of, moments_batch
 
 if TYPE_CHECKING:
     from headrace_robots.policies.policy import RobotPolicy
@@ -212,9 +222,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
         """
         warmup = self._config.trainer.warmup
         shown = read_demonstrations(self._config, self._policy)
-        if self._policy.normalizer is not None and shown.observation.state_BS is not None:
-            self._policy.normalizer.update(shown.observation.state_BS.to(self._ranks.device))
-            self._policy.normalizer.freeze()
+        self._fit_normalizer(shown)
         losses: list[float] = []
         counter().begin(warmup.steps, "steps")
         for step in range(warmup.steps):
@@ -224,7 +232,7 @@ class RobotBackend(LearnedModel, EpisodeBackend):
         figures = {"moments": len(shown.valid_NC), "first_loss": losses[0], "last_loss": losses[-1]}
         return WarmUp(warmup.steps, {f"warmup_{name}": float(value) for name, value in figures.items()})
 
-    def _imitate(self, shown: Chunks, step: int) -> float:
+    def _imitate(self, shown: Moments, step: int) -> float:
         """One supervised step: the mean loss of the actions that are imitated. Raises Refusal INVALID."""
         warmup, ranks = self._config.trainer.warmup, self._ranks
         chosen = drawn_moments(self._config.seed, step, warmup.batch, len(shown.valid_NC))
@@ -232,25 +240,74 @@ class RobotBackend(LearnedModel, EpisodeBackend):
         parts = self._parts(own, shown.observation)
         missing = self._missing(len(parts))
         for index in parts:
-            taken = shown.take(index, ranks.device)
             seeds = [noise_seed(self._config.seed, step, row) for row in index.tolist()]
-            losses_BH = self._imitation_losses(taken, seeds)
-            loss = imitation_loss(losses_BH, taken.valid_NC) * taken.valid_NC.sum()
+            losses_BH, valid_BH = self._imitation(shown, index, seeds)
+            loss = imitation_loss(losses_BH, valid_BH) * valid_BH.sum()
             torch.autograd.backward(loss)
             summed += float(loss.detach())
-        self._take_part(missing, shown, lambda taken: self._imitation_losses(taken, [0]).sum())
+        self._take_part(missing, shown, self._summed_imitation)
         count = float(shown.valid_NC[chosen].sum())
         if not self.commit(count, warmup.lr).finite:
             reason = f"the gradient of supervised step {step} is not finite; lower it"
             raise invalid(f"trainer.warmup.lr: {reason}", key="trainer.warmup.lr")
         return ranks.sum({"loss": summed})["loss"] / count
 
-    # Answers of a language model
+    def _imitation(self, shown: Moments, index: Tensor, seeds: Many[int]) -> tuple[Tensor, Tensor]:
+        """(B, H) losses of imitating what came next at these moments, and which of them there are."""
+        taken = shown.take(index, self._ranks.device)
+        return self._imitation_losses(taken, seeds), taken.valid_NC
 
+    def _summed_imitation(self, taken: Chunks) -> Tensor:
+        return self._imitation_losses(taken, [0]).sum()
+
+    # A run that imitates alone: its samples name moments (`trainer.moments`), and an action is a token
+
+    def _begin(self) -> None:
+        """Of a run that imitates alone, fits the normaliser of its first version as a warm-up does."""
+        if self._config.algorithm.name == IMITATION:
+            self._fit_normalizer(self._moments)
+
+    def _fit_normalizer(self, shown: Moments) -> None:
+        if self._policy.normalizer is not None and shown.observation.state_BS is not None:
+            self._policy.normalizer.update(shown.observation.state_BS.to(self._ranks.device))
+            self._policy.normalizer.freeze()
+
+    @cached_property
+    def _moments(self) -> Moments:
+        return read_demonstrations(self._config, self._policy)
+
+    @override
     def micro(self, rows: Rows, told: list[float] | None = None) -> bool:
-        """Refused: there are no tokens to learn from."""
-        raise invalid("this run learns from episodes, not from answers")
+        """Accumulates the gradient of imitating the moments of these samples. Raises Refusal INVALID."""
+        finite, log_probs_K = True, self._imitated_log_probs(rows)
+        if log_probs_K is not None:
+            batch = moments_batch(rows, log_probs_K)
+            sums = self._algorithm.loss(batch)
+            finite = bool(torch.isfinite(sums.loss))
+            torch.autograd.backward(sums.loss)
+            self._figures.add(sums, batch)
+        self._take_part(self._missing(int(bool(rows))), self._moments, self._summed_imitation)
+        return self._ranks.all_true(finite)
 
+    @override
+    @torch.no_grad()
     def infer(self, rows: Rows, columns: Many[str]) -> list[Columns]:
-        """Refused: there are no tokens to score."""
-        raise invalid("this run learns from episodes, not from answers")
+        """The negative loss of each action as its log-prob. Raises Refusal INVALID."""
+        found_K = self._imitated_log_probs(rows)
+        self._take_part(self._missing(int(bool(rows))), self._moments, self._summed_imitation)
+        values = iter([] if found_K is None else found_K.tolist())
+        return [{columns[0]: [next(values) for _ in each.trained]} for row in rows for each in row]
+
+    def _imitated_log_probs(self, rows: Rows) -> Tensor | None:
+        """(K,) of the actions of all samples, in their order; None where there is no sample."""
+        if self._config.algorithm.name != IMITATION:
+            raise invalid("this run learns from episodes, not from answers")
+        samples = [sample for row in rows for sample in row]
+        if not samples:
+            return None
+        index = torch.tensor([self._moments.number(*moment_of(each)) for each in samples])
+        seeds = [noise_seed(self._config.seed, *each.slot, *moment_of(each)) for each in samples]
+        losses_BH, valid_BH = self._imitation(self._moments, index, seeds)
+        if valid_BH.sum(1).tolist() != [len(each.trained) for each in samples]:
+            raise refused("has episodes of other lengths than rows name: it has changed", SOURCE_KEY)
+        return -losses_BH[valid_BH]

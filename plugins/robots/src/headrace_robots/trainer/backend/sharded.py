@@ -91,7 +91,7 @@ class ShardedRobot(RobotBackend, ShardedBackend):
 
     @override
     def _imitation_losses(self, taken: Chunks, seeds: Many[int]) -> Tensor:
-        self._dirty = True
+        self._dirty = torch.is_grad_enabled() or self._dirty
         return self._pass(Shown(taken.observation, taken.sampled[ACTIONS], seeds))[0]
 
     def _pass(self, asked: Drawn | Shown) -> tuple[Tensor, ...]:
@@ -124,6 +124,7 @@ class ShardedRobot(RobotBackend, ShardedBackend):
     def load_initial(self) -> None:
         _ = self.layout  # refuses what does not fit before anything is read
         self._read_and_shard()
+        self._begin()
 
     @override
     def check_state(self, reader: StateReader) -> None:

@@ -134,6 +134,7 @@ class WholeRobot(RobotBackend):
     @override
     def load_initial(self) -> None:
         self._take(initial_policy(self._config.model, self._config.seed))
+        self._begin()
 
     @override
     def check_state(self, reader: StateReader) -> None:

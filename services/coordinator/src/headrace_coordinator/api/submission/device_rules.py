@@ -185,7 +185,7 @@ def published(submission: Submission) -> Iterator[KeyProblemView]:
     """Versions of the weights for which a host that publishes or takes them has no room."""
     spec, fleet = submission.spec, submission.fleet
     size = model_size(text_config(spec.model))
-    if size is None or spec.acts_in_environments or submission.evaluated is not None:
+    if size is None or spec.trains_robots or submission.evaluated is not None:
         return
     if not spec.generates and not spec.trainer.helpers:  # nobody takes them, and none is kept
         return

@@ -122,7 +122,7 @@ def choose_engine(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:
     A run that has GPUs and names no engine leaves it to the fleet, too.
     """
     engine, named = spec.rollout.engine, {"engine", "engine_options"} & spec.rollout.model_fields_set
-    plain = spec.acts_in_environments or not has_gpus(spec, fleet)
+    plain = spec.trains_robots or not has_gpus(spec, fleet)
     if not spec.generates or (engine != AUTO and (named or plain)):
         return engine, ""
     name, why = _preferred(spec, fleet)
@@ -172,7 +172,7 @@ def _head_size(model: ModelSection) -> int:
 
 def hardware_defaults(spec: RunSpec, engine: str, fleet: FleetView) -> list[Default]:
     """Defaults of a run that has GPUs, of keys that its spec does not name; none for robot policies."""
-    if spec.acts_in_environments or not has_gpus(spec, fleet):
+    if spec.trains_robots or not has_gpus(spec, fleet):
         return []
     found = gpu_defaults(spec, engine, text_config(spec.model), gpus_of(spec, fleet))
     return [each for each in found if spec.generates or each.key.startswith("trainer.")]

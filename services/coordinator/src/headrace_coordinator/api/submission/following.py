@@ -8,7 +8,7 @@ from headrace_schema.problems import Impossible, nearest, problem
 from headrace_schema.resources.views import RunView
 from headrace_schema.rules.defaults import EXPORT_OF_ANOTHER
 from headrace_schema.spec import RunSpec
-from headrace_schema.workflow import REWARD_MODEL
+from headrace_schema.workflow import REWARD_MODEL, trains_robots
 
 from headrace_coordinator.domain import run_states
 
@@ -67,6 +67,7 @@ def _unfit(origin: RunView) -> tuple[str, str] | None:
     if origin.spec["workflow"] == REWARD_MODEL:
         fix = "name its export in reward.scorers: {name: reward_model, options: {path: …}}"
         return "exports a classifier, which generates nothing", fix
-    if origin.spec["workflow"] == "embodied" or origin.spec.get("policies"):
+    robot = trains_robots(origin.spec["workflow"], origin.spec["data"]["source"])
+    if robot or origin.spec.get("policies"):
         return "exports no language model alone", "name its export as model.path"
     return None

@@ -33,7 +33,7 @@ BATCH_SHAPE = ("group_size", "prompts_per_step")
 def models(submission: Submission) -> Iterator[KeyProblemView]:
     """Directories of models that are not there, or hold none."""
     spec = submission.spec
-    yield from _policy_directory(spec.model) if spec.acts_in_environments else ()
+    yield from _policy_directory(spec.model) if spec.trains_robots else ()
     yield from _model_directory(spec.model, "model.path")
     if spec.trainer.reference:
         yield from _model_directory(spec.trainer.reference, "trainer.reference.path")

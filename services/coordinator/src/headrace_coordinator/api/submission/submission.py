@@ -158,7 +158,7 @@ class Submission:
     @property
     def registry(self) -> str:
         """Which of a trainer's registries the algorithm is in."""
-        return "episode_algorithm" if self.spec.acts_in_environments else "algorithm"
+        return "episode_algorithm" if self.spec.trains_robots else "algorithm"
 
     @cached_property
     def resolved(self) -> Resolved:

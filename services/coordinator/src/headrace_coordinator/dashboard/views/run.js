@@ -21,7 +21,7 @@ export async function show(root, place, signal) {
   const tab = TABS[place.tab] ? place.tab : "overview";
   const header = h("div");
   const body = h("div", { class: "tab" });
-  const nav = h("nav", { class: "tabs", "aria-label": "Of this run" }, Object.entries(TABS).filter(([name]) => name !== "demonstrations" || first.spec.trainer?.warmup?.demonstrations).map(([name, [label]]) =>
+  const nav = h("nav", { class: "tabs", "aria-label": "Of this run" }, Object.entries(TABS).filter(([name]) => name !== "demonstrations" || first.spec.trainer?.warmup?.demonstrations || first.spec.data?.source === "lerobot").map(([name, [label]]) =>
     h("a", { href: `#${path.slice(3)}${name === "overview" ? "" : `/${name}`}`, "aria-current": name === tab ? "page" : null }, label)));
   root.append(header, nav, body);
   const top = runHeader(header, path, signal);

@@ -80,6 +80,22 @@ class Parquet(RowSource):
         return found
 
 
+def read_rows(file: Path, columns: list[str]) -> list[dict[str, Any]]:
+    """The rows of a small file, of those of these columns that it has. Raises Impossible."""
+    pq = _pyarrow()
+    from pyarrow import ArrowException
+
+    try:
+        known = pq.ParquetFile(file).schema_arrow.names
+        rows: list[dict[str, Any]] = pq.read_table(
+            file, columns=[name for name in columns if name in known]
+        ).to_pylist()
+    except (OSError, ArrowException) as error:
+        fix = "name a readable .parquet file or a folder of them"
+        raise Impossible([problem(PATH_KEY, f"{file} is no Parquet file ({error})", fix)]) from error
+    return rows
+
+
 def _place(file: Path, number: int) -> str:
     return f"row {number} of {file}"
 

@@ -8,7 +8,7 @@ import msgspec
 from headrace_schema.sections.generating import engine_hosts, engines_apart, instance_gpus
 from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
-from headrace_schema.workflow import acts_in_environments, generates, is_scored
+from headrace_schema.workflow import generates, is_scored, trains_robots
 
 from headrace_coordinator.domain.devices.leases import all_gpus
 from headrace_coordinator.domain.devices.placement import placement_of
@@ -88,7 +88,7 @@ def demand_of(run: RunState) -> Demand:
         engine=spec["rollout"]["engine"],
         backend=spec["trainer"]["backend"],
         algorithm=spec["algorithm"]["name"],
-        acts=acts_in_environments(spec["workflow"]),
+        acts=trains_robots(spec["workflow"], spec["data"]["source"]),
         simulator=(spec.get("environment") or {}).get("backend", ""),
         disaggregated=placement.apart,
         joins=placement.joins,
