@@ -53,6 +53,8 @@ class EndedEpisode:
     """Whether any action succeeded; None where its environment never said so, or that none did."""
     success_at_end: bool | None = None
     """Whether the last action did; None also where a success ends an episode."""
+    before: float = 0.0
+    """Rewards of the same episode in samples before."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +71,35 @@ class Plan:
     holds: Callable[[], bool]
     until_success: bool = False
     """Whether episodes end with their first success, also where the environment's section does not say so."""
+    horizon: int = 0
+    """Actions after which an episode goes on in the next sample; 0: a sample has a whole one."""
 
 
 Decide = Callable[[Rows], Decisions | Awaitable[Decisions]]
 """The decisions for rows, at once or later."""
 
 
+@dataclass(frozen=True)
+class Kept:
+    """An episode between two samples: what its environment shows, and its rewards so far."""
+
+    seen: Seen
+    rewards: float
+
+
 class Playing:
     """An episode that goes on: takes what its environment answers, and waits for the next turn, until it has ended."""
 
     def __init__(
-        self, sample: EpisodeSample, environment: Environment, turns: ActingTurns, views: Views
+        self,
+        sample: EpisodeSample,
+        environment: Environment,
+        turns: ActingTurns,
+        views: Views,
+        horizon: int = 0,
     ) -> None:
         self.sample, self.environment, self._turns, self._views = sample, environment, turns, views
+        self.horizon, self._actions, self.cut = horizon, 0, False
         self.recording = Recording()
         self.seen: Seen = {}, 0
         self.begun = False
@@ -93,8 +111,11 @@ class Playing:
 
     def begin(self, observation: Arrays) -> None:
         """Begins with what its environment shows, and waits for a turn."""
-        self.seen = self._views.seen({name: array[None] for name, array in observation.items()}, 0)
-        self.begun = True
+        self.go_on(self._views.seen({name: array[None] for name, array in observation.items()}, 0))
+
+    def go_on(self, seen: Seen) -> None:
+        """Waits for a turn, with what its environment shows."""
+        self.seen, self.begun = seen, True
         self._turns.join(self)
 
     def fail(self, error: Exception) -> None:
@@ -142,6 +163,9 @@ class Playing:
         assert self.drawn is not None
         self.recording.add(self.seen, *self.drawn, shown, row)
         self.seen = self._view(shown, row)
+        self._actions += shown.executed[row]
+        self.cut = not self.recording.ended and 0 < self.horizon <= self._actions
+        self.recording.truncated |= self.cut
         if not self.recording.ended:
             self._turns.join(self)
             return
@@ -187,12 +211,16 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
     @override
     async def _play(self, sample: EpisodeSample, environment: Environment) -> EndedEpisode:
         try:
-            recording, seen = await self._played(sample, environment)
+            playing, before = await self._played(sample, environment)
+            recording = playing.recording
+            episode = recording.episode(playing.seen)
+            environment.kept = Kept(playing.seen, before + episode.total_reward) if playing.cut else None
             video = await environment.video() if sample.start.record else b""
             return EndedEpisode(
                 sample,
-                recording.episode(seen),
+                episode,
                 video=video,
+                before=before,
                 success=recording.success,
                 success_at_end=None if self._until_success else recording.success_at_end,
             )
@@ -210,22 +238,46 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
             self._plan.failed(_failed(sample, error))
         return EndedEpisode(sample)
 
-    async def _played(self, sample: EpisodeSample, environment: Environment) -> tuple[Recording, Seen]:
-        """The episode as it was recorded, and what was seen at its end."""
-        turns = self._parts[environment]
-        playing = Playing(sample, environment, turns, self._plan.views)
+    async def _played(self, sample: EpisodeSample, environment: Environment) -> tuple[Playing, float]:
+        """What a sample has of an episode, once that has ended, and the episode's rewards before."""
+        kept, environment.kept = environment.kept, None
+        if kept is not None and self._plan.horizon:
+            playing = self._playing(sample, environment)
+            try:
+                await self._ended(playing, kept)
+                return playing, kept.rewards
+            except EnvironmentLost:
+                if playing.recording.chunks:
+                    raise
+                # It was lost between two samples: this one begins with its own start state.
+        playing = self._playing(sample, environment)
+        await self._ended(playing, None)
+        return playing, 0.0
+
+    def _playing(self, sample: EpisodeSample, environment: Environment) -> Playing:
+        plan = self._plan
+        return Playing(sample, environment, self._parts[environment], plan.views, plan.horizon)
+
+    async def _ended(self, playing: Playing, kept: Kept | None) -> None:
+        """Begins an episode, or goes on with one, and returns once it has ended."""
+        environment, start, turns = (
+            playing.environment,
+            playing.sample.start,
+            self._parts[playing.environment],
+        )
         try:
-            if self._plan.environment.vectorized:
+            if kept is not None:
+                playing.go_on(kept.seen)
+            elif self._plan.environment.vectorized:
                 # Those that one call steps wait for each other's actions: one that begins outside of a turn would wait.
                 await environment.free()
                 turns.join(playing)
             else:
-                begun = await environment.reset(sample.start, until_success=self._until_success)
+                begun = await environment.reset(start, until_success=self._until_success)
                 playing.begin(arrays_of(begun, environment.bodies))
             await playing.ended
         finally:
             turns.leave(playing)
-        return playing.recording, playing.seen
 
     def _decide(self, asked: Sequence[Playing]) -> Decisions | Awaitable[Decisions]:
         if not self._plan.holds():

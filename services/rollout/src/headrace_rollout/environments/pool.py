@@ -49,6 +49,8 @@ class Environment:
         self.turn = asyncio.Lock()
         self.bodies: dict[str, bytearray] = {}
         """What the last outcome refers to, by digest."""
+        self.kept: Any = None
+        """What an episode that goes on in the next sample has left here; gone with the next reset."""
         self.due = math.inf
         """When the operation under way has to be answered, by the loop's clock."""
         self.pool, self.index = pool, index
@@ -87,6 +89,7 @@ class Environment:
             options_json=options_json or start.options_json,
             until_success=until_success,
         )
+        self.kept = None
         if start.HasField("init_state"):
             reset.init_state = start.init_state
         self._operate(Operation(reset=reset), 0, answered)
