@@ -349,7 +349,7 @@ async def _to_batch(directory: Path) -> int:
 @asynccontextmanager
 async def _environment(directory: Path) -> AsyncIterator[Any]:
     from harness.services import alone
-    from headrace_rollout.environments.pool import Pools
+    from headrace_rollout.environments.pools import Pools
     from headrace_servicekit.memory.blobs import BlobReader
 
     place = directory / uuid.uuid4().hex

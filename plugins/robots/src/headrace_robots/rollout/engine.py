@@ -19,7 +19,7 @@ from headrace_rollout.engines.holding import ThreadedHolder
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.engines.samples import SlotKey
 from headrace_rollout.engines.weight_memory import HOST
-from headrace_rollout.environments.pool import Pools
+from headrace_rollout.environments.pools import Pools
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.memory.blobs import BlobReader
 from typing_extensions import override

@@ -148,7 +148,8 @@ class Playing:
     async def _fetch(self, outcome: Outcome) -> None:
         try:
             await self.environment.settled(outcome)
-            self._take_outcome(outcome)
+            if not self.done():  # it may have been stopped meanwhile
+                self._take_outcome(outcome)
         except Exception as error:  # noqa: BLE001  # who waits for its end judges it
             self.fail(error)
 
@@ -298,8 +299,8 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
             try:
                 start = playing.sample.start
                 playing.environment.restart(start, playing, until_success=self._until_success)
-            except PoolLost as lost:
-                playing.fail(lost)
+            except Exception as error:  # noqa: BLE001  # the one whose environment it is gets it
+                playing.fail(error)
         by_pool: dict[Pool, list[int]] = {}
         for row, playing in enumerate(asked):
             if decisions is not None and not playing.done():  # who left the turn meanwhile acts no more
@@ -310,9 +311,9 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
             chunks_NCA = decisions.executed_BCA[rows] if decisions is not None else np.empty(0)
             try:
                 pool.act(environments, chunks_NCA, together, together=self._plan.environment.vectorized)
-            except PoolLost as lost:
+            except Exception as error:  # noqa: BLE001  # those whose pool it is get it
                 for playing in together:
-                    playing.fail(lost)
+                    playing.fail(error)
 
 
 class _NotHeld(Exception):

@@ -25,7 +25,6 @@ from headrace_servicekit.rpc.tensors import write_tensor
 
 from headrace_rollout.engines.figures import BusyTime
 from headrace_rollout.environments.outcomes import Answer, Outcome, Shown, Waiting, shown_of_batch
-from headrace_rollout.wire import check_pools
 
 RESET_S = 300.0
 """Longest a reset may take. The simulator's own limits are shorter: this one is for a simulator that hangs."""
@@ -384,35 +383,3 @@ class Pool:
                 await call.write(request)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the stream has ended: who reads it learns why
-
-
-class Pools:
-    """The pools of a run, which are used from stream to stream: steps are counted for as long as a pool lives."""
-
-    def __init__(self, blobs: BlobReader, token: str | None, step_timeout_s: float) -> None:
-        self.asked = BusyTime()
-        """Times in which some environment was asked to do something."""
-        self.operations: Counter[str] = Counter()
-        """What they were asked, by the way that it went: `socket` of the host, or `grpc`."""
-        self._blobs, self._token, self._step_timeout_s = blobs, token, step_timeout_s
-        self._pools: dict[tuple[str, str, str], Pool] = {}
-
-    def of(self, messages: Sequence[rollout_pb2.EnvironmentPool]) -> list[Pool]:
-        """The pools that a stream's opening names, under the authority that it gives. Raises ServiceError INVALID."""
-        check_pools(messages)
-        found = []
-        for message in messages:
-            key = (message.address, message.pool, message.pool_incarnation)
-            if key not in self._pools:
-                self._pools[key] = Pool(
-                    message, self._token, self._blobs, self._step_timeout_s, self.asked, self.operations
-                )
-            self._pools[key].under(message.header)
-            found.append(self._pools[key])
-        return found
-
-    async def close(self) -> None:
-        """Ends all streams; pools stay open at their simulators."""
-        for pool in self._pools.values():
-            await pool.close()
-        await self._blobs.close()

@@ -154,7 +154,7 @@ class Together:
             rules.without_info
             and not rules.auto_reset
             and sum(sizes) <= COLUMN_BYTES
-            and max(sizes) < least
+            and max(sizes, default=0) < least
             and all(each in self.members and not self.members[each].recorded for each in batch.environments)
         )
 
