@@ -39,7 +39,7 @@ class Planned(gymnasium.Env):
         self.ends, self.last, self.steps, self.nan = ends, 3, 0, False
 
     def observe(self):
-        return np.array([np.nan if self.nan and self.steps else self.last, self.steps, 0, 0], np.float32)
+        return np.array([np.nan if self.nan and self.steps >= self.last else self.last, self.steps, 0, 0], np.float32)
 
     def reset(self, *, seed=None, options=None):
         if seed == 13:
