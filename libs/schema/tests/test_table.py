@@ -33,8 +33,8 @@ model: {policy: {kind: mlp}, gguf_file: f, max_context: 9}
 policies: {b: {}}
 agent: {online: {}, python: "a.py:f", command: [a], backend: v}
 environment:
-  {alternating: 3, horizon: 8, reward: dense, stop_on_success: true, state: [x], cameras: {a: b}, instructions: {a: b}, videos: {},
-   variants: {v: {}}, rewritten_turns: append, max_episode_s: 9.0,
+  {alternating: 3, horizon: 8, reward: dense, stop_on_success: true, state: [x], cameras: {a: b},
+   instructions: {a: b}, videos: {}, variants: {v: {}}, rewritten_turns: append, max_episode_s: 9.0,
    max_episode_tokens: 9, on_overflow: truncate, roles: {r: {}}}
 data:
   {source: jsonl, prompt: {template: "{question}?", system: s, prefill: p, longest: 9, template_arguments: {a: 1}},
