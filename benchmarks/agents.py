@@ -257,7 +257,7 @@ class Bench:
         from headrace.common.v1 import common_pb2
         from headrace.rollout.v1 import rollout_pb2
         from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
-        from headrace_rollout.environments.pool import Pools
+        from headrace_rollout.environments.pools import Pools
         from headrace_servicekit.memory.blobs import BlobReader
         from headrace_servicekit.rpc.client import dial
 

@@ -328,17 +328,16 @@ def _counted() -> Iterator[Counter[str]]:
 async def _to_batch(directory: Path) -> int:
     """Bytes of STEPS pictures: what the environment's child wrote, and what the rollout's pool read."""
     from headrace.rollout.v1 import rollout_pb2
-    from headrace_robots.rollout.model import Decision
-    from headrace_rollout.environments.pool import arrays_of
+    from headrace_rollout.environments.outcomes import arrays_of
 
     written = 0
     async with _environment(directory) as environment:
-        decision = Decision({}, np.zeros((1, 4), np.float32), np.zeros(0), np.zeros(0))
+        chunks = np.zeros((1, 1, 4), np.float32)
         await environment.reset(rollout_pb2.EpisodeStart(task=TASK, seed=1))
         with _counted() as moved:
             for _ in range(STEPS):
                 answered = asyncio.get_running_loop().create_future()
-                environment.begin(decision, answered)
+                environment.pool.act([environment], chunks, [answered], together=False)
                 outcome = await environment.settled(await answered)
                 written += sum(each.blob.size_bytes for each in outcome.observation.values())
                 picture = arrays_of(outcome, environment.bodies)["image"]
@@ -350,7 +349,7 @@ async def _to_batch(directory: Path) -> int:
 @asynccontextmanager
 async def _environment(directory: Path) -> AsyncIterator[Any]:
     from harness.services import alone
-    from headrace_rollout.environments.pool import Pools
+    from headrace_rollout.environments.pools import Pools
     from headrace_servicekit.memory.blobs import BlobReader
 
     place = directory / uuid.uuid4().hex

@@ -96,6 +96,7 @@ _MEGATRON = (
     *(f":(glob){_BACKENDS}/*.py", f"{_BACKENDS}/shared", "plugins/megatron", "constraints/megatron.txt"),
     ":(glob)ci/*megatron.sh",
 )
+_REAL = ("metaworld", "maniskill", "libero", "dm_control", "pybullet", "playground")
 _SIMULATORS = (
     *(
         f":(glob){_WORLDS}/*.py",
@@ -105,7 +106,8 @@ _SIMULATORS = (
     *("plugins/robots/pyproject.toml", "plugins/robots/tests/simulator", ":(glob)ci/*simulators.sh"),
     *(f"services/simulator/tests/{name}.py" for name in ("contract_cases", "test_simulator_contract")),
     "services/simulator/tests/test_simulator_knobs.py",
-    *(f"constraints/{name}.txt" for name in ("metaworld", "maniskill", "libero")),
+    *(f"constraints/{name}.txt" for name in _REAL),
+    "examples/embodied/playground.py",
 )
 _OTHERS = (
     *("plugins/environments", "examples/environments", "integration_tests/engines/test_environments_run.py"),
@@ -332,7 +334,7 @@ NIGHTLY = [
         ),
         timeout_s=900,
     ),
-    *(_simulator(name, "-m", "", timeout_s=3600) for name in ("metaworld", "maniskill", "libero")),
+    *(_simulator(name, "-m", "", timeout_s=3600) for name in _REAL),
     _RESOLUTION,
     *(_others(name, "-m", "", timeout_s=3600) for name in ("verifiers", "web", "openenv", "nemo-gym")),
     _tinker("-m", "", timeout_s=3600),

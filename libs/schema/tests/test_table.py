@@ -33,8 +33,8 @@ model: {policy: {kind: mlp}, gguf_file: f, max_context: 9}
 policies: {b: {}}
 agent: {online: {}, python: "a.py:f", command: [a], backend: v}
 environment:
-  {alternating: 3, reward: dense, stop_on_success: true, state: [x], cameras: {a: b}, instructions: {a: b}, videos: {},
-   variants: {v: {}}, rewritten_turns: append, max_episode_s: 9.0,
+  {alternating: 3, horizon: 8, reward: dense, stop_on_success: true, state: [x], cameras: {a: b},
+   instructions: {a: b}, videos: {}, variants: {v: {}}, rewritten_turns: append, max_episode_s: 9.0,
    max_episode_tokens: 9, on_overflow: truncate, roles: {r: {}}}
 data:
   {source: jsonl, prompt: {template: "{question}?", system: s, prefill: p, longest: 9, template_arguments: {a: 1}},
@@ -68,6 +68,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "`placement.mode: auto`": {"placement.mode": "auto"},
     "`placement.mode` other than collocated": {"placement.mode": "hybrid"},
     "`algorithm.name` other than sft": {"algorithm.name": "grpo"},
+    "`algorithm.name` other than ppo": {"algorithm.name": "grpo"},
     "`algorithm.name` other than dpo or ipo or simpo or orpo or kto": {"algorithm.name": "grpo"},
     "`algorithm.group_size` other than 1": {"algorithm.group_size": 4},
     "`algorithm.prompts_per_step` other than 1": {"algorithm.prompts_per_step": 4},
@@ -125,6 +126,7 @@ UNDO: dict[str, dict[str, Any]] = {
     "`placement.mode` other than collocated": {"placement.mode": "collocated"},
     "`workflow` other than preference": {"workflow": "preference"},
     "`algorithm.name` other than sft": {"algorithm.name": "sft"},
+    "`algorithm.name` other than ppo": {"algorithm.name": "ppo"},
     "`algorithm.name` other than dpo or ipo or simpo or orpo or kto": {"algorithm.name": "dpo"},
     "`workflow` other than reward_model": {"workflow": "reward_model"},
     "`algorithm.name` other than bradley_terry or prm": {"algorithm.name": "prm"},

@@ -156,6 +156,21 @@ class PoolClient:
             environment=environment, step_index=index, action_chunk=tensor
         )
 
+    async def send_batch(self, chunks, *operations) -> simulator_pb2.StepResponse:
+        """Sends chunks by environment as one batch, with operations beside it; all that comes back."""
+        indices = [self.next_index.get(environment, 0) for environment in chunks]
+        batch = simulator_pb2.ChunkBatch(
+            environments=chunks,
+            step_indices=indices,
+            action_chunks=encode_tensor(np.asarray([*chunks.values()], np.float32)),
+        )
+        call, found = await self.stream(), simulator_pb2.StepResponse()
+        await call.write(self.request(*operations, batch=batch))
+        await call.done_writing()
+        while (response := await call.read()) is not grpc.aio.EOF:
+            found.MergeFrom(response)
+        return found
+
     async def act_chunk(self, actions, environment=0, **fields):
         return (await self.send(self.chunk_operation(actions, environment, **fields)))[environment]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 UNDER_TEST = os.environ.get("BACKEND_UNDER_TEST", "gymnasium")
 
 
@@ -25,6 +27,8 @@ class Case:
     alone: bool = False
     """There is one of it: the environments of a pool take turns by the episode."""
     variant: dict[str, Any] = field(default_factory=lambda: {"execution": {"random_start": [2, 4]}})
+    simulator: str = ""
+    """Of one that comes by way of gymnasium: its name, which is asked for in place of the backend's."""
 
 
 CASES = [
@@ -98,6 +102,20 @@ CASES.append(
         variant={"execution": {"observation_noise": 0.1}},
     )
 )
-TESTED = [case for case in CASES if case.backend == UNDER_TEST]
+# By way of gymnasium, each in an environment of its own.
+CASES += [
+    Case("gymnasium", name, misspelt, simulator=simulator, has_success=has_success)
+    for simulator, name, misspelt, has_success in (
+        ("dm_control", "dm_control/cartpole-balance-v0", "dm_control/cartpole-balence-v0", False),
+        ("pybullet", "panda_gym:PandaReach-v3", "panda_gym:PandaReech-v3", True),
+        (
+            "playground",
+            f"{EXAMPLES}/embodied/playground.py:make",
+            f"{EXAMPLES}/embodied/playgroun.py:make",
+            False,
+        ),
+    )
+]
+TESTED = [case for case in CASES if (case.simulator or case.backend) == UNDER_TEST]
 PIXELS = [case for case in TESTED if case.pixels]
 EXPERTS = [case for case in TESTED if case.expert]

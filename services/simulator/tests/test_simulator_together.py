@@ -22,12 +22,14 @@ from headrace_servicekit.rpc.tensors import decode_tensor
 from headrace_simulator import backends
 from headrace_simulator.backends.base import BackendError, Start
 from headrace_simulator.backends.batched import Batched, bound_memory, require_gpu
+from headrace_simulator.batches import outcome_of
 from headrace_simulator.pipes import MEMORY_PART
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(UNDER_TEST != "gymnasium", reason="asked once, of gymnasium")
 OK = simulator_pb2.OUTCOME_STATUS_OK
 LOST = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
+REFUSED = simulator_pb2.OUTCOME_STATUS_REFUSED
 
 # Walks to 3; each environment shows (position, its start, steps of the whole vector's process).
 VECTORS = """
@@ -158,6 +160,64 @@ async def test_an_episode_whose_action_does_not_come_is_abandoned_and_the_others
     assert lost.status == LOST and "no action of it came within 0.3 s" in lost.detail
     await pool.reset(1)
     assert {each.status for each in (await walk(pool, {0: [0.1], 1: [0.1]})).values()} == {OK}
+
+
+def of_rows(response):
+    """Outcomes by environment, whether they came as rows or one by one."""
+    rows = [outcome_of(response.batch, row) for row in range(len(response.batch.environments))]
+    return {each.environment: each for each in [*response.outcomes, *rows]}
+
+
+@pytest.mark.parametrize("mode", ["next", "same", "off"])
+async def test_a_batch_comes_to_what_its_chunks_come_to_one_by_one(simulator, vectors, mode):
+    fields = {"options": {"mode": mode}, "count": 3, "vectorized": True, "without_info": True}
+    pool, other = [await simulator.open(vectors, max_episode_steps=5, **fields) for _ in range(2)]
+    for each in (pool, other):
+        await each.send(*(each.reset_operation(i, seed=i) for i in range(3)))
+    ways = [[[1.0], [0.5]], [[0.25], [0.25]], [[2.0], [1.5]]]
+    ended: set[int] = set()
+    for turn in range(5):
+        acting = {i: ways[i] for i in range(3) if i not in ended}
+        begun = [i for i in range(3) if i in ended]
+        response = await pool.send_batch(acting, *(pool.reset_operation(i, seed=turn) for i in begun))
+        assert sorted(response.batch.environments) == sorted(acting), "all came in rows"
+        operations = [other.chunk_operation(np.float32(way), i) for i, way in acting.items()]
+        alone = await other.send(*operations, *(other.reset_operation(i, seed=turn) for i in begun))
+        found = of_rows(response)
+        for each in found.values():
+            if begun and each.environment in begun:
+                each.info_json = alone[each.environment].info_json
+        assert found == alone
+        pool.next_index = dict(other.next_index)
+        ended = {i for i in acting if alone[i].terminated or alone[i].truncated}
+    assert of_rows(response)[2].truncated or turn
+
+
+async def test_a_batch_is_repeated_refused_and_lost_as_its_chunks_are(simulator, vectors):
+    pool = await simulator.open(vectors, count=4, processes=2, vectorized=True, without_info=True)
+    await pool.send(*(pool.reset_operation(i, seed=i) for i in range(4)))
+    first = await pool.send_batch({0: [[1.0]], 1: [[0.5]]})
+    again = await pool.send_batch({0: [[1.0]], 1: [[0.5]]})
+    assert of_rows(again) == of_rows(first) and not again.batch.environments
+    other = of_rows(await pool.send_batch({0: [[2.0]], 1: [[0.5]]}))
+    assert other[0].status == REFUSED and "was another operation" in other[0].detail
+    assert other[1] == of_rows(first)[1]
+    pool.next_index |= {0: 2, 1: 2}
+    beyond = of_rows(await pool.send_batch({0: [[1.0]], 1: [[10.0]]}))
+    assert [beyond[i].status for i in range(2)] == [OK, REFUSED] and "out of its bounds" in beyond[1].detail
+    both = of_rows(await pool.send_batch({2: [[0.5]], 3: [[0.5]], 7: [[0.5]]}))
+    assert [both[i].status for i in (2, 3, 7)] == [OK, OK, REFUSED]
+    pool.next_index |= {2: 2, 3: 2}
+    for way in (9.0, 8.0):
+        lost = of_rows(await pool.send_batch({2: [[0.5]], 3: [[way]]}))
+        assert [lost[i].status for i in (2, 3)] == [LOST, LOST]
+        pool.next_index |= {i: lost[i].step_index + 1 for i in (2, 3)}
+        await pool.send(*(pool.reset_operation(i, seed=i) for i in (2, 3)))
+    with pytest.raises(Exception, match="give one of each"):
+        call = await pool.stream()
+        batch = simulator_pb2.ChunkBatch(environments=[2, 3], step_indices=[1])
+        await call.write(pool.request(batch=batch))
+        await call.read()
 
 
 @pytest.mark.parametrize("way", [9.0, 8.0], ids=["raises", "dies"])

@@ -20,7 +20,7 @@ POLE = {
     "state_size": 4,
     "hidden": [8],
 }
-TOGETHER = {"name": TASK, "vectorized": True, "processes": 1, "max_episode_steps": 60}
+TOGETHER = {"name": TASK, "vectorized": True, "processes": 1, "max_episode_steps": 60, "without_info": True}
 # Each episode ends when its seed says so, or has success then; one that begins with 13 begins nowhere.
 PLANNED = """
 import gymnasium
@@ -36,15 +36,15 @@ class Planned(gymnasium.Env):
     action_space = spaces.Discrete(2)
 
     def __init__(self, ends=True):
-        self.ends, self.last, self.steps = ends, 3, 0
+        self.ends, self.last, self.steps, self.nan = ends, 3, 0, False
 
     def observe(self):
-        return np.array([self.last, self.steps, 0, 0], np.float32)
+        return np.array([np.nan if self.nan and self.steps >= self.last else self.last, self.steps, 0, 0], np.float32)
 
     def reset(self, *, seed=None, options=None):
         if seed == 13:
             raise RuntimeError("there is no floor to begin on")
-        self.last, self.steps = 3 if seed is None else 1 + seed % 7, 0
+        self.last, self.steps, self.nan = 3 if seed is None else 1 + seed % 7, 0, seed == 19
         return self.observe(), {}
 
     def step(self, action):
@@ -131,6 +131,7 @@ async def test_whatever_the_vector_does_at_an_end(pole, simulator_address, mode,
         count=4,
         processes=1,
         vectorized=True,
+        without_info=kind == "sync",  # the answers are then rows of a batch
         options={"mode": mode, "kind": kind},
     )
     found = await played(rollout, [pool], range(13))
@@ -153,9 +154,33 @@ async def test_an_episode_that_ends_with_its_success_is_waited_for_by_no_other(
     of_run, of_stream = ({said_by: True}, {}) if said_by == "stop_on_success" else ({}, {said_by: True})
     rollout = await pole(**of_run)
     pool = await open_pool(
-        simulator_address, PLAN, count=4, processes=1, vectorized=True, options={"ends": False}
+        simulator_address,
+        PLAN,
+        count=4,
+        processes=1,
+        vectorized=True,
+        without_info=said_by == "until_success",
+        options={"ends": False},
     )
     found = await played(rollout, [pool], range(10), **of_stream)
     for seed, trajectory in found.items():
         assert (said(trajectory)["steps"], said(trajectory)["success"]) == (1 + seed % 7, True)
         assert episode_of(trajectory).terminated
+
+
+async def test_a_row_that_is_no_number_costs_its_own_episode_and_greedy_ones_are_drawn_beside_others(
+    pole, simulator_address
+):
+    rollout = await pole()
+    pool = await open_pool(simulator_address, PLAN, count=4, processes=1, vectorized=True, without_info=True)
+    call = await run_episodes(rollout, [pool], starts([18, 19], task=PLAN), half_close=False)
+    await call.assign(starts([20, 27], task=PLAN, greedy=True))
+    await call.call.done_writing()
+    found = {ordinal: each for (ordinal, _), each in (await call.read_all()).items()}
+    assert "holds nan at element 0" in said(found[19])["error"]
+    assert {seed: said(found[seed])["steps"] for seed in (18, 20, 27)} == {18: 5, 20: 7, 27: 7}
+    drawn, alone = episode_of(found[18]), await played(rollout, [pool], [18])
+    np.testing.assert_array_equal(drawn.executed_TCA, episode_of(alone[18]).executed_TCA)
+    greedy = episode_of(found[20])
+    alone = await played(rollout, [pool], [20], greedy=True)
+    np.testing.assert_array_equal(greedy.executed_TCA, episode_of(alone[20]).executed_TCA)

@@ -8,42 +8,43 @@ import pytest
 from headrace_robots.rollout.turns import Turns
 
 
-class Echo:
-    """An environment whose outcome is what was decided, once the test says so."""
+class Player:
+    """What takes turns until the test says that it has ended; `number` is what it asks."""
 
-    def __init__(self) -> None:
-        self.under_way: list[tuple[int, asyncio.Future[int]]] = []
+    def __init__(self, number, *, begun=True):
+        self.number, self.begun, self.error, self.left = number, begun, None, False
 
-    def begin(self, decision: int, answered: asyncio.Future[int]) -> None:
-        if decision < 0:
-            raise RuntimeError("it is gone")
-        self.under_way.append((decision, answered))
-
-    async def settled(self, outcome: int) -> int:
-        return outcome
-
-    def answer(self) -> None:
-        for decision, answered in self.under_way:
-            answered.set_result(decision)
-        self.under_way = []
+    def fail(self, error):
+        self.error = error
 
 
-@pytest.fixture(params=["at once", "later"])
-def turns(request):
-    """Turns that count their rows, and what they were asked."""
-    asked: list[list[int]] = []
+class Table:
+    """Turns, what was asked in each, and who acts or begins."""
 
-    def at_once(rows):
-        asked.append(list(rows))
-        if 13 in rows:
+    def __init__(self, *, later):
+        self.asked, self.acted, self.began, self.held = [], [], [], asyncio.Event()
+        self.held.set()
+        self.turns = Turns(self.later if later else self.decide, self.act)
+
+    def decide(self, players):
+        self.asked.append([each.number for each in players])
+        if 13 in self.asked[-1]:
             raise ValueError("no decision for 13")
-        return [10 * row for row in rows]
+        return [10 * each.number for each in players]
 
-    async def later(rows):
-        await asyncio.sleep(0)
-        return at_once(rows)
+    async def later(self, players):
+        await self.held.wait()
+        return self.decide(players)
 
-    return Turns(at_once if request.param == "at once" else later), asked
+    def act(self, players, decisions, new):
+        acting = zip(players, decisions or [], strict=True)
+        self.acted.append([(each.number, decision) for each, decision in acting if not each.left])
+        self.began += [each.number for each in new]
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "later"])
+def table(request):
+    return Table(later=request.param)
 
 
 async def settle() -> None:
@@ -51,52 +52,43 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_rows_that_wait_together_are_decided_together_and_the_next_turn_waits_for_all(turns):
-    turn, asked = turns
-    one, other = Echo(), Echo()
-    first = [asyncio.create_task(turn.take(row, env)) for row, env in ((1, one), (2, other))]
+async def test_those_that_wait_together_are_decided_together_and_the_next_turn_waits_for_all(table):
+    one, other, new = Player(1), Player(2), Player(3, begun=False)
+    for each in (one, other, new):
+        table.turns.join(each)
     await settle()
-    late = asyncio.create_task(turn.take(3, Echo()))
+    assert table.acted == [[(1, 10), (2, 20)]] and table.began == [3]
+    late = Player(4)
+    for each in (late, one, new):
+        table.turns.join(each)
     await settle()
-    assert asked == [[1, 2]]
-    one.answer()
+    assert table.asked == [[1, 2]], "one is still being stepped"
+    table.turns.leave(other)
     await settle()
-    assert asked == [[1, 2]] and first[0].done() and not first[1].done()
-    other.answer()
-    await settle()
-    assert [task.result() for task in first] == [(10, 10), (20, 20)]
-    assert asked == [[1, 2], [3]]
-    late.cancel()
+    assert table.asked == [[1, 2], [4, 1]]
 
 
-async def test_who_is_stopped_in_a_turn_holds_up_no_one(turns):
-    turn, asked = turns
-    kept, stopped = Echo(), Echo()
-    tasks = [asyncio.create_task(turn.take(row, env)) for row, env in ((1, kept), (2, stopped))]
+async def test_who_leaves_holds_up_no_one_and_acts_no_more():
+    table = Table(later=True)
+    kept, gone = Player(1), Player(2)
+    table.held.clear()
+    for each in (kept, gone):
+        table.turns.join(each)
     await settle()
-    tasks[1].cancel()
-    kept.answer()
+    gone.left = True
+    table.turns.leave(gone)
+    table.held.set()
     await settle()
-    assert tasks[0].result() == (10, 10)
-    waiting, gone = asyncio.create_task(turn.take(4, kept)), asyncio.create_task(turn.take(5, stopped))
-    await asyncio.sleep(0)
-    gone.cancel()
+    assert table.asked == [[1, 2]] and table.acted == [[(1, 10)]]
+    table.turns.join(kept)
     await settle()
-    kept.answer()
-    await settle()
-    assert waiting.result() == (40, 40) and asked[1][0] == 4
+    assert table.asked == [[1, 2], [1]]
 
 
-async def test_a_decision_that_fails_reaches_all_and_one_that_cannot_be_begun_its_own_alone(turns):
-    turn, _ = turns
-    failed = [asyncio.create_task(turn.take(row, Echo())) for row in (1, 13)]
-    found = await asyncio.gather(*failed, return_exceptions=True)
-    assert all("13" in str(error) for error in found)
-    fine = Echo()
-    tasks = [asyncio.create_task(turn.take(row, env)) for row, env in ((1, fine), (-1, Echo()))]
+async def test_a_decision_that_fails_reaches_all_that_need_it_and_no_other(table):
+    asked, new = [Player(1), Player(13)], Player(3, begun=False)
+    for each in (*asked, new):
+        table.turns.join(each)
     await settle()
-    with pytest.raises(RuntimeError, match="gone"):
-        await tasks[1]
-    fine.answer()
-    await settle()
-    assert tasks[0].result() == (10, 10)
+    assert all("13" in str(each.error) for each in asked) and new.error is None
+    assert table.acted == [[]] and table.began == [3]

@@ -282,3 +282,17 @@ def _ids(field: str, values: Sequence[int]) -> list[int]:
 def _ordinal(field: str, value: int) -> int:
     check_number(field, value)
     return value
+
+
+def check_pools(pools: Sequence[rollout_pb2.EnvironmentPool]) -> None:
+    """Raises INVALID for an opening that gives no environment, or one that is not whole."""
+    if not pools:
+        raise invalid("pools: give at least one pool of environments")
+    for pool in pools:
+        if pool.count < 1 or not (pool.address and pool.pool and pool.pool_incarnation and pool.task):
+            raise invalid(
+                f"pools: {pool.pool!r} needs address, pool, pool_incarnation, task and a count from 1"
+            )
+    names = [(pool.address, pool.pool) for pool in pools]
+    if len(set(names)) < len(names):
+        raise invalid("pools: a pool is named twice")

@@ -31,14 +31,14 @@ from headrace_servicekit.rpc.streams import unordered
 from headrace_servicekit.stores.files import local
 from headrace_servicekit.stores.problems import StoreProblem
 
+from headrace_simulator.batches import check_batch
 from headrace_simulator.config import SimulatorSettings
-from headrace_simulator.pools.gathering import Authority
+from headrace_simulator.pools.gathering import Authority, Outcomes
 from headrace_simulator.pools.host import ROBOT, HostFault, HostLost
 from headrace_simulator.pools.open_pools import Conflict, Pools, TooMany
 from headrace_simulator.pools.pool import EnvironmentPool, PoolPlan
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Outcomes = Iterator[asyncio.Future[list[simulator_pb2.EnvironmentOutcome]]]
 _IN_FLIGHT = 2048
 _LINGER_S = 0.002
 """Outcomes of environments that take this much longer than the first still go into its message."""
@@ -151,7 +151,7 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
     ) -> AsyncGenerator[simulator_pb2.StepResponse]:
         header: common_pb2.CommandHeader | None = None
 
-        def expand(request: simulator_pb2.StepRequest) -> Outcomes:
+        def expand(request: simulator_pb2.StepRequest) -> Iterator[asyncio.Future[Outcomes]]:
             nonlocal header
             anew = header is None or request.HasField("header")
             if anew:
@@ -166,22 +166,28 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
                     "INCARNATION_STALE",
                     f"pool_incarnation: {pool.name} is now {pool.incarnation}; open a pool again and reset",
                 )
-            indices = [operation.environment for operation in request.operations]
+            check_batch(request.batch)
+            indices = [*request.batch.environments, *(each.environment for each in request.operations)]
             if len(set(indices)) < len(indices):
                 raise _invalid("operations: at most one an environment in one message")
             assert header is not None
-            return pool.perform(request.operations, self._authority(pool, header))
+            return pool.perform(request, self._authority(pool, header))
 
         async for batches in unordered(requests, expand, _IN_FLIGHT, _LINGER_S):
             response, size = simulator_pb2.StepResponse(), 0
-            for outcome in chain.from_iterable(batches):
+            for whole in batches:
+                if isinstance(whole, simulator_pb2.StepResponse):
+                    yield whole
+            apart = [each for each in batches if isinstance(each, list)]
+            for outcome in chain.from_iterable(apart):
                 own = sum(len(image.data) for message in outcome.messages for image in message.images)
                 if size and size + own > MOST_PROMPT_IMAGE_BYTES:  # gRPC refuses messages of 64 MiB
                     yield response
                     response, size = simulator_pb2.StepResponse(), 0
                 response.outcomes.append(outcome)
                 size += own
-            yield response
+            if apart:
+                yield response
 
     async def Render(
         self, request: simulator_pb2.RenderRequest, context: Context

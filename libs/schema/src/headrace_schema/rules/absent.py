@@ -18,6 +18,7 @@ OF_CONVERSATIONS = {
     "environment.alternating": "turns of all conversations are decoded together",
     "environment.reward": "a turn's reward is what the environment's step returns",
     "environment.stop_on_success": "a conversation ends when the environment's step says so",
+    "environment.horizon": "a conversation does not go on in another slot",
     "environment.state": "the environment's messages are what the policy reads",
     "environment.cameras": "the environment's messages are what the policy reads",
     "environment.instructions": "the environment's first messages say what is asked for",

@@ -205,7 +205,15 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
         f.CURRICULUM: "it chooses a step's items by the pass rates of the step before, which has not ended when they "
         "start",
     },
+    f.HORIZON: {
+        f.TOGETHER: "environments that one call steps wait for the action of each episode that goes on, and one that "
+        "waits for its next slot has none",
+        f.NOT_PPO: "what a slot cuts is worth what a critic says, and {spec.algorithm.name} has none",
+        f.ONE_ANSWER: "answers of a group begin with one start state, and an environment goes on where it was",
+        f.VIDEOS: "a recording begins with an episode, and a slot may begin within one",
+    },
     f.DETERMINISTIC: {
+        f.HORIZON: "which environment goes on in which slot hangs on how long others take",
         f.STALE: "which version makes which token depends on times, so no two runs are alike",
         f.TRAINER_HELPERS: _ALIKE,
         f.ROLLOUT_HELPERS: _ALIKE,

@@ -107,6 +107,12 @@ class EnvironmentSection(Section):
         description="actions after which an episode is cut, or turns after which a conversation is; 0: the "
         "environment's own limit",
     )
+    horizon: CountOrZero = Field(
+        default=0,
+        description="actions of an episode that a slot has at most: the rest is worth what the critic says, and the "
+        "environment goes on with the episode in the next slot that it takes, in place of that one's start state; 0: "
+        "whole episodes",
+    )
     max_episode_s: NonNegativeFloat = Field(
         default=0.0,
         description="seconds after which a conversation, or an agent, is cut; 0: no limit; default with agent: 600",

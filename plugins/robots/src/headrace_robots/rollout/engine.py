@@ -19,12 +19,12 @@ from headrace_rollout.engines.holding import ThreadedHolder
 from headrace_rollout.engines.policy_state import require_installed
 from headrace_rollout.engines.samples import SlotKey
 from headrace_rollout.engines.weight_memory import HOST
-from headrace_rollout.environments.pool import Pools
+from headrace_rollout.environments.pools import Pools
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.memory.blobs import BlobReader
 from typing_extensions import override
 
-from headrace_robots.rollout.model import Decision, RobotModel, Row, Views
+from headrace_robots.rollout.model import Decisions, RobotModel, Rows, Views
 from headrace_robots.rollout.runner import EpisodeRunner, EpisodeSample, Plan
 
 if TYPE_CHECKING:
@@ -123,13 +123,11 @@ class RobotEngine(ThreadedHolder):
     def _forget_work(self) -> None:
         return
 
-    def _decide(
-        self, rows: Sequence[Row], policy_number: int
-    ) -> Sequence[Decision] | Awaitable[Sequence[Decision]]:
+    def _decide(self, rows: Rows, policy_number: int) -> Decisions | Awaitable[Decisions]:
         act = partial(self._act, rows, policy_number)
         return self._at_once(act) if self._pass_s < QUICK_S else self._call(act)
 
-    def _act(self, rows: Sequence[Row], policy_number: int) -> list[Decision]:
+    def _act(self, rows: Rows, policy_number: int) -> Decisions:
         policy = self.policy
         if policy is None or policy.number != policy_number:
             raise Refused("POLICY_MISMATCH", f"version {policy_number} is installed no more")
@@ -139,5 +137,5 @@ class RobotEngine(ThreadedHolder):
         self._pass_s = time.thread_time() - used if self._model.device == HOST else passed_s
         self.figures.policy_s += passed_s
         self.figures.policy_calls += 1
-        self.figures.chunks += len(rows)
+        self.figures.chunks += len(rows.seen)
         return decisions

@@ -28,27 +28,37 @@ if TYPE_CHECKING:
     from headrace_robots.policies.policy import PolicyConfig, RobotPolicy
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one environment shows: arrays by their names in an episode, and the instruction's ids.
+Seen = tuple[Arrays, int]
+"""What an environment shows, by the names of an episode: arrays of several environments, and its row."""
 
-    `seed` is that of the draw; `greedy` takes the likeliest action.
+
+@dataclass(frozen=True)
+class Rows:
+    """What several environments show, and the instructions' ids.
+
+    `seeds` are those of the draws; `greedy` takes the likeliest action.
     """
 
-    observation: Arrays
-    prompt_ids: tuple[int, ...]
-    seed: int
-    greedy: bool
+    seen: Sequence[Seen]
+    prompts: Sequence[tuple[int, ...]]
+    seeds: Sequence[int]
+    greedy: Sequence[bool]
+
+    def chosen(self, greedy: bool) -> Rows:
+        """Those that are, or are not."""
+        kept = [row for row, each in enumerate(self.greedy) if each is greedy]
+        seen, prompts, seeds = ([part[row] for row in kept] for part in (self.seen, self.prompts, self.seeds))
+        return Rows(seen, prompts, seeds, [greedy] * len(kept))  # type: ignore[arg-type]  # one type each
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What the policy drew for a row: `sampled` by name, (C, …); `executed_CA` in the environment's units."""
+class Decisions:
+    """What the policy drew for rows: `sampled` by name, (B, C, …); `executed_BCA` in the environment's units."""
 
     sampled: Arrays
-    executed_CA: np.ndarray
-    log_probs_CA: np.ndarray
-    value: np.ndarray
+    executed_BCA: np.ndarray
+    log_probs_BCA: np.ndarray
+    values_B: np.ndarray
 
 
 class RobotModel(HeldModel):
@@ -63,34 +73,33 @@ class RobotModel(HeldModel):
         self._memory.free()
         self.place(device)
 
-    def act(self, rows: Sequence[Row]) -> list[Decision]:
+    def act(self, rows: Rows) -> Decisions:
         """Decisions in the rows' order. ValueError: an observation is not what the policy reads."""
         if self.policy is None:
             raise Refused("POLICY_MISMATCH", "no policy is installed; call InstallPolicy first")
-        decisions: dict[int, Decision] = {}
-        for greedy in (False, True):
-            chosen = [index for index, row in enumerate(rows) if row.greedy is greedy]
-            if chosen:
-                found = self._act([rows[index] for index in chosen], greedy)
-                decisions.update(zip(chosen, found, strict=True))
-        return [decisions[index] for index in range(len(rows))]
+        if len({*rows.greedy}) == 1:
+            return self._act(rows, rows.greedy[0])
+        drawn, greedy = self._act(rows.chosen(False), False), self._act(rows.chosen(True), True)
+        order = np.argsort(np.argsort(rows.greedy, kind="stable"), kind="stable")
 
-    def _act(self, rows: Sequence[Row], greedy: bool) -> list[Decision]:
-        seeds = [row.seed for row in rows]
-        chunk = self._module.act(observation_of(rows), seeds, deterministic=greedy)
-        sampled = {name: _numbers(tensor) for name, tensor in chunk.sampled.items()}
-        executed = _numbers(chunk.executed_BCA)
-        log_probs = _numbers(chunk.log_probs_BCA).astype(np.float32, copy=False)
-        values = _numbers(chunk.values_B).astype(np.float32, copy=False)
-        return [
-            Decision(
-                {name: array[row] for name, array in sampled.items()},
-                executed[row],
-                log_probs[row],
-                values[row],
-            )
-            for row in range(len(rows))
-        ]
+        def merged(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+            return np.concatenate([one, other])[order]
+
+        return Decisions(
+            {name: merged(drawn.sampled[name], greedy.sampled[name]) for name in drawn.sampled},
+            merged(drawn.executed_BCA, greedy.executed_BCA),
+            merged(drawn.log_probs_BCA, greedy.log_probs_BCA),
+            merged(drawn.values_B, greedy.values_B),
+        )
+
+    def _act(self, rows: Rows, greedy: bool) -> Decisions:
+        chunk = self._module.act(observation_of(rows), rows.seeds, deterministic=greedy)
+        return Decisions(
+            {name: _numbers(tensor) for name, tensor in chunk.sampled.items()},
+            _numbers(chunk.executed_BCA),
+            _numbers(chunk.log_probs_BCA).astype(np.float32, copy=False),
+            _numbers(chunk.values_B).astype(np.float32, copy=False),
+        )
 
     @override
     def install(self, policy: Policy, tensors: Sequence[WeightView], beside: Mapping[str, Adapter]) -> float:
@@ -119,11 +128,10 @@ class RobotModel(HeldModel):
         self._memory.free()
 
 
-def observation_of(rows: Sequence[Row]) -> Observation:
+def observation_of(rows: Rows) -> Observation:
     """The rows as the policy reads them. ValueError where they differ in names or shapes."""
-    names = set().union(*(row.observation for row in rows))
-    stacked = {name: _stacked(name, [row.observation for row in rows]) for name in sorted(names)}
-    prompts = tuple(row.prompt_ids for row in rows)
+    stacked = {name: torch.from_numpy(array) for name, array in _together(rows.seen).items()}
+    prompts = tuple(rows.prompts)
     return Observation(
         stacked.get(STATE),
         {name.removeprefix(IMAGE): image for name, image in stacked.items() if name.startswith(IMAGE)},
@@ -131,11 +139,21 @@ def observation_of(rows: Sequence[Row]) -> Observation:
     )
 
 
-def _stacked(name: str, observations: Sequence[Mapping[str, np.ndarray]]) -> Tensor:
-    shapes = {found.shape if (found := each.get(name)) is not None else None for each in observations}
+def _together(seen: Sequence[Seen]) -> Arrays:
+    first, places = seen[0][0], [row for _, row in seen]
+    if all(arrays is first for arrays, _ in seen):
+        # One message's, as it is where all of its environments go on.
+        whole = places == list(range(len(next(iter(first.values()), ()))))
+        return first if whole else {name: array[places] for name, array in first.items()}
+    names = sorted(set().union(*(arrays for arrays, _ in seen)))
+    return {name: _stacked(name, seen) for name in names}
+
+
+def _stacked(name: str, seen: Sequence[Seen]) -> np.ndarray:
+    shapes = {found.shape[1:] if (found := each.get(name)) is not None else None for each, _ in seen}
     if len(shapes) > 1:
         raise ValueError(f"environments differ in {name!r}: its shapes are {', '.join(map(str, shapes))}")
-    return torch.from_numpy(np.stack([each[name] for each in observations]))
+    return np.stack([each[name][row] for each, row in seen])
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:
@@ -162,37 +180,49 @@ class Views:
         self._reads_state = policy.state_numbers > 0
 
     def __call__(self, observation: Arrays) -> dict[str, np.ndarray]:
-        """STATE, (S,) float32, and IMAGE + camera, (H, W, channels) uint8: those that the policy reads.
+        """STATE, (N, S) float32, and IMAGE + camera, (N, H, W, channels) uint8, of N environments.
 
         ValueError, which names the key of the spec, where the environment has no such observation. NotFinite.
         """
         found: dict[str, np.ndarray] = {}
         if self._reads_state:
-            parts = [_named(observation, name, "environment.state") for name in self._state_of(observation)]
+            names = self._state_of(observation)
+            parts = [_named(observation, name, "environment.state") for name in names]
             if not parts:
                 raise ValueError(
                     "environment.state: the environment has images alone, and the policy reads a state"
                 )
-            with np.errstate(over="ignore"):  # too large for float32: it becomes infinite, and is refused
-                found[STATE] = np.concatenate([part.astype(np.float32).reshape(-1) for part in parts])
+            found[STATE] = _state(parts)
             if not np.isfinite(found[STATE]).all():
-                names = self._state_of(observation)
                 raise NotFinite(_first_not_finite(dict(zip(names, parts, strict=True))))
         for camera in self._wanted:
             source = camera if self._cameras is None else self._cameras.get(camera, "")
             where = f"environment.cameras: {camera!r}"
             image = _named(observation, source, where)
-            if not is_image(image.dtype, image.shape):
+            if not is_image(image.dtype, image.shape[1:]):
                 raise ValueError(
-                    f"{where}: {source!r} is {image.dtype} {image.shape}, no (height, width, channels) of uint8"
+                    f"{where}: {source!r} is {image.dtype} {image.shape[1:]}, no (height, width, channels) of uint8"
                 )
             found[IMAGE + camera] = image
         return found
 
+    def seen(self, observation: Arrays, row: int) -> Seen:
+        """One environment of them, where another one's values may not be finite. Raises as a call."""
+        return self({name: array[row : row + 1] for name, array in observation.items()}), 0
+
     def _state_of(self, observation: Arrays) -> Sequence[str]:
         if self._state is not None:
             return self._state
-        return sorted(name for name, array in observation.items() if not is_image(array.dtype, array.shape))
+        return sorted(
+            name for name, array in observation.items() if not is_image(array.dtype, array.shape[1:])
+        )
+
+
+def _state(parts: Sequence[np.ndarray]) -> np.ndarray:
+    if len(parts) == 1 and parts[0].dtype == np.float32:
+        return parts[0].reshape(len(parts[0]), -1)
+    with np.errstate(over="ignore"):  # too large for float32: it becomes infinite, and is refused
+        return np.concatenate([part.astype(np.float32).reshape(len(part), -1) for part in parts], 1)
 
 
 def _first_not_finite(parts: Mapping[str, np.ndarray]) -> str:

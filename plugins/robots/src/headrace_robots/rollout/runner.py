@@ -5,35 +5,29 @@ Knows no gRPC call of its own and no trajectory: samples in, ended episodes out.
 
 from __future__ import annotations
 
+import asyncio
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import grpc
 import numpy as np
 from headrace.rollout.v1 import rollout_pb2
-from headrace.simulator.v1 import simulator_pb2
 from headrace_rollout.engines.base import Refused
 from headrace_rollout.engines.samples import SlotKey
-from headrace_rollout.environments.pool import (
-    Environment,
-    EnvironmentLost,
-    Outcome,
-    Pool,
-    PoolLost,
-    arrays_of,
-)
+from headrace_rollout.environments.outcomes import Answer, Outcome, Shown, arrays_of, shown_of
+from headrace_rollout.environments.pool import Environment, EnvironmentLost, Pool, PoolLost
 from headrace_rollout.environments.runner import EnvironmentRunner
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.causes import cause_first, raised
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.episodes import Arrays, Episode
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.tensors import decode_tensor
 from typing_extensions import override
 
-from headrace_robots.rollout.model import Decision, NotFinite, Row, Views
-from headrace_robots.rollout.turns import Decide, Turns
+from headrace_robots.rollout.model import Decisions, NotFinite, Rows, Seen, Views
+from headrace_robots.rollout.recording import Recording
+from headrace_robots.rollout.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -59,6 +53,8 @@ class EndedEpisode:
     """Whether any action succeeded; None where its environment never said so, or that none did."""
     success_at_end: bool | None = None
     """Whether the last action did; None also where a success ends an episode."""
+    before: float = 0.0
+    """Rewards of the same episode in samples before."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +71,127 @@ class Plan:
     holds: Callable[[], bool]
     until_success: bool = False
     """Whether episodes end with their first success, also where the environment's section does not say so."""
+    horizon: int = 0
+    """Actions after which an episode goes on in the next sample; 0: a sample has a whole one."""
 
 
-ActingTurns = Turns[Row, Decision, Outcome]
+Decide = Callable[[Rows], Decisions | Awaitable[Decisions]]
+"""The decisions for rows, at once or later."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An episode between two samples: what its environment shows, and its rewards so far."""
+
+    seen: Seen
+    rewards: float
+
+
+class Playing:
+    """An episode that goes on: takes what its environment answers, and waits for the next turn, until it has ended."""
+
+    def __init__(
+        self,
+        sample: EpisodeSample,
+        environment: Environment,
+        turns: ActingTurns,
+        views: Views,
+        horizon: int = 0,
+    ) -> None:
+        self.sample, self.environment, self._turns, self._views = sample, environment, turns, views
+        self.horizon, self._actions, self.cut = horizon, 0, False
+        self.recording = Recording()
+        self.seen: Seen = {}, 0
+        self.begun = False
+        """Whether it needs a decision: else its turn begins it."""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.drawn: tuple[Decisions, int] | None = None
+        """What the chunk under way is of, and its row there."""
+        self._fetching: asyncio.Task[None] | None = None
+
+    def begin(self, observation: Arrays) -> None:
+        """Begins with what its environment shows, and waits for a turn."""
+        self.go_on(self._views.seen({name: array[None] for name, array in observation.items()}, 0))
+
+    def go_on(self, seen: Seen) -> None:
+        """Waits for a turn, with what its environment shows."""
+        self.seen, self.begun = seen, True
+        self._turns.join(self)
+
+    def fail(self, error: Exception) -> None:
+        """Ends it without an episode."""
+        self._turns.leave(self)
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
+    set_exception = fail
+
+    def done(self) -> bool:
+        """Whether it waits no more."""
+        return self.ended.done()
+
+    def set_result(self, found: Answer) -> None:
+        """Takes what its environment answers; what an answer refers to is fetched first."""
+        try:
+            if isinstance(found, tuple):
+                self._take(*found)
+                return
+            self.environment.check(found)
+            if not self.environment.pool.references(found):
+                self._take_outcome(found)
+                return
+        except Exception as error:  # noqa: BLE001  # who waits for its end judges it
+            self.fail(error)
+            return
+        self._fetching = asyncio.create_task(self._fetch(found))
+
+    async def _fetch(self, outcome: Outcome) -> None:
+        try:
+            await self.environment.settled(outcome)
+            if not self.done():  # it may have been stopped meanwhile
+                self._take_outcome(outcome)
+        except Exception as error:  # noqa: BLE001  # who waits for its end judges it
+            self.fail(error)
+
+    def _take_outcome(self, outcome: Outcome) -> None:
+        bodies = self.environment.bodies
+        if self.begun:
+            self._take(shown_of(outcome, bodies), 0)
+        else:
+            self.begin(arrays_of(outcome, bodies))
+
+    def _take(self, shown: Shown, row: int) -> None:
+        assert self.drawn is not None
+        self.recording.add(self.seen, *self.drawn, shown, row)
+        self.seen = self._view(shown, row)
+        self._actions += shown.executed[row]
+        self.cut = not self.recording.ended and 0 < self.horizon <= self._actions
+        self.recording.truncated |= self.cut
+        if not self.recording.ended:
+            self._turns.join(self)
+            return
+        self._turns.leave(self)
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _view(self, shown: Shown, row: int) -> Seen:
+        if shown.viewed is None:
+            try:
+                shown.viewed = self._views(shown.observation)
+            except NotFinite:  # of one of them
+                return self._views.seen(shown.observation, row)
+        return shown.viewed, row
+
+
+ActingTurns = Turns[Playing, Decisions]
 
 
 class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
     """The episodes of one stream."""
 
-    def __init__(self, plan: Plan, pools: Sequence[Pool], decide: Decide[Row, Decision]) -> None:
-        self._plan = plan
-        parts = [ActingTurns(decide) for _ in range(plan.environment.alternating)]
+    def __init__(self, plan: Plan, pools: Sequence[Pool], decide: Decide) -> None:
+        self._plan, self._acts = plan, decide
+        parts = [ActingTurns(self._decide, self._act) for _ in range(plan.environment.alternating)]
         self._parts: dict[Environment, ActingTurns] = {}
         for place, pool in enumerate(pools):
             for index, environment in enumerate(pool.environments):
@@ -106,12 +212,16 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
     @override
     async def _play(self, sample: EpisodeSample, environment: Environment) -> EndedEpisode:
         try:
-            recording, seen = await self._played(sample, environment, self._parts[environment])
+            playing, before = await self._played(sample, environment)
+            recording = playing.recording
+            episode = recording.episode(playing.seen)
+            environment.kept = Kept(playing.seen, before + episode.total_reward) if playing.cut else None
             video = await environment.video() if sample.start.record else b""
             return EndedEpisode(
                 sample,
-                recording.episode(seen),
+                episode,
                 video=video,
+                before=before,
                 success=recording.success,
                 success_at_end=None if self._until_success else recording.success_at_end,
             )
@@ -129,34 +239,81 @@ class EpisodeRunner(EnvironmentRunner[EpisodeSample, EndedEpisode]):
             self._plan.failed(_failed(sample, error))
         return EndedEpisode(sample)
 
-    async def _played(
-        self, sample: EpisodeSample, environment: Environment, turns: ActingTurns
-    ) -> tuple[Recording, Arrays]:
-        """The episode as it was recorded, and what was seen at its end."""
-        plan = self._plan
-        recording = Recording()
-        begun = await self._begun(sample, environment, turns)
-        seen = plan.views(arrays_of(begun, environment.bodies))
-        while not recording.ended:
-            if not plan.holds():
-                raise _NotHeld
-            seed = chunk_seed(plan.seed, sample.key, recording.chunks)
-            row = Row(seen, sample.prompt_ids, seed, sample.greedy)
-            decision, outcome = await turns.take(row, environment)
-            recording.add(seen, decision, outcome)
-            seen = plan.views(arrays_of(outcome, environment.bodies, final=recording.ended))
-        return recording, seen
+    async def _played(self, sample: EpisodeSample, environment: Environment) -> tuple[Playing, float]:
+        """What a sample has of an episode, once that has ended, and the episode's rewards before."""
+        kept, environment.kept = environment.kept, None
+        if kept is not None and self._plan.horizon:
+            playing = self._playing(sample, environment)
+            try:
+                await self._ended(playing, kept)
+                return playing, kept.rewards
+            except EnvironmentLost:
+                if playing.recording.chunks:
+                    raise
+                # It was lost between two samples: this one begins with its own start state.
+        playing = self._playing(sample, environment)
+        await self._ended(playing, None)
+        return playing, 0.0
 
-    async def _begun(self, sample: EpisodeSample, environment: Environment, turns: ActingTurns) -> Outcome:
-        until_success = self._until_success
-        if not self._plan.environment.vectorized:
-            return await environment.reset(sample.start, until_success=until_success)
-        await environment.free()
-        # Those that one call steps wait for each other's actions: one that begins outside of a turn would wait for it.
-        return await turns.start(
-            environment,
-            lambda answered: environment.restart(sample.start, answered, until_success=until_success),
+    def _playing(self, sample: EpisodeSample, environment: Environment) -> Playing:
+        plan = self._plan
+        return Playing(sample, environment, self._parts[environment], plan.views, plan.horizon)
+
+    async def _ended(self, playing: Playing, kept: Kept | None) -> None:
+        """Begins an episode, or goes on with one, and returns once it has ended."""
+        environment, start, turns = (
+            playing.environment,
+            playing.sample.start,
+            self._parts[playing.environment],
         )
+        try:
+            if kept is not None:
+                playing.go_on(kept.seen)
+            elif self._plan.environment.vectorized:
+                # Those that one call steps wait for each other's actions: one that begins outside of a turn would wait.
+                await environment.free()
+                turns.join(playing)
+            else:
+                begun = await environment.reset(start, until_success=self._until_success)
+                playing.begin(arrays_of(begun, environment.bodies))
+            await playing.ended
+        finally:
+            turns.leave(playing)
+
+    def _decide(self, asked: Sequence[Playing]) -> Decisions | Awaitable[Decisions]:
+        if not self._plan.holds():
+            raise _NotHeld
+        samples = [each.sample for each in asked]
+        return self._acts(
+            Rows(
+                [each.seen for each in asked],
+                [each.prompt_ids for each in samples],
+                [chunk_seed(self._plan.seed, each.sample.key, each.recording.chunks) for each in asked],
+                [each.greedy for each in samples],
+            )
+        )
+
+    def _act(self, asked: Sequence[Playing], decisions: Decisions | None, new: Sequence[Playing]) -> None:
+        """Begins and goes on with a turn's episodes: of each pool in one message."""
+        for playing in new:
+            try:
+                start = playing.sample.start
+                playing.environment.restart(start, playing, until_success=self._until_success)
+            except Exception as error:  # noqa: BLE001  # the one whose environment it is gets it
+                playing.fail(error)
+        by_pool: dict[Pool, list[int]] = {}
+        for row, playing in enumerate(asked):
+            if decisions is not None and not playing.done():  # who left the turn meanwhile acts no more
+                playing.drawn = decisions, row
+                by_pool.setdefault(playing.environment.pool, []).append(row)
+        for pool, rows in by_pool.items():
+            together, environments = [asked[row] for row in rows], [asked[row].environment for row in rows]
+            chunks_NCA = decisions.executed_BCA[rows] if decisions is not None else np.empty(0)
+            try:
+                pool.act(environments, chunks_NCA, together, together=self._plan.environment.vectorized)
+            except Exception as error:  # noqa: BLE001  # those whose pool it is get it
+                for playing in together:
+                    playing.fail(error)
 
 
 class _NotHeld(Exception):
@@ -177,93 +334,3 @@ def _unfit(sample: EpisodeSample, error: ValueError) -> ServiceError:
 def _failed(sample: EpisodeSample, error: Exception) -> ServiceError:
     message = cause_first(raised(error), f"an episode of {sample.start.task!r} failed")
     return ServiceError(grpc.StatusCode.INTERNAL, "ENGINE_FAILED", message)
-
-
-_MAX_BYTES = 1 << 20
-
-
-@dataclass
-class Recording:
-    """An episode that goes on."""
-
-    terminated: bool = False
-    truncated: bool = False
-    success_reported: bool = False
-    """Whether the environment said at any action whether it succeeded."""
-    _observations: list[Arrays] = field(default_factory=list)
-    _decisions: list[Decision] = field(default_factory=list)
-    _rewards: list[np.ndarray] = field(default_factory=list)
-    _successes: list[np.ndarray] = field(default_factory=list)
-    _persons: dict[int, np.ndarray] = field(default_factory=dict)
-    """By chunk, what a person did, (K, A); not a number where the policy's action was done."""
-    _author: str = ""
-
-    @property
-    def chunks(self) -> int:
-        """Chunks so far."""
-        return len(self._decisions)
-
-    @property
-    def success(self) -> bool | None:
-        """Whether any action succeeded; None where the environment never said."""
-        return any(each.any() for each in self._successes) if self.success_reported else None
-
-    @property
-    def success_at_end(self) -> bool | None:
-        """Whether the last action succeeded; None where the environment never said."""
-        return bool(self._successes[-1][-1]) if self.success_reported else None
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more happens in it."""
-        return self.terminated or self.truncated
-
-    def add(self, observation: Arrays, decision: Decision, outcome: simulator_pb2.EnvironmentOutcome) -> None:
-        """What was seen, what was drawn, and how the chunk went."""
-        rewards_K = decode_tensor(outcome.rewards, max_bytes=_MAX_BYTES)
-        successes_K = decode_tensor(outcome.successes, max_bytes=_MAX_BYTES)
-        self.terminated, self.truncated = outcome.terminated, outcome.truncated and not outcome.terminated
-        self.success_reported |= outcome.success_reported
-        if outcome.HasField("interventions"):
-            self._persons[self.chunks] = decode_tensor(outcome.interventions, max_bytes=_MAX_BYTES)
-            self._author = outcome.author
-        self._observations.append(observation)
-        self._decisions.append(decision)
-        self._rewards.append(rewards_K)
-        self._successes.append(successes_K)
-
-    def episode(self, final_observation: Arrays) -> Episode:
-        """The whole episode; `final_observation` is what came behind its last action, and is kept where it was cut."""
-        decisions = self._decisions
-        shape = (self.chunks, len(decisions[0].executed_CA))
-        valid_TC, successes_TC = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
-        rewards_TC = np.zeros(shape, np.float32)
-        for row, (rewards_K, successes_K) in enumerate(zip(self._rewards, self._successes, strict=True)):
-            valid_TC[row, : len(rewards_K)] = True
-            rewards_TC[row, : len(rewards_K)] = rewards_K
-            successes_TC[row, : len(rewards_K)] = successes_K
-        executed_TCA = np.stack([decision.executed_CA for decision in decisions])
-        intervened_TC = np.zeros(shape, np.bool_) if self._persons else None
-        for row, done_KA in self._persons.items():
-            theirs = np.flatnonzero(np.isfinite(done_KA).all(1))
-            executed_TCA[row, theirs] = done_KA[theirs]
-            intervened_TC[row, theirs] = True  # type: ignore[index]
-        return Episode(
-            observation=_stacked(self._observations),
-            sampled=_stacked([decision.sampled for decision in decisions]),
-            executed_TCA=executed_TCA,
-            valid_TC=valid_TC,
-            log_probs_TCA=np.stack([decision.log_probs_CA for decision in decisions]),
-            rewards_TC=rewards_TC,
-            successes_TC=successes_TC,
-            terminated=self.terminated,
-            truncated=self.truncated,
-            values_T=np.stack([decision.value for decision in decisions]),
-            final_observation=final_observation if self.truncated else {},
-            intervened_TC=intervened_TC,
-            author=self._author,
-        )
-
-
-def _stacked(arrays: list[Arrays]) -> dict[str, np.ndarray]:
-    return {name: np.stack([each[name] for each in arrays]) for name in arrays[0]}

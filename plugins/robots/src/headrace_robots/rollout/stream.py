@@ -44,6 +44,7 @@ class EpisodeStream(SampleStream[EndedEpisode | Pool, rollout_pb2.RunEpisodesRes
             pool_lost=lambda pool: self._inbox.put_nowait([pool]),
             holds=self._holds,
             until_success=opening.until_success,
+            horizon=0 if opening.evaluation else run.engine.environment.horizon,
         )
         self._runner = run.engine.run_episodes(plan, opening.pools)
         self._simulate, self._acted_s = SimulateStage(run.engine.pools), run.engine.figures.policy_s
@@ -161,7 +162,11 @@ def trajectory_of(
             common_pb2.FINISH_REASON_TERMINATED if episode.terminated else common_pb2.FINISH_REASON_TRUNCATED
         )
         trajectory.finish_reason = ended
-        text = {"return": episode.total_reward, "success": output.success, "steps": episode.steps}
+        text = {
+            "return": output.before + episode.total_reward,
+            "success": output.success,
+            "steps": episode.steps,
+        }
         if episode.intervened_TC is not None:
             text |= {"interventions": int(episode.intervened_TC.sum()), "author": episode.author}
         if output.success_at_end is not None:

@@ -1,150 +1,95 @@
 """Turns of a part of the environments: the policy acts for all of them together while other parts are simulated.
 
-Knows neither policies nor what an environment is asked.
+Knows neither policies nor environments.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-RowT = TypeVar("RowT")
-DecisionT = TypeVar("DecisionT")
-GivenT = TypeVar("GivenT", contravariant=True)
-OutcomeT = TypeVar("OutcomeT")
-Decide = Callable[[Sequence[RowT]], Sequence[DecisionT] | Awaitable[Sequence[DecisionT]]]
-"""The decisions for rows, at once or later."""
+
+class Playing(Protocol):
+    """What takes turns."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it needs a decision: else its turn begins it."""
+
+    def fail(self, error: Exception) -> None:
+        """Ends it."""
 
 
-class Stepped(Protocol[GivenT, OutcomeT]):
-    """An environment that executes decisions."""
-
-    def begin(self, decision: GivenT, answered: asyncio.Future[OutcomeT]) -> None:
-        """Starts to execute a decision; `answered` gets the outcome. Raises where it cannot start."""
-
-    async def settled(self, outcome: OutcomeT) -> OutcomeT:
-        """The outcome with all that it refers to. Raises where the environment failed."""
+PlayingT = TypeVar("PlayingT", bound=Playing)
+DecisionsT = TypeVar("DecisionsT")
+Decide = Callable[[Sequence[PlayingT]], DecisionsT | Awaitable[DecisionsT]]
+"""The decisions for those, at once or later."""
+Act = Callable[[Sequence[PlayingT], DecisionsT | None, Sequence[PlayingT]], None]
+"""Goes on with those that have a decision each, and begins the others. Some may have left meanwhile: it asks them."""
 
 
-@dataclass(eq=False)
-class _Row(Generic[RowT, DecisionT, OutcomeT]):
-    environment: Stepped[DecisionT, OutcomeT]
-    answered: asyncio.Future[OutcomeT]
-    row: RowT | None = None
-    start: Callable[[asyncio.Future[OutcomeT]], None] | None = None
-    """In place of a row: begins what needs no decision."""
-    decision: DecisionT | None = None
-    begun: bool = False
+class Turns(Generic[PlayingT, DecisionsT]):
+    """Gathers those of one part: `decide` is called for all that wait once none of them is being stepped."""
 
-    def begin(self) -> None:
-        """Begins with the decision, or with what needs none."""
-        self.begun = True
-        if self.start is not None:
-            self.start(self.answered)
-        elif self.decision is not None:
-            self.environment.begin(self.decision, self.answered)
-
-
-class Turns(Generic[RowT, DecisionT, OutcomeT]):
-    """Gathers the rows of one part: `decide` is called for those that wait once no environment of it is being stepped.
-
-    A task that waits is woken once a turn, with its outcome.
-    """
-
-    def __init__(self, decide: Decide[RowT, DecisionT]) -> None:
-        self._decide = decide
-        self._waiting: list[_Row[RowT, DecisionT, OutcomeT]] = []
-        self._stepping = 0
+    def __init__(self, decide: Decide[PlayingT, DecisionsT], act: Act[PlayingT, DecisionsT]) -> None:
+        self._decide, self._act = decide, act
+        # Dicts keep the order in which they came.
+        self._waiting: dict[PlayingT, None] = {}
+        self._acting: dict[PlayingT, None] = {}
         self._deciding: asyncio.Task[None] | None = None
         self._scheduled = False
 
-    async def take(self, row: RowT, environment: Stepped[DecisionT, OutcomeT]) -> tuple[DecisionT, OutcomeT]:
-        """The decision for a row, made together with the others', and how the environment went on with it.
-
-        Raises what `decide` raised, and what the environment raises.
-        """
-        own = _Row(environment, asyncio.get_running_loop().create_future(), row)
-        outcome = await self._outcome(own)
-        assert own.decision is not None
-        return own.decision, outcome
-
-    async def start(
-        self,
-        environment: Stepped[DecisionT, OutcomeT],
-        start: Callable[[asyncio.Future[OutcomeT]], None],
-    ) -> OutcomeT:
-        """How an environment goes on with what needs no decision, and is begun together with the next turn's."""
-        return await self._outcome(_Row(environment, asyncio.get_running_loop().create_future(), start=start))
-
-    async def _outcome(self, own: _Row[RowT, DecisionT, OutcomeT]) -> OutcomeT:
-        self._waiting.append(own)
+    def join(self, playing: PlayingT) -> None:
+        """Is in the next turn."""
+        self._acting.pop(playing, None)
+        self._waiting[playing] = None
         self._soon()
-        try:
-            return await own.environment.settled(await own.answered)
-        finally:
-            if own.begun:
-                self._stepped()
 
-    def _stepped(self) -> None:
-        self._stepping -= 1
+    def leave(self, playing: PlayingT) -> None:
+        """Is in no turn any more, and none waits for it."""
+        self._waiting.pop(playing, None)
+        self._acting.pop(playing, None)
         self._soon()
 
     def _soon(self) -> None:
-        """Schedules a turn behind the tasks that have just got their outcomes, so that their next rows are in it."""
-        if not (self._scheduled or self._stepping or self._deciding):
+        """Schedules a turn behind all that answers now, so that what answers is in it."""
+        if self._waiting and not (self._scheduled or self._acting or self._deciding):
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
         self._scheduled = False
-        if self._stepping or self._deciding is not None or not self._waiting:
+        if self._acting or self._deciding is not None:
             return
-        turn = [own for own in self._waiting if not own.answered.done()]
-        self._waiting = []
-        if not turn:
-            return
-        rows = [own.row for own in turn if own.row is not None]
+        turn, self._waiting = list(self._waiting), {}
+        self._acting = dict.fromkeys(turn)
+        asked = [each for each in turn if each.begun]
+        new = [each for each in turn if not each.begun]
         try:
-            decisions = self._decide(rows) if rows else []
+            decisions = self._decide(asked) if asked else None
         except Exception as error:  # noqa: BLE001  # whatever it is, each that waits gets it
-            _fail(turn, error)
-            return
+            self._fail(asked, error)
+            asked, decisions = [], None
         if isinstance(decisions, Awaitable):
-            self._deciding = asyncio.create_task(self._later(turn, decisions))
+            self._deciding = asyncio.create_task(self._later(asked, decisions, new))
         else:
-            self._go_on(turn, decisions)
+            self._act(asked, decisions, new)
 
     async def _later(
-        self,
-        turn: Sequence[_Row[RowT, DecisionT, OutcomeT]],
-        decisions: Awaitable[Sequence[DecisionT]],
+        self, asked: Sequence[PlayingT], decisions: Awaitable[DecisionsT], new: Sequence[PlayingT]
     ) -> None:
+        found: DecisionsT | None = None
         try:
             found = await decisions
         except Exception as error:  # noqa: BLE001  # whatever it is, each that waits gets it
-            _fail(turn, error)
-        else:
-            self._go_on(turn, found)
+            self._fail(asked, error)
+            asked = []
         self._deciding = None
+        self._act(asked, found, [each for each in new if each in self._acting])
         self._soon()
 
-    def _go_on(self, turn: Sequence[_Row[RowT, DecisionT, OutcomeT]], decisions: Sequence[DecisionT]) -> None:
-        decided = [own for own in turn if own.row is not None]
-        for own, decision in zip(decided, decisions, strict=True):
-            own.decision = decision
-        for own in turn:
-            if own.answered.done():  # it was stopped meanwhile
-                continue
-            self._stepping += 1
-            try:
-                own.begin()
-            except Exception as error:  # noqa: BLE001  # the one whose environment it is gets it
-                own.answered.set_exception(error)
-
-
-def _fail(turn: Sequence[_Row[RowT, DecisionT, OutcomeT]], error: Exception) -> None:
-    for own in turn:
-        if not own.answered.done():
-            own.answered.set_exception(error)
+    def _fail(self, asked: Sequence[PlayingT], error: Exception) -> None:
+        for playing in asked:
+            if playing in self._acting:
+                playing.fail(error)

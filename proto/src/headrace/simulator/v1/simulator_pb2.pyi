@@ -141,16 +141,28 @@ class OpenPoolResponse(_message.Message):
     def __init__(self, pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., observation_spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., action_space: _Optional[_Union[Space, _Mapping]] = ..., init_state_count: _Optional[int] = ..., instruction: _Optional[str] = ..., conversation: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., images: _Optional[bool] = ..., agents: _Optional[bool] = ..., versions: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("header", "pool", "pool_incarnation", "operations")
+    __slots__ = ("header", "pool", "pool_incarnation", "operations", "batch")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     pool: str
     pool_incarnation: str
     operations: _containers.RepeatedCompositeFieldContainer[EnvironmentOperation]
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., operations: _Optional[_Iterable[_Union[EnvironmentOperation, _Mapping]]] = ...) -> None: ...
+    batch: ChunkBatch
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., operations: _Optional[_Iterable[_Union[EnvironmentOperation, _Mapping]]] = ..., batch: _Optional[_Union[ChunkBatch, _Mapping]] = ...) -> None: ...
+
+class ChunkBatch(_message.Message):
+    __slots__ = ("environments", "step_indices", "action_chunks")
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_INDICES_FIELD_NUMBER: _ClassVar[int]
+    ACTION_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    environments: _containers.RepeatedScalarFieldContainer[int]
+    step_indices: _containers.RepeatedScalarFieldContainer[int]
+    action_chunks: _common_pb2.Tensor
+    def __init__(self, environments: _Optional[_Iterable[int]] = ..., step_indices: _Optional[_Iterable[int]] = ..., action_chunks: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class EnvironmentOperation(_message.Message):
     __slots__ = ("environment", "step_index", "reset", "action", "action_chunk", "turn", "await_agent")
@@ -199,10 +211,41 @@ class ResetOperation(_message.Message):
     def __init__(self, seed: _Optional[int] = ..., options_json: _Optional[str] = ..., init_state: _Optional[int] = ..., record: _Optional[bool] = ..., until_success: _Optional[bool] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("outcomes",)
+    __slots__ = ("outcomes", "batch")
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     outcomes: _containers.RepeatedCompositeFieldContainer[EnvironmentOutcome]
-    def __init__(self, outcomes: _Optional[_Iterable[_Union[EnvironmentOutcome, _Mapping]]] = ...) -> None: ...
+    batch: OutcomeBatch
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[EnvironmentOutcome, _Mapping]]] = ..., batch: _Optional[_Union[OutcomeBatch, _Mapping]] = ...) -> None: ...
+
+class OutcomeBatch(_message.Message):
+    __slots__ = ("environments", "step_indices", "observation", "executed_lengths", "rewards", "successes", "terminated", "truncated", "success_reported")
+    class ObservationEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _common_pb2.Tensor
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_INDICES_FIELD_NUMBER: _ClassVar[int]
+    OBSERVATION_FIELD_NUMBER: _ClassVar[int]
+    EXECUTED_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    SUCCESSES_FIELD_NUMBER: _ClassVar[int]
+    TERMINATED_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    SUCCESS_REPORTED_FIELD_NUMBER: _ClassVar[int]
+    environments: _containers.RepeatedScalarFieldContainer[int]
+    step_indices: _containers.RepeatedScalarFieldContainer[int]
+    observation: _containers.MessageMap[str, _common_pb2.Tensor]
+    executed_lengths: _containers.RepeatedScalarFieldContainer[int]
+    rewards: _common_pb2.Tensor
+    successes: _common_pb2.Tensor
+    terminated: _containers.RepeatedScalarFieldContainer[bool]
+    truncated: _containers.RepeatedScalarFieldContainer[bool]
+    success_reported: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, environments: _Optional[_Iterable[int]] = ..., step_indices: _Optional[_Iterable[int]] = ..., observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., executed_lengths: _Optional[_Iterable[int]] = ..., rewards: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., successes: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., terminated: _Optional[_Iterable[bool]] = ..., truncated: _Optional[_Iterable[bool]] = ..., success_reported: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class StepLocallyRequest(_message.Message):
     __slots__ = ("pool",)

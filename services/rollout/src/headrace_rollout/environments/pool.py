@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -20,19 +20,17 @@ from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_servicekit.memory.blobs import BlobReader
 from headrace_servicekit.process.local import LocalCall, nearest
 from headrace_servicekit.rpc.client import deadlines_enabled, dial
-from headrace_servicekit.rpc.episodes import Bodies
 from headrace_servicekit.rpc.errors import ServiceError, message_of
-from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
+from headrace_servicekit.rpc.tensors import write_tensor
 
 from headrace_rollout.engines.figures import BusyTime
-from headrace_rollout.wire import invalid
+from headrace_rollout.environments.outcomes import Answer, Outcome, Shown, Waiting, shown_of_batch
 
-MAX_OBSERVATION_BYTES = 1 << 28
 RESET_S = 300.0
 """Longest a reset may take. The simulator's own limits are shorter: this one is for a simulator that hangs."""
 
 Operation = simulator_pb2.EnvironmentOperation
-Outcome = simulator_pb2.EnvironmentOutcome
+ChunkBatch = simulator_pb2.ChunkBatch
 
 
 class PoolLost(Exception):
@@ -43,13 +41,6 @@ class EnvironmentLost(Exception):
     """One environment's process died or hung; it is made anew at the next reset."""
 
 
-class Decision(Protocol):
-    """What a policy decided: `executed_CA` in the environment's units."""
-
-    @property
-    def executed_CA(self) -> np.ndarray: ...
-
-
 class Environment:
     """One environment of a pool; one episode at a time, which holds `turn`."""
 
@@ -57,11 +48,13 @@ class Environment:
         self.turn = asyncio.Lock()
         self.bodies: dict[str, bytearray] = {}
         """What the last outcome refers to, by digest."""
+        self.kept: Any = None
+        """What an episode that goes on in the next sample has left here; gone with the next reset."""
         self.due = math.inf
         """When the operation under way has to be answered, by the loop's clock."""
-        self._pool, self._index = pool, index
-        self._next_step = 0
-        self._waiting: asyncio.Future[Outcome] | None = None
+        self.pool, self.index = pool, index
+        self.next_step = 0
+        self._waiting: Waiting[Any] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._ends_next = False
@@ -83,95 +76,94 @@ class Environment:
     def restart(
         self,
         start: rollout_pb2.EpisodeStart,
-        answered: asyncio.Future[Outcome],
+        answered: Waiting[Outcome],
         options_json: str = "",
         *,
         until_success: bool = False,
     ) -> None:
-        """Begins an episode, with `options_json` in place of the start's own if given; else as `begin`."""
+        """Begins an episode, with `options_json` in place of the start's own if given; else as `Pool.act`."""
         reset = simulator_pb2.ResetOperation(
             seed=start.seed,
             record=start.record,
             options_json=options_json or start.options_json,
             until_success=until_success,
         )
+        self.kept = None
         if start.HasField("init_state"):
             reset.init_state = start.init_state
         self._operate(Operation(reset=reset), 0, answered)
 
-    def begin(self, decision: Decision, answered: asyncio.Future[Outcome]) -> None:
-        """Executes a chunk, until the episode ends; `answered` gets the outcome or PoolLost. Raises PoolLost."""
-        actions_CA = decision.executed_CA
-        operation = Operation()
-        write_tensor(operation.action_chunk, actions_CA)
-        self._operate(operation, len(actions_CA), answered)
-
     async def say(self, content: str) -> Outcome:
         """Takes a turn of a conversation. Raises as `settled`."""
-        answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._operate(Operation(turn=simulator_pb2.AssistantTurn(content=content)), 1, answered)
-        return await self.settled(await answered)
+        return await self._outcome(Operation(turn=simulator_pb2.AssistantTurn(content=content)))
 
     async def wait(self, seconds: float) -> Outcome:
         """Waits so long for the end of an agent; the outcome is `terminated` once it has ended. Raises as `settled`."""
         waits = simulator_pb2.AwaitAgent()
         waits.wait.FromNanoseconds(int(seconds * 1e9))
-        answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._operate(Operation(await_agent=waits), 1, answered)
-        return await self.settled(await answered)
+        return await self._outcome(Operation(await_agent=waits))
 
     def end_agent(self) -> None:
         """Kills an agent that still runs, at once or when the operation under way is answered; waits for nothing."""
         if not self._idle.is_set():
             self._ends_next = True
-        elif not self._pool.reason:
+        elif not self.pool.reason:
             answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
             answered.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._operate(Operation(await_agent=simulator_pb2.AwaitAgent(kill=True)), 1, answered)
 
     async def settled(self, outcome: Outcome) -> Outcome:
-        """The outcome; what it refers to is in `bodies`.
-
-        Raises EnvironmentLost, PoolLost, and ServiceError REFUSED_BY_SIMULATOR with its reason.
-        """
-        if outcome.status != simulator_pb2.OUTCOME_STATUS_OK:
-            self._check(outcome)
-        self.bodies = await self._pool.fetch_blobs(outcome)
+        """The outcome; what it refers to is in `bodies`. Raises PoolLost, and as `check`."""
+        self.check(outcome)
+        self.bodies = await self.pool.fetch_blobs(outcome)
         return outcome
 
     async def video(self) -> bytes:
         """The MP4 file of the episode, whose start asked for it. Raises PoolLost, and ServiceError INVALID for none."""
-        return await self._pool.video(self._index)
+        return await self.pool.video(self.index)
 
-    def _operate(self, operation: Operation, actions: int, answered: asyncio.Future[Outcome]) -> None:
-        pool = self._pool
-        operation.environment, operation.step_index = self._index, self._next_step
-        pool.send(operation)
-        # The answer is set on the future directly, and one timer watches all environments: this is done in each step.
+    async def _outcome(self, operation: Operation) -> Outcome:
+        answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._operate(operation, 1, answered)
+        return await self.settled(await answered)
+
+    def _operate(self, operation: Operation, actions: int, answered: Waiting[Outcome]) -> None:
+        self._send(operation)
+        self.wait_for(answered, self.pool.limit_s(actions))
+
+    def act_alone(self, chunk_CA: np.ndarray) -> None:
+        """Sends a chunk. Raises PoolLost."""
+        operation = Operation()
+        write_tensor(operation.action_chunk, chunk_CA)
+        self._send(operation)
+
+    def _send(self, operation: Operation) -> None:
+        operation.environment, operation.step_index = self.index, self.next_step
+        self.pool.send(operation)
+
+    def wait_for(self, answered: Waiting[Any], limit_s: float) -> None:
+        """Gives what the operation that was sent comes to, or PoolLost, to `answered`."""
+        # It is called directly, and one timer watches all environments: this is done in each step.
         self._waiting = answered
         self._idle.clear()
-        pool.asked.begin()
-        # Environments of one process take turns, and each may use up its own limit.
-        limit_s = RESET_S + pool.step_timeout_s * max(actions, 1) * len(pool.environments)
+        self.pool.asked.begin()
         self.due = asyncio.get_running_loop().time() + limit_s
-        pool.watch(self.due)
-
-    @property
-    def step_timeout_s(self) -> float:
-        """How long one operation may take."""
-        return self._pool.step_timeout_s
+        self.pool.watch(self.due)
 
     @property
     def name(self) -> str:
         """For messages."""
-        return f"environment {self._index} of {self._pool.task} ({self._pool.name} at {self._pool.address})"
+        return f"environment {self.index} of {self.pool.task} ({self.pool.name} at {self.pool.address})"
 
-    def _check(self, outcome: Outcome) -> None:
+    def check(self, outcome: Outcome) -> None:
+        """Raises EnvironmentLost, PoolLost, and ServiceError REFUSED_BY_SIMULATOR with its reason."""
+        if outcome.status == simulator_pb2.OUTCOME_STATUS_OK:
+            return
         if outcome.status == simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST:
             raise EnvironmentLost(f"{self.name}: {outcome.detail}")
         if outcome.status == simulator_pb2.OUTCOME_STATUS_REVOKED:
-            self._pool.lose(f"{self._pool.name} at {self._pool.address}: {outcome.detail}")
-            raise PoolLost(self._pool.reason)
+            self.pool.lose(f"{self.pool.name} at {self.pool.address}: {outcome.detail}")
+            raise PoolLost(self.pool.reason)
         raise ServiceError(
             grpc.StatusCode.FAILED_PRECONDITION,
             "REFUSED_BY_SIMULATOR",
@@ -185,13 +177,21 @@ class Environment:
             simulator_pb2.OUTCOME_STATUS_OK,
             simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST,
         ):
-            self._next_step = outcome.step_index + 1
-        waiting = self._ended()
-        if waiting is not None and not waiting.done():
-            waiting.set_result(outcome)
+            self.next_step = outcome.step_index + 1
+        self._settle(outcome)
         ends, self._ends_next = self._ends_next, False
         if ends and outcome.status == simulator_pb2.OUTCOME_STATUS_OK and not outcome.terminated:
             self.end_agent()
+
+    def went_on(self, shown: Shown, row: int) -> None:
+        """Takes what a batch's answer says of it."""
+        self.next_step += 1
+        self._settle((shown, row))
+
+    def _settle(self, found: Answer) -> None:
+        waiting = self._ended()
+        if waiting is not None and not waiting.done():
+            waiting.set_result(found)
 
     def lose(self, reason: str) -> None:
         """Raises PoolLost where an outcome is awaited."""
@@ -199,12 +199,12 @@ class Environment:
         if waiting is not None and not waiting.done():
             waiting.set_exception(PoolLost(reason))
 
-    def _ended(self) -> asyncio.Future[Outcome] | None:
-        """Ends the operation under way; returns the future that waits for it, which may be cancelled."""
+    def _ended(self) -> Waiting[Any] | None:
+        """Ends the operation under way; returns what waits for it, which may be done."""
         if self._idle.is_set():
             return None
         waiting, self._waiting, self.due = self._waiting, None, math.inf
-        self._pool.asked.end()
+        self.pool.asked.end()
         self._idle.set()
         return waiting
 
@@ -230,7 +230,7 @@ class Pool:
         self.environments = [Environment(self, index) for index in range(message.count)]
         self._message, self._blobs = message, blobs
         self._header, self._told = message.header, False
-        self._operations: asyncio.Queue[Operation] = asyncio.Queue()
+        self._operations: asyncio.Queue[Operation | ChunkBatch] = asyncio.Queue()
         self._watch: asyncio.TimerHandle | None = None
         self._channel = dial(message.address, token=token)
         self._stub: Any = simulator_pb2_grpc.SimulatorServiceStub(self._channel)  # type: ignore[no-untyped-call]
@@ -241,11 +241,40 @@ class Pool:
         if header.lease_epoch != self._header.lease_epoch:
             self._header, self._told = header, False
 
-    def send(self, operation: Operation) -> None:
-        """Puts an operation on the stream; raises PoolLost."""
+    def act(
+        self,
+        environments: Sequence[Environment],
+        chunks_NCA: np.ndarray,
+        answered: Sequence[Waiting[Answer]],
+        *,
+        together: bool,
+    ) -> None:
+        """Executes a chunk in each, until its episode ends; `answered` get what it came to. Raises PoolLost.
+
+        `together` is for pools that step their environments in one call: chunks are then one message's batch.
+        """
+        if together:
+            batch = ChunkBatch(
+                environments=[each.index for each in environments],
+                step_indices=[each.next_step for each in environments],
+            )
+            write_tensor(batch.action_chunks, chunks_NCA)
+            self.send(batch)
+        limit_s = self.limit_s(chunks_NCA.shape[1])
+        for environment, chunk_CA, waiting in zip(environments, chunks_NCA, answered, strict=True):
+            if not together:
+                environment.act_alone(chunk_CA)
+            environment.wait_for(waiting, limit_s)
+
+    def send(self, operation: Operation | ChunkBatch) -> None:
+        """Puts operations on the stream; raises PoolLost."""
         if self.reason:
             raise PoolLost(self.reason)
         self._operations.put_nowait(operation)
+
+    def limit_s(self, actions: int) -> float:
+        """How long so many actions may take: environments of one process take turns, each may use up its own limit."""
+        return RESET_S + self.step_timeout_s * max(actions, 1) * len(self.environments)
 
     def watch(self, due: float) -> None:
         """Loses the pool where one of its environments is still not idle at its `due` moment."""
@@ -284,13 +313,16 @@ class Pool:
 
     async def fetch_blobs(self, outcome: Outcome) -> dict[str, bytearray]:
         """The bodies of an outcome's references, by digest: they are gone after the next operation."""
-        wanted = [
+        return {each.digest: await self._blobs.read(each) for each in self.references(outcome)}
+
+    def references(self, outcome: Outcome) -> list[common_pb2.BlobRef]:
+        """What an outcome refers to."""
+        return [
             tensor.blob
             for tensors in (outcome.observation, outcome.final_observation)
             for tensor in tensors.values()
             if tensor.WhichOneof("body") == "blob"
         ]
-        return {reference.digest: await self._blobs.read(reference) for reference in wanted}
 
     async def video(self, environment: int) -> bytes:
         """The MP4 file of an environment's episode. Raises as `Environment.video`."""
@@ -315,6 +347,10 @@ class Pool:
                 while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
                     for outcome in response.outcomes:
                         self.environments[outcome.environment].answered(outcome)
+                    if response.HasField("batch"):
+                        shown, batch = shown_of_batch(response.batch), response.batch
+                        for row, index in enumerate(batch.environments):
+                            self.environments[index].went_on(shown, row)
             finally:
                 writing.cancel()
                 call.cancel()
@@ -326,76 +362,24 @@ class Pool:
     async def _write(self, call: Any) -> None:
         way = "socket" if isinstance(call, LocalCall) else "grpc"
         while True:
-            operations = [await self._operations.get()]
-            while not self._operations.empty():
-                operations.append(self._operations.get_nowait())
-            header, self._told = None if self._told else self._header, True
             request = simulator_pb2.StepRequest(
-                header=header,
-                pool=self.name,
-                pool_incarnation=self._message.pool_incarnation,
-                operations=operations,
+                pool=self.name, pool_incarnation=self._message.pool_incarnation
             )
-            self._sent[way] += len(operations)
+            asked = await self._operations.get()
+            while True:
+                if isinstance(asked, ChunkBatch):
+                    request.batch.CopyFrom(asked)
+                else:
+                    request.operations.append(asked)
+                # One batch a message: parts of the environments act in turn.
+                if self._operations.empty() or request.HasField("batch"):
+                    break
+                asked = self._operations.get_nowait()
+            if not self._told:
+                request.header.CopyFrom(self._header)
+                self._told = True
+            self._sent[way] += len(request.operations) + len(request.batch.environments)
             try:
                 await call.write(request)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the stream has ended: who reads it learns why
-
-
-class Pools:
-    """The pools of a run, which are used from stream to stream: steps are counted for as long as a pool lives."""
-
-    def __init__(self, blobs: BlobReader, token: str | None, step_timeout_s: float) -> None:
-        self.asked = BusyTime()
-        """Times in which some environment was asked to do something."""
-        self.operations: Counter[str] = Counter()
-        """What they were asked, by the way that it went: `socket` of the host, or `grpc`."""
-        self._blobs, self._token, self._step_timeout_s = blobs, token, step_timeout_s
-        self._pools: dict[tuple[str, str, str], Pool] = {}
-
-    def of(self, messages: Sequence[rollout_pb2.EnvironmentPool]) -> list[Pool]:
-        """The pools that a stream's opening names, under the authority that it gives. Raises ServiceError INVALID."""
-        check_pools(messages)
-        found = []
-        for message in messages:
-            key = (message.address, message.pool, message.pool_incarnation)
-            if key not in self._pools:
-                self._pools[key] = Pool(
-                    message, self._token, self._blobs, self._step_timeout_s, self.asked, self.operations
-                )
-            self._pools[key].under(message.header)
-            found.append(self._pools[key])
-        return found
-
-    async def close(self) -> None:
-        """Ends all streams; pools stay open at their simulators."""
-        for pool in self._pools.values():
-            await pool.close()
-        await self._blobs.close()
-
-
-def check_pools(pools: Sequence[rollout_pb2.EnvironmentPool]) -> None:
-    """Raises INVALID for an opening that gives no environment, or one that is not whole."""
-    if not pools:
-        raise invalid("pools: give at least one pool of environments")
-    for pool in pools:
-        if pool.count < 1 or not (pool.address and pool.pool and pool.pool_incarnation and pool.task):
-            raise invalid(
-                f"pools: {pool.pool!r} needs address, pool, pool_incarnation, task and a count from 1"
-            )
-    names = [(pool.address, pool.pool) for pool in pools]
-    if len(set(names)) < len(names):
-        raise invalid("pools: a pool is named twice")
-
-
-def arrays_of(outcome: Outcome, bodies: Bodies, *, final: bool = False) -> dict[str, np.ndarray]:
-    """The observation by name; `final`: the ended episode's last, where the pool resets by itself.
-
-    An array of a body of `bodies` lies in its memory.
-    """
-    tensors = outcome.final_observation if final and outcome.final_observation else outcome.observation
-    return {
-        name: decode_tensor(each, max_bytes=MAX_OBSERVATION_BYTES, body=bodies.get(each.blob.digest))
-        for name, each in tensors.items()
-    }

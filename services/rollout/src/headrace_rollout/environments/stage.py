@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_rollout.environments.pool import Pools
+from headrace_rollout.environments.pools import Pools
 from headrace_rollout.wire import duration_of
 
 

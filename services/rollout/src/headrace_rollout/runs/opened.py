@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
 
     from headrace_rollout.engines.samples import Stream
-    from headrace_rollout.environments.pool import Pools
+    from headrace_rollout.environments.pools import Pools
     from headrace_rollout.sessions.drivers.base import Driver, Put
     from headrace_rollout.sessions.drivers.online import Desk
     from headrace_rollout.sessions.turns import Player

@@ -33,7 +33,7 @@ from headrace_rollout.engines.beside import EngineBeside, Frozen
 from headrace_rollout.engines.contract import require_engine
 from headrace_rollout.engines.hosts import Hosts
 from headrace_rollout.engines.samples import Distribution, SlotKey, Stream
-from headrace_rollout.environments.pool import Pools
+from headrace_rollout.environments.pools import Pools
 from headrace_rollout.runs.opened import (
     RETENTION_BYTES,
     ConversationRun,

@@ -45,6 +45,17 @@ class Transition:
     """Who."""
 
 
+@dataclass(frozen=True)
+class Transitions:
+    """What one step led to in several environments, a row each; fields are those of `Transition`."""
+
+    observation: Observation
+    rewards: Sequence[float]
+    terminated: Sequence[bool]
+    truncated: Sequence[bool]
+    successes: Sequence[bool | None]
+
+
 class Described(Protocol):
     """What one environment takes and shows."""
 
@@ -108,7 +119,11 @@ class Start:
 
 
 class VectorEnvironment(Described, Protocol):
-    """Environments that one call steps, numbered from 0. It may raise anything: the service then makes a new one."""
+    """Environments that one call steps, numbered from 0. It may raise anything: the service then makes a new one.
+
+    It may have a method `step_rows(places, actions)` beside these: the same as `step`, with a row of `actions` for each
+    of `places`, and all arrays as the columns of `Transitions`.
+    """
 
     def reset(self, starts: Mapping[int, Start]) -> Mapping[int, tuple[Observation, Mapping[str, Any]]]:
         """Starts episodes in some environments; those of the others go on, and a seed decides its own alone."""

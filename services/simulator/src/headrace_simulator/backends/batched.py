@@ -6,15 +6,16 @@ Arrays may be tensors of torch, on a GPU too: they are copied to this process's 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from headrace_simulator.backends.base import BackendError, Observation, Start, Transition
+from headrace_simulator.backends.base import BackendError, Observation, Start, Transition, Transitions
 from headrace_simulator.backends.gymnasium_spaces import Actions, Observations
 from headrace_simulator.pipes import MEMORY_PART
 from headrace_simulator.spaces import flag, picture
@@ -97,24 +98,37 @@ class Batched:
 
     def step(self, actions: Mapping[int, np.ndarray]) -> dict[int, Transition]:
         """Acts once; environments without an action do nothing, where the simulator lets them go on."""
-        if self._mode is AutoresetMode.DISABLED and (over := sorted(self._over - {*actions})):
-            self._restart(over, [None] * len(over), {})
-        made: tuple[Any, ...] = self._environment.step(self._batch(actions))
-        rows, rewards, terminated, truncated, info = (_numpy(part) for part in made)
-        # Also those that did nothing: a filler may end what nobody plays.
-        self._over |= {*np.flatnonzero(np.asarray(terminated) | np.asarray(truncated)).tolist()}
+        rows, rewards, terminated, truncated, info = self._stepped(self._batch(actions), actions)
         found = {}
         for place in actions:
-            row, said = _row(rows, place), _info(info, place)
             by_itself, cut = flag("terminated", terminated[place]), flag("truncated", truncated[place])
-            if by_itself or cut:
-                # One that has begun the next episode already shows that, and the last observation beside it.
-                row = _row(info["final_obs"], place) if _has(info, "final_obs", place) else row
-                said = _info(info["final_info"], place) if _has(info, "final_info", place) else said
+            shown, said = _ended(rows, info, place) if by_itself or cut else (rows, info)
+            row, figures = _row(shown, place), _info(said, place)
             found[place] = Transition(
-                self._observe(row), float(rewards[place]), by_itself, cut, success_of(said), said
+                self._observe(row), float(rewards[place]), by_itself, cut, success_of(figures), figures
             )
         return found
+
+    def step_rows(self, places: Sequence[int], actions: np.ndarray) -> Transitions:
+        """As `step`, without what the environments say beside success."""
+        chosen = list(places)
+        batch = self._batch_of_rows(chosen, actions)
+        rows, rewards, terminated, truncated, info = self._stepped(batch, chosen)
+        by_itself, cut = _flags("terminated", terminated, chosen), _flags("truncated", truncated, chosen)
+        observation = self._observe.rows(rows, chosen)
+        successes: list[bool | None] = [None] * len(chosen)
+        says = any(key in info for key in (*_SUCCESS_KEYS, "final_info"))
+        for row, place in enumerate(chosen):
+            ended = by_itself[row] or cut[row]
+            shown, said = _ended(rows, info, place) if ended else (rows, info)
+            if shown is not rows:
+                for name, array in self._observe(_row(shown, place)).items():
+                    observation[name][row] = array
+            if says:
+                successes[row] = success_of(_info(said, place))
+        return Transitions(
+            observation, np.asarray(rewards, np.float64)[chosen].tolist(), by_itself, cut, successes
+        )
 
     def render(self, environment: int) -> np.ndarray:
         """A picture; ValueError where the environments make none."""
@@ -137,6 +151,24 @@ class Batched:
         rows, info = self._form.restart(self._environment, self._count, places, seeds, options)
         self._over -= {*places}
         return _numpy(rows), _numpy(info)
+
+    def _stepped(self, batch: Any, acting: Collection[int]) -> tuple[Any, ...]:
+        """What the simulator returns, as arrays."""
+        if self._mode is AutoresetMode.DISABLED and (over := sorted(self._over.difference(acting))):
+            self._restart(over, [None] * len(over), {})
+        made: tuple[Any, ...] = tuple(_numpy(part) for part in self._environment.step(batch))
+        # Also those that did nothing: a filler may end what nobody plays.
+        self._over |= {*np.flatnonzero(np.asarray(made[2]) | np.asarray(made[3])).tolist()}
+        return made
+
+    def _batch_of_rows(self, places: Sequence[int], rows: np.ndarray) -> Any:
+        if isinstance(self._single, spaces.Dict | spaces.Tuple):
+            return self._batch(dict(zip(places, rows, strict=True)))
+        batch: Any = create_empty_array(self._single, self._count)
+        if len(places) < self._count:
+            batch[...] = self._filler
+        batch[places] = rows.reshape(len(places), *batch.shape[1:])
+        return tensor(batch, self._environment) if self._form.tensors else batch
 
     def _batch(self, actions: Mapping[int, np.ndarray]) -> Any:
         """Actions of all environments in the simulator's own form."""
@@ -226,6 +258,22 @@ def _info(info: Mapping[str, Any], place: int) -> dict[str, Any]:
         for key, value in info.items()
         if not key.startswith("_") and np.ndim(value) == 1 and _has(info, key, place)
     }
+
+
+def _ended(rows: Rows, info: Mapping[str, Any], place: int) -> tuple[Rows, Mapping[str, Any]]:
+    """Where the last observation of an ended episode is, and what was said with it.
+
+    A simulator that has begun the next episode already shows that, and has these beside it.
+    """
+    return (
+        info["final_obs"] if _has(info, "final_obs", place) else rows,
+        info["final_info"] if _has(info, "final_info", place) else info,
+    )
+
+
+def _flags(what: str, values: Any, places: Sequence[int]) -> list[bool]:
+    chosen = np.asarray(values)[places]
+    return chosen.tolist() if chosen.dtype == np.bool_ else [flag(what, each) for each in chosen]
 
 
 def _has(info: Mapping[str, Any], key: str, place: int) -> bool:

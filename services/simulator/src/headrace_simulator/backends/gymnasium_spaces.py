@@ -52,6 +52,19 @@ class Observations:
             found[space.name] = cast(_label(space.name), convert(np.asarray(part)), space.dtype)
         return found
 
+    def rows(self, observations: Any, places: Sequence[int]) -> dict[str, np.ndarray]:
+        """The arrays of some rows of a vector's observations, as columns. Raises as a call."""
+        found = {}
+        for path, space, convert in self._parts:
+            part = observations
+            for key in path:
+                part = part[key]
+            column = np.asarray(part)[places]
+            if convert is not np.asarray:
+                column = np.stack([convert(each) for each in column])
+            found[space.name] = cast(_label(space.name), column, space.dtype)
+        return found
+
 
 class Actions:
     """What an environment takes. Raises BackendError for actions that are no numbers."""

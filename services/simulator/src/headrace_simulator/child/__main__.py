@@ -228,7 +228,7 @@ def _operated(host: Host, request: simulator_pb2.StepRequest) -> Iterator[Messag
     """Outcomes in the order of the operations; those that come fast leave together."""
     response, begun = simulator_pb2.StepResponse(), time.monotonic()
     if host.together is not None:
-        host.together.operate(request.operations, response)
+        host.together.operate(request, response)
         yield Kind.OPERATE, response.SerializeToString()
         return
     for operation in request.operations:

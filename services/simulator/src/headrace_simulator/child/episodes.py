@@ -183,6 +183,11 @@ class Episodes:
         except NoVideo as why:
             raise Raised(str(why)) from why
 
+    @property
+    def recorded(self) -> bool:
+        """Whether its actions are pictures of a video too."""
+        return self._film is not None
+
     def stop_recording(self) -> None:
         """Drops what was recorded."""
         if isinstance(self._film, Film):
@@ -230,31 +235,37 @@ class Episodes:
 
     def take(self, transition: Transition) -> Transition:
         """Counts an action of the episode; what it led to, with the reward and the limit of the rules."""
-        reward = transition.reward
-        if self._rules.sparse:
-            reward = float(
-                bool(transition.success)
-            )  # Many environments report it with their episode's end alone.
-        if not abs(reward) <= _MOST_REWARD:
-            raise Raised(f"a reward of {reward}, which is not finite in float32")
         self._checked(transition.observation)
         self._picture()
+        reward, terminated, truncated = self.count(
+            transition.reward, transition.terminated, transition.truncated, transition.success
+        )
+        return replace(transition, reward=reward, terminated=terminated, truncated=truncated)
+
+    def count(
+        self, reward: float, terminated: bool, truncated: bool, success: bool | None
+    ) -> tuple[float, bool, bool]:
+        """Counts an action of the episode: its reward by the rules, and whether and how the episode ends with it."""
+        if self._rules.sparse:
+            reward = float(bool(success))  # Many environments report it with their episode's end alone.
+        if not abs(reward) <= _MOST_REWARD:
+            raise Raised(f"a reward of {reward}, which is not finite in float32")
         self._steps += 1
-        if self._until_success and transition.success:
-            return replace(transition, reward=reward, terminated=True, truncated=False)
-        limit = self._steps == self._rules.max_episode_steps and not transition.terminated
-        return replace(transition, reward=reward, truncated=transition.truncated or limit)
+        self._success_reported |= success is not None
+        if self._until_success and success:
+            terminated, truncated = True, False
+        # One that is cut by its limit of steps may only not have come to say it.
+        if self._rules.sparse and terminated and not self._success_reported:
+            raise Raised(
+                "an episode ended without a success flag, which environment.reward: sparse needs (info['success'])"
+            )
+        limit = self._steps == self._rules.max_episode_steps and not terminated
+        return reward, terminated, truncated or limit
 
     def write(self, done: Sequence[Transition], outcome: simulator_pb2.EnvironmentOutcome) -> None:
         """Writes how a chunk's executed actions went; begins the next episode where the rules say so."""
         last = done[-1]
         outcome.success_reported = any(each.success is not None for each in done)
-        self._success_reported |= outcome.success_reported
-        # One that is cut by its limit of steps may only not have come to say it.
-        if self._rules.sparse and last.terminated and not self._success_reported:
-            raise Raised(
-                "an episode ended without a success flag, which environment.reward: sparse needs (info['success'])"
-            )
         outcome.executed_length = len(done)
         outcome.reward = float(sum(each.reward for each in done))
         outcome.success = any(each.success for each in done)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.process.worker_pipes import MAX_FRAME_BYTES
+from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
 from headrace_simulator.backends.base import (
     BackendError,
@@ -16,11 +19,16 @@ from headrace_simulator.backends.base import (
     SimulatedEnvironment,
     Start,
     Transition,
+    Transitions,
     VectorEnvironment,
 )
+from headrace_simulator.batches import ChunkBatch, operations_of
 from headrace_simulator.child.episodes import Episodes, Raised, Rules, call, decoded, write_chunk, written
 from headrace_simulator.child.variants import Variant, VariedEnvironment, varied
+from headrace_simulator.spaces import in_shape
 
+COLUMN_BYTES = 16 * 1024
+"""Observations of one environment that are written as rows of a batch's: of larger ones the bytes cost more."""
 Asked = tuple[simulator_pb2.EnvironmentOperation, simulator_pb2.EnvironmentOutcome]
 """An operation, and the empty outcome to write."""
 
@@ -74,13 +82,19 @@ class Together:
 
     def operate(
         self,
-        operations: Iterable[simulator_pb2.EnvironmentOperation],
+        request: simulator_pb2.StepRequest,
         response: simulator_pb2.StepResponse,
     ) -> None:
         """Steps those that act until each has executed its actions, then resets those that are to be.
 
         In this order: a step moves all, also one whose episode has just begun and shown its first observation.
         """
+        operations = [*request.operations]
+        if request.HasField("batch"):
+            if self._is_plain(request.batch):
+                self._act_rows(request.batch, response)
+            else:
+                operations += operations_of(request.batch)
         asked = [(operation, response.outcomes.add()) for operation in operations]
         if acts := [each for each in asked if not each[0].HasField("reset")]:
             self._act(acts)
@@ -128,6 +142,42 @@ class Together:
                     self.members[index] = self._episodes(vector, index)
                 _member(self.members[index].environment).begun = begun[self._places[index]]
                 self.members[index].operate(operation, outcome)
+
+    def _is_plain(self, batch: ChunkBatch) -> bool:
+        """Whether a batch is answered in rows: nothing is said, varied, recorded or referred to beside them."""
+        vector, rules = self._vector, self._rules
+        if vector is None or not hasattr(vector, "step_rows") or self._variant != Variant():
+            return False
+        sizes = [space.dtype.itemsize * prod(space.shape) for space in vector.observation_spaces]
+        least = rules.shelf.least_bytes if rules.shelf is not None else COLUMN_BYTES
+        return (
+            rules.without_info
+            and not rules.auto_reset
+            and sum(sizes) <= COLUMN_BYTES
+            and max(sizes, default=0) < least
+            and all(each in self.members and not self.members[each].recorded for each in batch.environments)
+        )
+
+    def _act_rows(self, batch: ChunkBatch, response: simulator_pb2.StepResponse) -> None:
+        """Steps a plain batch; its outcomes are rows, and those of environments that are lost are not."""
+        try:
+            rows = Rows(self._vector, decode_tensor(batch.action_chunks, max_bytes=MAX_FRAME_BYTES))
+            members = [self.members[each] for each in batch.environments]
+            failed = rows.step(members, [self._places[each] for each in batch.environments])
+        except (Raised, BackendError) as error:
+            self._drop()
+            failed = dict.fromkeys(range(len(batch.environments)), error)
+        for row, why in failed.items():
+            operation = simulator_pb2.EnvironmentOperation(
+                environment=batch.environments[row], step_index=batch.step_indices[row]
+            )
+            with written(operation, response.outcomes.add(), self.members):
+                raise why
+        kept = [row for row in range(len(batch.environments)) if row not in failed]
+        if kept:
+            response.batch.environments.extend(batch.environments[row] for row in kept)
+            response.batch.step_indices.extend(batch.step_indices[row] for row in kept)
+            rows.write(kept, response.batch)
 
     def _act(self, asked: Sequence[Asked]) -> None:
         ahead: dict[int, deque[np.ndarray]] = {}
@@ -178,6 +228,83 @@ class Together:
                 if last.terminated or last.truncated or not ahead[index]:
                     acting.discard(index)
         return done, failed
+
+
+class Rows:
+    """Chunks of several environments, a row each, and what they led to. Shapes: N rows, C actions of a chunk."""
+
+    def __init__(self, vector: Any, chunks_NCA: np.ndarray) -> None:
+        self._vector, self._count, self._length = vector, *chunks_NCA.shape[:2]
+        space = vector.action_space
+        flat = in_shape(space, chunks_NCA.reshape(-1, *chunks_NCA.shape[2:]), chunk=True)
+        self._chunks = flat.reshape(self._count, self._length, *space.shape)
+        self._rewards = np.zeros((self._count, self._length))
+        self._successes = np.zeros((self._count, self._length), np.bool_)
+        self._executed, self._reported = [0] * self._count, [False] * self._count
+        self._terminated, self._truncated = [False] * self._count, [False] * self._count
+        self._observation: dict[str, np.ndarray] = {}
+
+    def step(self, members: Sequence[Episodes], places: Sequence[int]) -> dict[int, Raised | BackendError]:
+        """Executes each chunk until its episode ends; returns the rows that are lost, with the reason.
+
+        Raises Raised or BackendError where all are.
+        """
+        failed: dict[int, Raised | BackendError] = {}
+        acting = list(range(self._count))
+        for moment in range(self._length):
+            actions, chosen = self._chunks[acting, moment], [places[row] for row in acting]
+            made: Transitions = call(lambda: self._vector.step_rows(chosen, actions))  # noqa: B023 - called at once
+            self._keep(acting, made.observation)
+            going_on = []
+            for at, row in enumerate(acting):
+                try:
+                    ended = self._count_row(members[row], row, moment, made, at)
+                except Raised as error:
+                    failed[row] = error
+                    continue
+                if not ended:
+                    going_on.append(row)
+            acting = going_on
+            if not acting:
+                break
+        return failed
+
+    def write(self, rows: Sequence[int], batch: simulator_pb2.OutcomeBatch) -> None:
+        """Writes these rows."""
+        whole = len(rows) == self._count
+        for name, column in self._observation.items():
+            write_tensor(batch.observation[name], column if whole else column[rows])
+        write_tensor(batch.rewards, self._rewards[rows])
+        write_tensor(batch.successes, self._successes[rows])
+        batch.executed_lengths.extend(self._executed[row] for row in rows)
+        batch.terminated.extend(self._terminated[row] for row in rows)
+        batch.truncated.extend(self._truncated[row] for row in rows)
+        batch.success_reported.extend(self._reported[row] for row in rows)
+
+    def _keep(self, rows: Sequence[int], observation: Observation) -> None:
+        for space in self._vector.observation_spaces:
+            column = observation[space.name]
+            if column.shape[1:] != space.shape or column.dtype != space.dtype:
+                raise Raised(
+                    f"observations {space.name!r} of shape {column.shape[1:]} and type {column.dtype}, where their "
+                    f"space has {space.shape} and {space.dtype}"
+                )
+            if len(rows) == self._count:
+                self._observation[space.name] = column
+            else:
+                self._observation[space.name][rows] = column
+
+    def _count_row(self, episodes: Episodes, row: int, moment: int, made: Transitions, at: int) -> bool:
+        """Counts an action of a row; returns whether its episode has ended."""
+        success = made.successes[at]
+        reward, terminated, truncated = episodes.count(
+            made.rewards[at], made.terminated[at], made.truncated[at], success
+        )
+        self._rewards[row, moment], self._executed[row] = reward, moment + 1
+        if success is not None:
+            self._successes[row, moment], self._reported[row] = success, True
+        self._terminated[row], self._truncated[row] = terminated, truncated
+        return terminated or truncated
 
 
 def _start(reset: simulator_pb2.ResetOperation) -> Start:

@@ -73,8 +73,9 @@ class ChildHost:
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         try:
-            # The start goes on when the caller is cancelled.
-            child = await asyncio.shield(self._starting)
+            # The start goes on when the caller is cancelled; one that has ended is not waited for, in each step.
+            starting = self._starting
+            child = starting.result() if starting.done() else await asyncio.shield(starting)
         except (HostFault, HostLost):
             self._starting = None
             raise

@@ -5,6 +5,7 @@ An operation is keyed by (pool incarnation, environment, step index); the last r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +57,7 @@ class EnvironmentLedger:
         self._seed = seed
         self._description = description
         self._next_index = 0
-        self._last: tuple[Operation, Outcome] | None = None
+        self._last: Callable[[], tuple[Operation, Outcome]] | None = None
         self._seeded_generation = -1
         self._waiting_for_reset = "it is new"
         self.gone = ""
@@ -67,14 +68,13 @@ class EnvironmentLedger:
         """Whether an episode goes on."""
         return not self._waiting_for_reset and self.generation >= 0
 
-    def acts_with(self, operation: Operation) -> bool:
-        """Whether the operation is the next action of the episode that goes on."""
-        return self.acting and operation.step_index == self._next_index and not operation.HasField("reset")
+    def acts_at(self, step_index: int) -> bool:
+        """Whether an action of that index is the next one of the episode that goes on."""
+        return self.acting and step_index == self._next_index
 
-    def goes_on_with(self, operation: Operation) -> bool:
-        """Whether the operation is the next one: a reset, or an action of the episode that goes on."""
-        begins = operation.HasField("reset") and operation.step_index == self._next_index
-        return begins or self.acts_with(operation)
+    def begins_at(self, step_index: int) -> bool:
+        """Whether a reset of that index is the next operation."""
+        return step_index == self._next_index
 
     def abandon(self, why: str) -> None:
         """The running episode is lost, which its next action learns."""
@@ -87,7 +87,7 @@ class EnvironmentLedger:
         """
         index = operation.step_index
         if self._last is not None and index == self._next_index - 1:
-            same, outcome = self._last
+            same, outcome = self._last()
             if operation == same:
                 return outcome
             return self._refuse(
@@ -126,8 +126,15 @@ class EnvironmentLedger:
             self._waiting_for_reset = "it was lost"
             self._seeded_generation = -1
         self._next_index += 1
-        self._last = (operation, outcome)
+        self._last = lambda: (operation, outcome)
         return outcome
+
+    def record_row(self, ended: bool, last: Callable[[], tuple[Operation, Outcome]]) -> None:
+        """Notes that a chunk of a batch ran here; `last` makes what it is as an operation, and its outcome."""
+        if ended and not self._description.auto_reset:
+            self._waiting_for_reset = "its episode has ended"
+        self._next_index += 1
+        self._last = last
 
     def lost(self, operation: Operation, detail: str) -> Outcome:
         """The outcome of an operation whose environment is gone; still to be recorded."""

@@ -89,7 +89,7 @@ class AgentDriver(EnvironmentDriver):
         """How the agent ended: by itself, or by a limit. Raises EnvironmentLost with what is wrong with it."""
         late, loop = self._late(), asyncio.get_running_loop()
         while loop.time() < late:
-            slice_s = min(SLICE_S, environment.step_timeout_s / 2, late - loop.time())
+            slice_s = min(SLICE_S, environment.pool.step_timeout_s / 2, late - loop.time())
             try:
                 outcome = await environment.wait(slice_s)
             except EnvironmentLost:
