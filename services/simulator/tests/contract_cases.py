@@ -98,6 +98,18 @@ CASES.append(
         variant={"execution": {"observation_noise": 0.1}},
     )
 )
+CASES += [
+    # Of a directory that conftest writes: in float32, whose noise a variant adds to.
+    Case(
+        "world",
+        "worlds/pendulum",
+        "worlds/pendulun",
+        has_success=False,
+        together=together,
+        variant={"execution": {"observation_noise": 0.1}},
+    )
+    for together in (False, True)
+]
 TESTED = [case for case in CASES if case.backend == UNDER_TEST]
 PIXELS = [case for case in TESTED if case.pixels]
 EXPERTS = [case for case in TESTED if case.expert]
