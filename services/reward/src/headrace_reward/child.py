@@ -99,6 +99,8 @@ def _check_limits(each: judge.LoadedScorer, message: dict[str, Any]) -> None:
             f"{longest_s:g} s are more than reward.timeout_s = {timeout_s:g}, after which the process is killed; "
             f"set reward.timeout_s: {longest_s + 10:g}, or a shorter deadline_s",
         )
+    if getattr(each.scorer, "needs_pictures", False) and not message["pictures"]:
+        raise ScorerError("name", f"{each.part} reads pictures of episodes; set reward.pictures: 1")
     if getattr(each.scorer, "needs_group", False) and "group" not in message["give"]:
         raise ScorerError("name", f"{each.part} compares answers of a group; set reward.give: [group]")
 
