@@ -46,7 +46,9 @@ def main() -> None:
     for place in range(1, options.rounds + 1):
         for name in ("real_actions", "real_return"):
             key = f"{name}_round_{place}"
-            figures[key] = fmean(figures[f"{name}_seed_{seed}_round_{place}"] or 0.0 for seed in options.seeds)
+            figures[key] = fmean(
+                figures[f"{name}_seed_{seed}_round_{place}"] or 0.0 for seed in options.seeds
+            )
     say(f"at the end: {machine()}")
     emit("world_models", figures)
 
@@ -57,9 +59,18 @@ def rounds(client: Client, fleet: Fleet, seed: int, options: argparse.Namespace)
     stores: list[str] = []
     actions, policy = 0.0, ""
     for place in range(options.rounds):
-        changes = [f"seed={seed + 100 * place}", f"steps={options.episodes}", "evaluation.every=1000", "data.heldout=1"]
+        changes = [
+            f"seed={seed + 100 * place}",
+            f"steps={options.episodes}",
+            "evaluation.every=1000",
+            "data.heldout=1",
+        ]
         if policy:  # it acts as it is: too few updates would follow to learn anything
-            changes += ["model.policy=null", f"model.path={policy}", "algorithm.options.learning_starts=1000000"]
+            changes += [
+                "model.policy=null",
+                f"model.path={policy}",
+                "algorithm.options.learning_starts=1000000",
+            ]
         real = ran(client, REAL, changes)
         actions += sum(step.tokens for step in client.metrics(real.id))
         stores.append(str(fleet.data_dir / "runs" / real.id / "replay"))
@@ -82,7 +93,18 @@ def rounds(client: Client, fleet: Fleet, seed: int, options: argparse.Namespace)
 
 def learned(world: Path, stores: list[str], seed: int) -> dict[str, Any]:
     """What `headrace world train` says of the model."""
-    command = [*COMMAND, "world", "train", str(REAL), *stores, "--output", str(world), "--seed", str(seed), "--json"]
+    command = [
+        *COMMAND,
+        "world",
+        "train",
+        str(REAL),
+        *stores,
+        "--output",
+        str(world),
+        "--seed",
+        str(seed),
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TRAIN_S, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)

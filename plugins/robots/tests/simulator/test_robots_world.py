@@ -154,7 +154,7 @@ async def test_episodes_begin_at_states_of_real_ones(simulator, world, arrays):
     ("options", "words"),
     [
         ({"threshold": 0}, "options_json.threshold: "),
-        ({"start": "first"}, "did you mean starts?"),
+        ({"start": "first"}, "did you mean 'starts'?"),
         ({"version": "ffff"}, "options_json.version: "),
     ],
 )

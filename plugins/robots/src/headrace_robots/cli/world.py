@@ -47,6 +47,12 @@ def train(
     heldout: Annotated[
         float, typer.Option(min=0, max=0.9, help="Share of the episodes that judge the model, at least one.")
     ] = 0.2,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            min=1e-3, help="Error of a change at which an episode is cut, in deviations of the changes."
+        ),
+    ] = 0.5,
     seed: Annotated[int, typer.Option(min=0, help="Of held-out episodes, weights and batches.")] = 0,
     as_json: JsonFlag = False,
 ) -> None:
@@ -71,7 +77,7 @@ def train(
             return await open_pool(environment, task, 1, stub, {}, "the model is of this environment")
 
     real = _real(environment, task, asyncio.run(opened()))
-    how = training.Training(members, hidden, steps, batch, lr, heldout, seed)
+    how = training.Training(members, hidden, steps, batch, lr, heldout, tolerance, seed)
     scale = float(spec.algorithm.options.get("reward_scale", 1.0))
     size, words = sum(each.size for each in real.observations), error_console()
     try:

@@ -16,7 +16,7 @@ from headrace_servicekit.registry import Options
 from headrace_simulator.backends.base import BackendError, Observation, Start, Transition
 from headrace_simulator.backends.options import parse, require, unknown
 from headrace_simulator.spaces import ArraySpace
-from pydantic import Field, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 
 class WorldOptions(Options):
@@ -30,6 +30,11 @@ class WorldOptions(Options):
         default=None,
         description="disagreement of the members at which an episode is cut; default: the model's own, from held-out "
         "steps",
+    )
+    penalty: NonNegativeFloat = Field(
+        default=0.0,
+        description="what an action loses of its reward for each unit of disagreement, in standard deviations of the "
+        "rewards in the data",
     )
     version: str = Field(
         default="",
@@ -90,6 +95,7 @@ class WorldVector:
         self.action_space = _space(config.action)
         self._model = model
         self._limit = config.longest if own_time_limit else 0
+        self._penalty = options.penalty * model.reward_std
         self._threshold = options.threshold or config.threshold
         self._rows = model.first_N if options.starts == "first" else np.arange(len(model.starts_NS))
         self._states_NS = np.zeros((count, config.state_size))
@@ -123,7 +129,7 @@ class WorldVector:
         lost = disagreement > self._threshold
         return Transition(
             self._seen(place),
-            float(made.rewards_N[row]),
+            float(made.rewards_N[row]) - self._penalty * disagreement,
             ended and not lost,
             lost or bool(self._limit and self._steps_N[place] >= self._limit and not ended),
             None,

@@ -139,6 +139,11 @@ class WorldModel:
         found: np.ndarray = self._tensors["output_std"][: self.config.state_size]
         return found
 
+    @property
+    def reward_std(self) -> float:
+        """Standard deviation of the rewards in the data."""
+        return float(self._tensors["output_std"][-1])
+
     def predict(self, states_NS: np.ndarray, actions_NA: np.ndarray, members_N: np.ndarray) -> Predicted:
         """What each action leads to in its environment's member, within the bounds of the observations."""
         tensors, size = self._tensors, self.config.state_size

@@ -40,12 +40,14 @@ MOST_STARTS = 1 << 16
 HORIZONS = (10, 50)
 """Actions after which held-out episodes are compared with what the model makes of their actions alone."""
 CERTAIN = 0.99
-"""Share of held-out steps at which the members disagree less than the threshold."""
+"""Share of held-out steps at which the members disagree less than the threshold, at least."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """How to train. `heldout` is the share of episodes that are not learned from."""
+    """How to train. `heldout` is the share of episodes that are not learned from, `tolerance` the error of a change at
+    which an episode is cut, in standard deviations of the changes.
+    """
 
     members: int = 5
     hidden: int = 128
@@ -53,6 +55,7 @@ class Training:
     batch: int = 256
     lr: float = 1e-3
     heldout: float = 0.2
+    tolerance: float = 0.5
     seed: int = 0
 
 
@@ -111,7 +114,7 @@ def train(
     tensors = {name: tensor.numpy() for name, tensor in parts.items()}
     tensors |= {STARTS: starts_NS.astype(np.float32), FIRST: first_N.astype(np.uint8)}
     model = WorldModel(config, tensors, "")
-    errors, threshold = judged(model, held)
+    errors, threshold = judged(model, held, how.tolerance)
     config = config.model_copy(update={"errors": errors, "threshold": threshold})
     with written_aside(directory) as aside:
         (aside / CONFIG).write_text(described(config))
@@ -119,16 +122,19 @@ def train(
     return load_world(directory)
 
 
-def judged(model: WorldModel, held: Sequence[RealEpisode]) -> tuple[dict[str, tuple[float, ...]], float]:
-    """Errors on held-out episodes, and the disagreement that CERTAIN of their steps stay below.
+def judged(
+    model: WorldModel, held: Sequence[RealEpisode], tolerance: float
+) -> tuple[dict[str, tuple[float, ...]], float]:
+    """Errors on held-out episodes, and the disagreement at which an error of `tolerance` is to be expected.
 
+    That is told by how large errors are beside disagreements on these episodes; CERTAIN of their steps stay below it.
     Of a state as a share of what its numbers vary by (of a change: of what they change by); in each member, of which
     the mean is told.
     """
     spread_S = np.concatenate([each.states_TS for each in held]).std(0) + 1e-8
     change_S = model.change_std
     figures: dict[str, list[float]] = {}
-    disagreements: list[np.ndarray] = []
+    disagreements, wrongs = list[np.ndarray](), list[np.ndarray]()
     for each in held:
         known = min(len(each.actions_TA), len(each.states_TS) - 1)
         states_TS, actions_TA = each.states_TS[: len(each.actions_TA)], each.actions_TA
@@ -138,6 +144,7 @@ def judged(model: WorldModel, held: Sequence[RealEpisode]) -> tuple[dict[str, tu
             if known:
                 wrong_TS = found.states_NS[:known] - each.states_TS[1 : known + 1]
                 own.setdefault("change", []).append(_rms(wrong_TS / change_S))
+                wrongs.append(np.abs(wrong_TS / change_S).max(1))
             own.setdefault("reward", []).append(float(np.abs(found.rewards_N - each.rewards_T).mean()))
             if model.config.terminates:
                 ends_T = np.arange(len(actions_TA)) == len(actions_TA) - 1
@@ -150,10 +157,10 @@ def judged(model: WorldModel, held: Sequence[RealEpisode]) -> tuple[dict[str, tu
         disagreements.append(found.disagreement_N)
         for name, values in own.items():
             figures.setdefault(name, []).append(float(np.mean(values)))
-    told = np.concatenate(disagreements)
-    return {name: mean_interval(values) for name, values in figures.items()}, float(
-        max(np.quantile(told, CERTAIN), 1e-9)
-    )
+    told_N = np.concatenate(disagreements)
+    expected = _rms(np.concatenate(wrongs)) / max(_rms(told_N), 1e-9)
+    threshold = max(float(np.quantile(told_N, CERTAIN)), tolerance / max(expected, 1e-9))
+    return {name: mean_interval(values) for name, values in figures.items()}, threshold
 
 
 def _open_loop(model: WorldModel, real: RealEpisode, member: int, steps: int) -> np.ndarray:
