@@ -24,6 +24,8 @@ class Case:
     """Its environments are stepped in one call."""
     alone: bool = False
     """There is one of it: the environments of a pool take turns by the episode."""
+    listed: bool = True
+    """Its backend knows its names, where it is none of a directory."""
     variant: dict[str, Any] = field(default_factory=lambda: {"execution": {"random_start": [2, 4]}})
 
 
@@ -106,6 +108,7 @@ CASES += [
         "worlds/pendulun",
         has_success=False,
         together=together,
+        listed=False,
         variant={"execution": {"observation_noise": 0.1}},
     )
     for together in (False, True)

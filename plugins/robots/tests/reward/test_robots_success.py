@@ -1,4 +1,4 @@
-"""A success classifier: learned from labelled pictures, and asked over the real reward service by pictures of episodes."""
+"""A success classifier: learned from labelled pictures, and asked over the real reward service about episodes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     def __init__(self, instance: Instance, runs: Runs, catalogue: list[dict[str, Any]]) -> None:
         self._instance, self._runs = instance, runs
-        self._blobs = BlobReader(instance.config.shm_dir, instance.config.token)
+        self._blobs = BlobReader(instance.config.shm_dir, instance.token)
         self._catalogue = [
             reward_pb2.Scorer(
                 name=entry["name"],
