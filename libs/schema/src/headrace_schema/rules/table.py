@@ -165,6 +165,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.TEXT: {key("model.policy", ""): "is a robot's, and workflow is {spec.kind}"},
     f.NOT_ROBOT: {
         key("trainer.warmup.demonstrations", ""): _OF_EMBODIED,
+        key("reward.pictures"): _OF_EMBODIED,
         f.JOINT: "only simulators of robots compute on devices",
     },
     f.NOT_AGENTIC: {
