@@ -152,10 +152,11 @@ class TrainerConfig(Opening):
         more["installed"] = spec.generates or spec.trainer.helpers > 0
         if spec.trains_robots and spec.has_given_answers:  # what a warm-up says of its demonstrations
             options = spec.data.options
-            told = {key: options[key] for key in ("cameras", "fps", "cache_mib") if key in options}
-            warmup = spec.trainer.warmup.model_dump()
-            warmup |= {"demonstrations": options.get("path", ""), **told}
-            more["trainer"] = spec.trainer.model_dump() | {"warmup": warmup}
+            told: dict[str, Any] = {
+                key: options[key] for key in ("cameras", "fps", "cache_mib") if key in options
+            }
+            told["demonstrations"] = options.get("path", "")
+            more["trainer"] = spec.trainer.model_dump() | {"warmup": spec.trainer.warmup.model_dump() | told}
         return super().of(spec, played=spec.played, **more)
 
     def of_policy(self, name: str) -> TrainerConfig:

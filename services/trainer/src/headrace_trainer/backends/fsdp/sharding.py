@@ -257,7 +257,9 @@ class ShardedModel:
         self.quantized = quantized_weights(self.model)
         """Of the buffers those that have codes in their place."""
         names = [name for name in tensors if not is_adapter(name)]
-        if self.quantized:  # As if they were parameters, which come first: files are written in the model's order.
+        if (
+            self.quantized
+        ):  # As if they were parameters, which come first: files are written in the model's order.
             place = {name: at for at, name in enumerate(self.model.state_dict(keep_vars=True))}
             kept = {name for name, _ in self.model.named_buffers()} - self.quantized.keys()
             names.sort(key=lambda name: (name in kept, place[name]))
