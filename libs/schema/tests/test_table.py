@@ -44,7 +44,7 @@ sampling:
    repetition_penalty: 2.0, max_new_tokens: 5, stop: [x]}
 algorithm:
   {max_staleness: 1, truncated: mask, options: {routing_replay: true, drop_equal: true, critic_path: x, top_k: 8,
-   direction: forward}}
+   direction: forward, turns: all}}
 trainer:
   {backend: megatron, helpers: 1, draft: {}, reference: {path: org/other}, shared_prefix: true, lora: {},
    warmup: {steps: 2, demonstrations: d}, backend_options: {compile: true, fp8: true, offload_activations: true,
@@ -65,6 +65,7 @@ evaluation:
 """)
 """A value of each key that asks for it."""
 ASKS: dict[str, dict[str, Any]] = {
+    "language models": {"workflow": "reasoning"},
     "`placement.mode: auto`": {"placement.mode": "auto"},
     "`placement.mode` other than collocated": {"placement.mode": "hybrid"},
     "`algorithm.name` other than sft": {"algorithm.name": "grpo"},
@@ -122,6 +123,7 @@ ASKS: dict[str, dict[str, Any]] = {
 }
 """What asks for a feature that no single key of `VALUES` does."""
 UNDO: dict[str, dict[str, Any]] = {
+    "language models": {"workflow": "embodied"},
     "`workflow` other than supervised": {"workflow": "supervised"},
     "`placement.mode` other than collocated": {"placement.mode": "collocated"},
     "`workflow` other than preference": {"workflow": "preference"},
