@@ -45,11 +45,9 @@ _BESIDE_STATES = "nothing is drafted beside states"
 _UNKEPT = "states outside of transformers' cache"
 
 KNOWN: dict[str, Known] = {
-    "qwen3_5_text": Known("Qwen3.5 and later", False, _STATES, parser="qwen3_coder", mtp=_BESIDE_STATES),
-    "qwen3_5_moe_text": Known(
-        "Qwen3.5 with experts", False, _STATES, parser="qwen3_coder", mtp=_BESIDE_STATES
-    ),
-    "qwen3_next": Known("Qwen3-Next", False, _STATES, parser="hermes", mtp=_BESIDE_STATES),
+    "qwen3_5_text": Known("Qwen3.5 and later", False, _STATES, parser="qwen3_coder", mtp="read"),
+    "qwen3_5_moe_text": Known("Qwen3.5 with experts", False, _STATES, parser="qwen3_coder", mtp="read"),
+    "qwen3_next": Known("Qwen3-Next", False, _STATES, parser="hermes", mtp="read"),
     "qwen3": Known("Qwen3", parser="hermes"),
     "qwen3_moe": Known("Qwen3 with experts", parser="hermes"),
     "qwen2": Known("Qwen2, 2.5", parser="hermes"),
