@@ -15,6 +15,7 @@ from headrace_modelkit.families.drafts import DRAFT
 from headrace_modelkit.families.known import KNOWN
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.families.mtp_files import MTP_FAMILIES
+from headrace_modelkit.lora import targets_problem
 from headrace_modelkit.presets.families import (
     FAMILIES,
     tiny_config,
@@ -23,6 +24,7 @@ from headrace_modelkit.presets.families import (
     write_predicting,
 )
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.learning import LoraSection
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.checks import check_run
 from headrace_trainer.backends.plugins import FsdpOptions
@@ -58,11 +60,13 @@ def forms() -> list[object]:
 def has_form(family: str, form: str) -> bool:
     if form == "draft":
         return family in MTP_FAMILIES
+    if form == "lora":
+        return family != "gpt2"
     return form != "context" or divides_rows(family)
 
 
 def divides_rows(family: str) -> bool:
-    return KNOWN[family].shares and SHAPES[family] is None
+    return KNOWN[family].shares and not KNOWN[family].undivided and SHAPES[family] is None
 
 
 def linears(family: str) -> set[str]:
@@ -170,6 +174,7 @@ def refused(make_config, tmp_path, family, given) -> str:
         ("lfm2", "conv layers"),
         ("gemma2", "eager"),
         ("glm_moe_dsa", "has experts"),
+        ("stablelm", "attention of its own"),
     ],
 )
 def test_rows_that_ranks_cannot_divide_are_refused_by_name(family, reason, make_config, tmp_path):
@@ -185,3 +190,8 @@ def test_rows_that_ranks_cannot_divide_are_refused_by_name(family, reason, make_
 def test_experts_that_cannot_be_divided_are_refused_by_name(family, reason, make_config, tmp_path):
     message = refused(make_config, tmp_path, family, {"expert_parallel": 2})
     assert family in message and reason in message
+
+
+def test_adapters_of_a_model_without_linear_layers_are_refused():
+    problem = targets_problem(tiny_of("gpt2"), LoraSection(targets="all-linear"))
+    assert problem == "the model has no linear layer that learns but its head; remove trainer.lora"

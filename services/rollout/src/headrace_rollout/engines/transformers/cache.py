@@ -109,6 +109,8 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
         self.buckets: list[Bucket] = []
         self.split = split
         self._like: list[Layer] = []
+        self.token_bytes = 0
+        """What one token takes in all layers; 0 before `learn`."""
         self._place: dict[int, int] = {}
         """Of each layer that has keys, which one of those it is."""
         self._learning = False
@@ -129,12 +131,6 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
         return bool(self.states.like)
 
     @property
-    def token_bytes(self) -> int:
-        """What one token takes in all layers; 0 before `learn`."""
-        tensors = [tensor for layer in self._like for tensor in layer]
-        return sum(like.shape[1] * like.shape[3] * like.element_size() for like in tensors)
-
-    @property
     def budget_tokens(self) -> int:
         """Tokens that the budget has room for."""
         return self.budget_bytes // self.token_bytes
@@ -147,7 +143,7 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
 
     def learn(self) -> None:
         """The next pass, over one token, tells how large a token is; nothing of it is kept."""
-        self._learning, self._like, self.passing = True, [], {}
+        self._learning, self._like, self.token_bytes, self.passing = True, [], 0, {}
 
     def join(self, lengths: Sequence[int], contexts: Sequence[int]) -> None:
         """Makes room for rows of `contexts` tokens behind the rows of `lengths` tokens that are there."""
@@ -316,7 +312,7 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
     def free(self) -> None:
         """Gives all memory back, and forgets what `learn` found."""
         self.clear()
-        self._like, self.states.like = [], {}
+        self._like, self.states.like, self.token_bytes = [], {}, 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -326,6 +322,7 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
         if self._learning:
             self._place[layer_idx] = len(self._like)
             self._like.append((key_states[:0, :, :0].clone(), value_states[:0, :, :0].clone()))
+            self.token_bytes += key_states[0, :, 0].nbytes + value_states[0, :, 0].nbytes
         elif not self._steps:
             self._store_prompts(self._place[layer_idx], new)
         else:

@@ -205,6 +205,8 @@ class Decoder:
     def _drafts(self) -> list[list[int]]:
         """What each row guesses of its next tokens; empty where nobody may or can."""
         batch = self._batch
+        if not self._speculative_tokens and self._learned is None:
+            return []
         most = min(self._speculative_tokens, MOST_ROWS // batch.count - 1)
         plain = self.model.routes.width or batch.seen.shape[1] or not self.model.takes_back
         if most < 1 or plain or batch.has_stop[: batch.count].any() or batch.shift[: batch.count].any():

@@ -137,7 +137,9 @@ class RowStates:
         self._kept = {}
 
     def of(self, order: Tensor) -> States:
-        """Copies of these rows' states, in this order."""
+        """The states of these rows in this order, which a pass may write into; copies unless they lie so."""
+        if _in_order(order):
+            return {key: tensor[: len(order)] for key, tensor in self._kept.items()}
         return {key: tensor.index_select(0, order.to(tensor.device)) for key, tensor in self._kept.items()}
 
     def store(self, rows: Tensor, found: States) -> None:
@@ -147,11 +149,14 @@ class RowStates:
             self._room(key, int(rows.max()) + 1).index_copy_(0, rows.to(like.device), tensor.to(like))
 
     def passed(self, rows: Tensor, found: States, behind: list[States]) -> None:
-        """As `store`; where there are states `behind` each token of a pass, `stand` says behind which rows go on."""
+        """All running rows, in this order, have gone through a pass; where there are states `behind` each of its
+        tokens, `stand` says behind which rows go on.
+        """
         if behind:
             self._guessed = rows, behind
-        else:
-            self.store(rows, found)
+            return
+        back = slice(None) if _in_order(rows) else rows.argsort()
+        self._kept = {key: tensor.to(self.like[key])[back] for key, tensor in found.items()}
 
     def stand(self, counts_N: NDArray[np.int64]) -> None:
         """So many tokens of each row of the last pass stand; the next one writes over the others."""
@@ -159,8 +164,9 @@ class RowStates:
             return
         rows, behind = self._guessed
         last, row = torch.from_numpy(counts_N)[rows] - 1, torch.arange(len(rows))
-        self.store(rows, {key: torch.stack([each[key] for each in behind])[last, row] for key in behind[0]})
         self._guessed = None
+        found = {key: torch.stack([each[key] for each in behind])[last, row] for key in behind[0]}
+        self.passed(rows, found, [])
 
     def remove(self, renamed: dict[int, int]) -> None:
         """`renamed` leads from rows to their new numbers."""
@@ -174,6 +180,10 @@ class RowStates:
             more = own.new_zeros(max(rows, 2 * len(own)) - len(own), *own.shape[1:])
             own = self._kept[key] = torch.cat([own, more])
         return own
+
+
+def _in_order(rows: Tensor) -> bool:
+    return torch.equal(rows, torch.arange(len(rows), device=rows.device))
 
 
 def stacked(several: Sequence[States]) -> States:
