@@ -80,7 +80,7 @@ _MTP = re.compile(r"(^|\.)mtp")
 
 def predicting(policy: ModelSection) -> PreTrainedConfig:
     """The configuration of a model with a layer that predicts one token more. Raises ModelNotReadable."""
-    text: Any = load_architecture(policy).get_text_config()
+    text = load_architecture(policy).get_text_config()
     kind = text.model_type
     key = "mtp_num_hidden_layers" if kind.startswith("qwen3_5") else "num_nextn_predict_layers"
     count = getattr(text, key, 1 if kind in _ASIDE else 0)

@@ -112,7 +112,8 @@ class Batch:
             found = uniforms(keys[0], keys[1], keys[2], position.ravel())
             self.drawn[rows], self.drawn_from[rows] = found.reshape(-1, _AHEAD), self.sampled[rows]
         place = (self.sampled[rows] - self.drawn_from[rows])[:, None] + np.arange(tokens)
-        return self.drawn[np.arange(first, self.count)[:, None], place].ravel()
+        drawn: NDArray[np.float32] = self.drawn[np.arange(first, self.count)[:, None], place].ravel()
+        return drawn
 
     def append(
         self,
