@@ -69,6 +69,8 @@ def attend(
     if not isinstance(key, Parts):
         return own(module, query, key, value, attention_mask, **options)[0], None
     assert isinstance(value, Parts)
+    if len(key.tensors) == 1:
+        return own(module, query, key.tensors[0], value.tensors[0], key.masks[0], **options)[0], None
     queries = torch.split(query, [len(tensor) for tensor in key.tensors])
     parts = zip(queries, key.tensors, value.tensors, key.masks, strict=True)
     return torch.cat([own(module, *part, **options)[0] for part in parts]), None
