@@ -52,18 +52,17 @@ Not in transformers' own classes, and so refused by `model.path`: the wrappers o
 images (use the language model's own directory). vLLM and SGLang have lists of their own: [Engines](engines.md).
 
 Speed of the tiny models, eight times as wide, against transformers' own loops, in tokens/s over theirs
-(`python benchmarks/families.py`, one thread of two cores under a load of 4 to 7, medians of five turns or seven):
+(`python benchmarks/families.py`, one thread of two cores under a load of 5 to 9, medians of five turns or seven):
 
 | | trained | generated |
 | --- | --- | --- |
 | DeepSeek V3, GLM-4.5; Gemma 3, Gemma 4 E | 1.82, 2.05; 2.31, 2.41 | 1.05, 1.13; 1.02, 0.91 |
 | Ministral 3, SmolLM3, OLMo 3, Phi-3 | 2.27, 2.31, 2.28, 2.41 | 1.14, 1.11, 1.08, 1.19 |
-| Qwen3.5, Qwen3-Next; Llama 4 | 0.94, 0.95; 0.95 | 1.02, 0.81; 0.99 |
-| Granite 4, Nemotron-H, gpt-oss | 0.90, 0.85, 0.86 | 0.91, 0.90, 0.84 |
+| Qwen3.5, Qwen3-Next; Llama 4 | 0.94, 0.85; 0.95 | 1.02, 0.99; 0.99 |
+| Granite 4, Nemotron-H, gpt-oss | 0.90, 0.87, 0.90 | 0.91, 1.14, 1.00 |
 
 Rows that share are computed once. Where they are apart both sides compute the same products, and ours also gathers
-weights and reduces their gradient, once a micro-batch, which here has 960 tokens. A token's step takes 3 to 8 ms here,
-of which sorting rows by experts and adding them up are many small operations.
+weights and reduces their gradient, once a micro-batch, which here has 960 tokens.
 """
 
 
