@@ -4,7 +4,8 @@ A policy of twelve small layers with random weights, which is sure of its words 
 from its answers, and both engines then answer the same prompts, turn about, with one thread. Seconds are those that the
 process had the core for. Prints one JSON line: `speedup_N`, the median over turns of the ratio of tokens/s with N rows;
 `tokens_per_s_N` and `plain_tokens_per_s_N`; `tokens_per_pass_N`, tokens of a row for each pass of the policy (1 without
-drafts); `acceptance_N`, accepted of drafted tokens. `--steps 0` leaves the head as it was drawn.
+drafts); `acceptance_N`, accepted of drafted tokens. `--steps 0` leaves the head as it was drawn; with `--states` three
+of four layers have states in place of keys, as Qwen3.5's.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="measured turns of each side")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens of an answer")
     parser.add_argument("--drafted", type=int, default=3, help="tokens that are drafted at once")
+    parser.add_argument("--states", action="store_true", help="layers as Qwen3.5's")
     parser.add_argument("--steps", type=int, default=30, help="steps in which the head learns")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -56,12 +58,23 @@ async def _measure(folder: Path, options: argparse.Namespace) -> dict[str, float
     import torch
     from headrace_modelkit.families.draft_files import add_draft, drawn
     from headrace_modelkit.loading import load_model
+    from headrace_modelkit.presets.families import write_family
     from headrace_modelkit.presets.tiny import write_tiny
     from headrace_schema.sections.generating import ModelSection
     from headrace_schema.sections.learning import DraftSection
 
     torch.set_num_threads(1)
-    write_tiny(folder, **SHAPE)
+    if options.states:
+        kinds = [*["linear_attention"] * 3, "full_attention"] * (SHAPE["num_hidden_layers"] // 4)
+        # Weights so small that rounding stays below the bound of the trial at load.
+        own: dict[str, Any] = {
+            "max_position_embeddings": 256,
+            "initializer_range": 0.05,
+            "layer_types": kinds,
+        }
+        write_family(folder, "qwen3_5_text", **SHAPE, **own)
+    else:
+        write_tiny(folder, **SHAPE)
     section, draft = ModelSection(path=str(folder), dtype="float32"), DraftSection()
     model: Any = load_model(section)
     with torch.no_grad():

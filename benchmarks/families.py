@@ -84,6 +84,8 @@ def measure(family: str, turns: int, ranks: Any) -> tuple[float, float | None]:
             for key, value in wide.items()
             if key != "head_dim" or "q_lora_rank" not in FAMILIES[family]
         }
+        if heads := FAMILIES[family].get("mamba_n_heads"):
+            own["mamba_d_head"] = 2 * own["hidden_size"] // heads
         model: Any = write_family(path, family, **own)
         trained = ratio(*trainings(path, model, ranks), turns)
         try:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headrace_modelkit.families.known import KNOWN, ON_TWO_RANKS, Known
+from headrace_modelkit.families.known import KNOWN, Known
 from headrace_modelkit.families.mixtures import ExpertShape, expert_shape
 from headrace_modelkit.presets.families import FAMILIES, tiny_config
 
@@ -24,8 +24,9 @@ HEAD = """# Families of models
 Each family here has a tiny model in the tests, made of transformers' own configuration class. In fp32 its log-probs
 and gradient are transformers' within 1e-4 (most within 1e-5), in whatever form rows lie; an export has the names,
 types and numbers that it came from. `make test` holds some families of each kind,
-`make nightly` all. A family that is not here is not refused: [trials as it is
-loaded](own-model.md#how-a-family-is-found-to-be-right) decide.
+`make nightly` all, and also that two ranks train as one does: weights sharded, layers recomputed, experts divided, rows
+divided, adapters, MTP layers that learn (`test_trainer_family_ranks.py`). A family that is not here is not refused:
+[trials as it is loaded](own-model.md#how-a-family-is-found-to-be-right) decide.
 
 - **Rows**: *shared*, a group's prompt is computed once and answers are packed; otherwise every answer gets a row of
   its own, for the reason that is named.
@@ -33,9 +34,6 @@ loaded](own-model.md#how-a-family-is-found-to-be-right) decide.
   *adapters*: LoRA of experts. Biases of routers (`e_score_correction_bias`) stay as the checkpoint has them, or
   [follow the load](experts.md#biases-that-follow-the-load).
 - **Context parallel**: whether ranks can divide a row.
-- **Two ranks**: whether two ranks were seen to train as one does, with weights sharded, layers recomputed, experts
-  divided, rows divided, and with LoRA (`test_trainer_family_ranks.py`, nightly); *untried*: that has not been run, and
-  nothing refuses it.
 - **Built-in engine**: generates by continuous batching, keys and states kept for next turns; or why it refuses.
   *Begins again*: a next turn is computed from its first token.
 - **vLLM, SGLang**: which has its class in the release that is pinned (0.32, 0.5.23), by its own list; where none has,
@@ -46,14 +44,25 @@ loaded](own-model.md#how-a-family-is-found-to-be-right) decide.
   draft](engines.md#a-head-that-learns-to-draft) (`trainer.draft.form: mtp`); or why such layers are refused there; –:
   checkpoints have none. What does not learn is in an export as it was, of all families.
 
-| family (`type`) | rows | experts | context parallel | two ranks | built-in engine | vLLM, SGLang | tools | MTP | |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| family (`type`) | rows | experts | context parallel | built-in engine | vLLM, SGLang | tools | MTP | |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 TAIL = """
 Not in transformers' own classes, and so refused by `model.path`: the wrappers of Mistral 3 and Kimi K2.5 with
 images (use the language model's own directory). vLLM and SGLang have lists of their own: [Engines](engines.md).
 
-Speed of the tiny models against transformers' own loops: `benchmarks/families.py`.
+Speed of the tiny models, eight times as wide, against transformers' own loops, in tokens/s over theirs
+(`python benchmarks/families.py`, one thread of two cores under a load of 5 to 9, medians of five turns or seven):
+
+| | trained | generated |
+| --- | --- | --- |
+| DeepSeek V3, GLM-4.5; Gemma 3, Gemma 4 E | 1.82, 2.05; 2.31, 2.41 | 1.05, 1.13; 1.02, 0.91 |
+| Ministral 3, SmolLM3, OLMo 3, Phi-3 | 2.27, 2.31, 2.28, 2.41 | 1.14, 1.11, 1.08, 1.19 |
+| Qwen3.5, Qwen3-Next; Llama 4 | 0.94, 0.85; 0.95 | 1.02, 0.99; 0.99 |
+| Granite 4, Nemotron-H, gpt-oss | 0.90, 0.87, 0.90 | 0.91, 1.14, 1.00 |
+
+Rows that share are computed once. Where they are apart both sides compute the same products, and ours also gathers
+weights and reduces their gradient, once a micro-batch, which here has 960 tokens.
 """
 
 
@@ -70,8 +79,7 @@ def _row(family: str, known: Known) -> str:
         f"{known.models} (`{name}`{f' with {variant}' if variant else ''})",
         "shared" if known.shares else f"apart: {known.why_apart}",
         _experts(tiny_config(family), shape),
-        "yes" if known.shares and shape is None else f"no: {known.why_apart or 'experts'}",
-        "yes" if family in ON_TWO_RANKS else "untried",
+        _divides(known, shape),
         f"no: {known.generates}" if known.generates else "yes" if known.continues else "yes, begins again",
         ", ".join(name for name, has in (("vLLM", known.vllm), ("SGLang", known.sglang)) if has) or "–",
         f"`{known.parser}`" if known.parser else known.no_parser,
@@ -79,6 +87,11 @@ def _row(family: str, known: Known) -> str:
         known.note,
     ]
     return f"| {' | '.join(cells)} |\n"
+
+
+def _divides(known: Known, shape: ExpertShape | None) -> str:
+    reason = known.why_apart or known.undivided or ("experts" if shape is not None else "")
+    return f"no: {reason}" if reason else "yes"
 
 
 def _experts(config: Any, shape: ExpertShape | None) -> str:

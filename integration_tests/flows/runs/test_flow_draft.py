@@ -77,9 +77,14 @@ def test_a_head_goes_on_over_a_killed_trainer_to_the_same_bits(fleet, spec_of):
 
 
 @pytest.mark.nightly  # quick: test_trainer_mtp.py, test_engine_learned_drafts.py
-def test_a_layer_of_the_checkpoint_learns_drafts_and_comes_back_among_the_others(fleet, spec_of, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "before"), [("deepseek_v3", "model.layers.2"), ("qwen3_next", "mtp.layers.0")]
+)
+def test_a_layer_of_the_checkpoint_learns_drafts_and_comes_back_among_the_others(
+    family, before, fleet, spec_of, tmp_path
+):
     """Experts of it are published one by one, as the checkpoint has them."""
-    layer = write_predicting(tmp_path / "model", "deepseek_v3")
+    layer = write_predicting(tmp_path / "model", family)
     own = {
         "deterministic": False,
         "steps": 4,
@@ -95,5 +100,5 @@ def test_a_layer_of_the_checkpoint_learns_drafts_and_comes_back_among_the_others
     )
     assert exported.keys() == given.keys() and layer.keys() <= exported.keys()
     assert not (Path(run.export_path) / "draft").exists()
-    moved = "model.layers.2.mlp.experts.1.down_proj.weight"
+    moved = f"{before}.mlp.experts.1.down_proj.weight"
     assert exported[moved].shape == given[moved].shape and (exported[moved] != given[moved]).any()

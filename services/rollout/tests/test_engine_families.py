@@ -9,6 +9,7 @@ from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import EngineConfig, Policy, Refused
 from headrace_rollout.engines.samples import Distribution, Group, Sample
+from headrace_rollout.engines.transformers import drafting
 from headrace_schema.sections.generating import ModelSection
 from model_weights import weights_of_model
 
@@ -24,11 +25,16 @@ QUICK = (
 )
 CONTEXT = 60
 REFUSED = [family for family, known in KNOWN.items() if known.generates]
+WITH_STATES = [
+    family
+    for family, known in KNOWN.items()
+    if known.why_apart in ("layers with a state of their own", "convolutions") and not known.generates
+]
 
 
-def engine_of(path):
+def engine_of(path, **options):
     section = ModelSection(path=str(path), dtype="float32", max_context=CONTEXT)
-    return ENGINES.choose("transformers", {}).build(
+    return ENGINES.choose("transformers", options).build(
         EngineConfig(model=section, codec=load_tokenizer(section), max_concurrency=3)
     )
 
@@ -90,6 +96,41 @@ async def test_its_log_probs_are_those_of_transformers(family, tmp_path, collect
     await engine.close()
 
 
+@pytest.mark.parametrize("family", families(WITH_STATES))
+async def test_wrong_guesses_leave_nothing_in_states(family, tmp_path, new_collector, monkeypatch):
+    """Guesses of up to three tokens, of which the first, second, third or none is wrong, while rows come and go."""
+    model = write_family(tmp_path / family, family)
+    groups = [
+        Group(index, drawn(length, index), [Sample(member, 2 * index + member) for member in range(2)])
+        for index, length in enumerate((11, 4, 17))
+    ]
+    found, engines, wholes = [], [], []
+
+    def guess(history, most):
+        at = len(history._tokens)
+        whole = next((each for each in wholes if each[:at] == history._tokens), [])
+        right = whole[at:][:most]
+        if len(right) > at % 4:
+            right[at % 4] = 3 + (right[at % 4] + 1) % 29
+        return right
+
+    monkeypatch.setattr(drafting.History, "draft", guess)
+    for tokens in (0, 3):
+        engine, collector = engine_of(tmp_path / family, speculative_tokens=tokens), new_collector()
+        await engine.install(Policy(1, "one"), weights_of_model(model))
+        await engine.submit(collector.stream(max_new_tokens=20), groups)
+        said = await collector.wait_ended(6)
+        assert max(off(model, output) for output in said.values()) < 1e-4
+        found.append({key: list(output.whole.token_ids) for key, output in said.items()})
+        wholes += [[*output.prompt_ids, *output.whole.token_ids] for output in said.values()]
+        engines.append(engine)
+        await engine.close()
+    assert found[0] == found[1]
+    plain, guessed = (engine.figures for engine in engines)
+    assert 0 < guessed.accepted_tokens < guessed.drafted_tokens
+    assert guessed.decode_steps < plain.decode_steps
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_text", "gemma3_text"])
 async def test_an_answer_that_moves_takes_its_states_along(family, in_step, tmp_path, new_collector):
     model = write_family(tmp_path / family, family)
@@ -112,6 +153,32 @@ async def test_an_answer_that_moves_takes_its_states_along(family, in_step, tmp_
     assert off(model, output) < 1e-4
     for each in (engine, other):
         await each.close()
+
+
+async def test_a_pass_that_failed_leaves_no_states_to_the_next_prompts(tmp_path, new_collector, monkeypatch):
+    model = write_family(tmp_path / "model", "qwen3_5_text")
+    engine = engine_of(tmp_path / "model")
+    await engine.install(Policy(1, "one"), weights_of_model(model))
+    norm, passes = engine._model._model.model.norm, []
+    plain = norm.forward
+
+    def failing(hidden):
+        passes.append(hidden)
+        if len(passes) == 4:
+            raise RuntimeError("no room")
+        return plain(hidden)
+
+    monkeypatch.setattr(norm, "forward", failing)
+    first, second = new_collector(), new_collector()
+    group = Group(0, drawn(9, 1), [Sample(member, 1) for member in range(3)])
+    await engine.submit(first.stream(max_new_tokens=12), [group])
+    with pytest.raises(AssertionError, match="no room"):
+        await first.wait_ended(3)
+    groups = [Group(index, drawn(length, index), [Sample(0, 2)]) for index, length in enumerate((5, 12, 8))]
+    await engine.submit(second.stream(max_new_tokens=12), groups)
+    said = await second.wait_ended(3)
+    assert max(off(model, output) for output in said.values()) < 1e-4
+    await engine.close()
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -23,12 +23,16 @@ from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.learning import DraftSection
 from model_weights import weights_of_model
 
-BOTH = pytest.mark.parametrize("form", ["eagle3", "mtp"])
+FAMILY = {"mtp": "deepseek_v3", "eagle3 beside states": "qwen3_5_text", "mtp beside states": "qwen3_next"}
+"""Whose tiny model has a head of a form; of `eagle3` alone it is the tiny model that runs have."""
+ALL = pytest.mark.parametrize("form", ["eagle3", *FAMILY])
+LEARNS = pytest.mark.parametrize("form", ["eagle3", "mtp", "mtp beside states"])
+"""Those that 30 steps teach something of their tiny model."""
 SAMPLED = Distribution()
 DRAFTED, LONG = 3, 24
-SURE = {"eagle3": 30.0, "mtp": 6.0}
+SURE = {"eagle3": 30.0, "mtp": 6.0, "eagle3 beside states": 6.0, "mtp beside states": 6.0}
 """Times that the logits of each form's tiny model are multiplied."""
-RISEN = {"eagle3": 0.2, "mtp": 0.03}
+RISEN = {"eagle3": 0.2, "mtp": 0.03, "eagle3 beside states": 0.03, "mtp beside states": 0.03}
 SAMPLES, TOKENS = 600, 3
 CHI_SQUARE = 3.7
 """Standard deviations that a sum of squares may be off: 1 in 10,000."""
@@ -36,10 +40,16 @@ CHI_SQUARE = 3.7
 
 @pytest.fixture(scope="module")
 def predicting(tmp_path_factory):
-    """A tiny model whose checkpoint has a layer that predicts one token more."""
-    directory = tmp_path_factory.mktemp("models") / "predicting"
-    write_predicting(directory, "deepseek_v3")
-    return ModelSection(path=str(directory), dtype="float32")
+    """Tiny models whose checkpoints have a layer that predicts one token more, as they are asked for."""
+    found = {}
+
+    def predicting(family):
+        if family not in found:
+            found[family] = tmp_path_factory.mktemp("models") / family
+            write_predicting(found[family], family)
+        return ModelSection(path=str(found[family]), dtype="float32")
+
+    return predicting
 
 
 @pytest.fixture
@@ -50,7 +60,8 @@ def form():
 @pytest.fixture
 def chosen(form, model_config, predicting):
     """The model, and its head."""
-    return (model_config if form == "eagle3" else predicting), DraftSection(form=form)
+    config = predicting(FAMILY[form]) if form in FAMILY else model_config
+    return config, DraftSection(form=form.split()[0])
 
 
 @pytest.fixture
@@ -110,7 +121,7 @@ def asked(codec, samples=2):
     ]
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("distribution", [Distribution(0.0), Distribution(0.4), Distribution(1.0, 0.9, 5)])
 async def test_answers_are_those_without_drafts_while_rows_come_and_go(answers, model, codec, distribution):
     """Six samples on four rows: some join late behind a kept prompt, and none is drafted for until few are left."""
@@ -139,7 +150,7 @@ async def test_nothing_is_drafted_beside_stop_strings_and_the_head_reads_on(
     assert not engine.figures.drafted_tokens and read and set(read) == {8}
 
 
-@BOTH
+@ALL
 async def test_the_engine_s_drafts_are_those_that_the_head_learned_to_make(
     answers, model, codec, form, monkeypatch
 ):
@@ -198,7 +209,7 @@ def sharpened(model, by):
     return model
 
 
-@BOTH
+@LEARNS
 async def test_a_head_that_has_learned_is_right_more_often_also_beside_a_new_version(
     answers, model, codec, form
 ):
@@ -226,7 +237,7 @@ async def test_a_head_that_has_learned_is_right_more_often_also_beside_a_new_ver
     assert newer > before + RISEN[form]
 
 
-@BOTH
+@LEARNS
 async def test_drafted_tokens_have_the_policy_s_distribution(answers, model, codec, form):
     """Chi-square of the last of three tokens, of which two are drafted, over many samples."""
     sharpened(model, SURE[form] / 3)
@@ -290,7 +301,7 @@ async def test_the_next_turn_behind_what_is_kept_is_the_one_without_drafts(
     assert after[0] == after[1]
 
 
-@BOTH
+@ALL
 async def test_samples_that_move_go_on_beside_a_head(answers, model, codec, new_collector, resumed):
     """Behind keys of another engine, the head's among them, whose newest tokens it has not read."""
     groups = asked(codec)[:2]

@@ -99,6 +99,7 @@ def test_what_is_not_offered_says_why_and_what_is(name, sentence):
         ({"method": "draft", "model": "small", "longest_match": 3}, "longest_match: has no effect"),
         ({"method": "ngram", "shortest_match": 9}, "shortest_match: 9 is above longest_match"),
         ({"method": "ngram", "tokens": 0}, "speculative.tokens"),
+        ({"method": "mtp"}, "speculative.method: mtp drafts by weights .* trainer.draft"),
     ],
 )
 def test_drafts_are_described_whole(speculative, sentence):

@@ -4,16 +4,27 @@ is the training of one rank, which `test_trainer_families.py` compares with tran
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from backend_cases import config, part, walk_cases
+from headrace_modelkit.families.drafts import DRAFT
 from headrace_modelkit.families.known import KNOWN
 from headrace_modelkit.families.mixtures import expert_shape
-from headrace_modelkit.presets.families import FAMILIES, tiny_of, write_family
+from headrace_modelkit.families.mtp_files import MTP_FAMILIES
+from headrace_modelkit.lora import targets_problem
+from headrace_modelkit.presets.families import (
+    FAMILIES,
+    tiny_config,
+    tiny_of,
+    write_family,
+    write_predicting,
+)
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.learning import LoraSection
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.checks import check_run
 from headrace_trainer.backends.plugins import FsdpOptions
@@ -21,12 +32,15 @@ from headrace_trainer.errors import Refusal
 from torch.nn import Linear
 
 pytestmark = pytest.mark.timeout(3000)
-QUICK = ("gpt_oss", "nemotron_h")
-LOT = 20
+QUICK = (("gpt_oss", "divided"), ("nemotron_h", "divided"), ("qwen3_next", "draft"))
+LOT = 6
+"""Cases of one group of processes: what one of them breaks, the others are not said to have found."""
 CONTEXT = {"context_parallel": 2}
-SHAPES = {family: expert_shape(tiny_of(family).config) for family in FAMILIES}
-FORMS = ("divided", "context", "lora")
-"""Weights sharded and layers recomputed, experts on their own ranks with routes replayed; rows divided; adapters."""
+SHAPES = {family: expert_shape(tiny_config(family)) for family in FAMILIES}
+FORMS = ("divided", "context", "lora", "draft")
+"""Weights sharded and layers recomputed, experts on their own ranks with routes replayed; rows divided; adapters; a
+layer of the checkpoint that learns to draft.
+"""
 
 
 def forms() -> list[object]:
@@ -35,16 +49,24 @@ def forms() -> list[object]:
             family,
             form,
             id=f"{family}-{form}",
-            marks=() if family in QUICK and form == "divided" else (pytest.mark.nightly,),
+            marks=() if (family, form) in QUICK else (pytest.mark.nightly,),
         )
         for family in FAMILIES
         for form in FORMS
-        if form != "context" or divides_rows(family)
+        if has_form(family, form)
     ]
 
 
+def has_form(family: str, form: str) -> bool:
+    if form == "draft":
+        return family in MTP_FAMILIES
+    if form == "lora":
+        return family != "gpt2"
+    return form != "context" or divides_rows(family)
+
+
 def divides_rows(family: str) -> bool:
-    return KNOWN[family].shares and SHAPES[family] is None
+    return KNOWN[family].shares and not KNOWN[family].undivided and SHAPES[family] is None
 
 
 def linears(family: str) -> set[str]:
@@ -62,6 +84,8 @@ def keys(family: str, form: str) -> dict[str, object]:
             return {"lora": {"targets": "all-linear"}}
         last = next(each for each in ("o_proj", "o_b_proj", "out_proj") if each in linears(family))
         return {"lora": {"targets": [last, "experts"] if shape.adapts else [last]}}
+    if form == "draft":
+        return {"draft": {"form": "mtp", "unrolled": 2}}
     return {"routed": True} if form == "divided" and shape is not None and shape.routed else {}
 
 
@@ -72,39 +96,50 @@ def options(family: str, form: str) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def walked(request, tmp_path_factory) -> tuple[dict[str, SimpleNamespace], dict[str, SimpleNamespace]]:
-    """The chosen cases on one rank and on two, each number of ranks in one group of processes."""
+def walked(request, tmp_path_factory) -> Callable[[str, str], list[SimpleNamespace]]:
+    """What one rank found of a chosen case, and what two did; a lot of cases goes through one group of processes."""
     named = [
         item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
     ]
-    chosen = {(own["family"], own["form"]) for item in named if "form" in (own := item.callspec.params)}
+    chosen = [(own["family"], own["form"]) for item in named if "form" in (own := item.callspec.params)]
     folder: Path = tmp_path_factory.mktemp("families")
-    one: dict[str, Any] = {}
-    two: dict[str, Any] = {}
-    for family, form in sorted(chosen):
-        write_family(folder / family, family)
-        more, name = keys(family, form), f"{family}-{form}"
-        one[name] = {"config": config(folder / family, **more), "saved": ""}
-        again = {"gradient_checkpointing": True} if form == "divided" else {}
-        own = config(folder / family, 2, options(family, form), backend="fsdp", **more, **again)
-        two[f"{name}-two"] = {"config": own, "saved": ""}
-    return in_lots(folder, 1, one), in_lots(folder, 2, two)
+    found: dict[int, dict[str, SimpleNamespace]] = {}
+
+    def walked(family: str, form: str) -> list[SimpleNamespace]:
+        lot = chosen.index((family, form)) // LOT
+        if lot not in found:
+            found[lot] = {}  # of one that fails nothing is tried again
+            for ranks in (1, 2):
+                cases = dict(case_of(folder, ranks, *each) for each in chosen[lot * LOT :][:LOT])
+                found[lot] |= walk_cases(folder, ranks, cases)
+        names = [f"{family}-{form}-{ranks}" for ranks in (1, 2)]
+        assert found[lot].keys() >= {*names}, "a case of the same lot failed"
+        return [found[lot][name] for name in names]
+
+    return walked
 
 
-def in_lots(folder: Path, ranks: int, cases: dict[str, Any]) -> dict[str, SimpleNamespace]:
-    """As `walk_cases`, of more cases than its time is for."""
-    found: dict[str, SimpleNamespace] = {}
-    names = list(cases)
-    for first in range(0, len(names), LOT):
-        found |= walk_cases(folder, ranks, {name: cases[name] for name in names[first : first + LOT]})
-    return found
+def case_of(folder: Path, ranks: int, family: str, form: str) -> tuple[str, dict[str, Any]]:
+    """Its name, and what `backend_ranks.py` does."""
+    model = folder / f"{family}-{form == 'draft'}"
+    if not model.exists():
+        (write_predicting if form == "draft" else write_family)(model, family)
+    more = keys(family, form)
+    if ranks == 1:
+        made = config(model, **more)
+    else:
+        again = {"gradient_checkpointing": True} if form in ("divided", "draft") else {}
+        made = config(model, ranks, options(family, form), backend="fsdp", **more, **again)
+    return f"{family}-{form}-{ranks}", {"config": made, "saved": ""}
 
 
 @pytest.mark.parametrize(("family", "form"), forms())
 def test_two_ranks_train_as_one_does(family, form, walked, relative_l2):
-    one, two = (found[f"{family}-{form}{end}"] for found, end in zip(walked, ("", "-two"), strict=True))
+    one, two = walked(family, form)
     gradient, own = part(one.tensors, "gradient"), part(two.tensors, "gradient")
     assert own.keys() == gradient.keys() and any(bool(value.any()) for value in gradient.values())
+    drafts = {name for name, value in gradient.items() if name.startswith(DRAFT) and bool(value.any())}
+    assert bool(drafts) == (form == "draft")
     assert relative_l2(own, gradient) < 1e-4
     for shares, [whole] in zip(two.log_probs, one.log_probs, strict=False):
         in_order = [None] * len(whole)
@@ -139,6 +174,7 @@ def refused(make_config, tmp_path, family, given) -> str:
         ("lfm2", "conv layers"),
         ("gemma2", "eager"),
         ("glm_moe_dsa", "has experts"),
+        ("stablelm", "attention of its own"),
     ],
 )
 def test_rows_that_ranks_cannot_divide_are_refused_by_name(family, reason, make_config, tmp_path):
@@ -154,3 +190,8 @@ def test_rows_that_ranks_cannot_divide_are_refused_by_name(family, reason, make_
 def test_experts_that_cannot_be_divided_are_refused_by_name(family, reason, make_config, tmp_path):
     message = refused(make_config, tmp_path, family, {"expert_parallel": 2})
     assert family in message and reason in message
+
+
+def test_adapters_of_a_model_without_linear_layers_are_refused():
+    problem = targets_problem(tiny_of("gpt2"), LoraSection(targets="all-linear"))
+    assert problem == "the model has no linear layer that learns but its head; remove trainer.lora"

@@ -37,7 +37,7 @@ from headrace_modelkit.logprobs import Head, chunk_elements
 DRAFT = "draft."
 """What names of a head's weights begin with, among those of the model that it is of."""
 IDS = "eagle_aux_hidden_state_layer_ids"
-_ATTENTION = "headrace_drafts"
+_ATTENTION, _FULL = "headrace_drafts", "full_attention"
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(N, T, H E) of queries (N, H, T, E), keys and values (N, G, T, E), and what scores are multiplied by."""
 
@@ -81,14 +81,24 @@ class DraftHead(nn.Module):
         hidden_STD = self.fused(features_STF)
         positions_T = torch.arange(hidden_STD.shape[1], device=hidden_STD.device)[None]
         keys, values = list[Tensor](), list[Tensor]()
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            keys.append(key)
-            values.append(value)
-            return attend_along(query, keys, values, scaling).transpose(1, 2).flatten(2)
-
         for step in range(steps):
+            own: list[Tensor] = []
+
+            def attend(
+                query: Tensor,
+                key: Tensor,
+                value: Tensor,
+                scaling: float,
+                before: tuple[list[Tensor], list[Tensor]] = ([*keys], [*values]),
+                own: list[Tensor] = own,
+            ) -> Tensor:
+                own[:] = key, value  # a layer that is computed again gives them once more
+                seen = [*before[0], key], [*before[1], value]
+                return attend_along(query, *seen, scaling).transpose(1, 2).flatten(2)
+
             hidden_STD = self(embeds_STD, hidden_STD, positions_T + step, attend)
+            keys.append(own[0])
+            values.append(own[1])
             yield hidden_STD
             embeds_STD = F.pad(embeds_STD[:, 1:], (0, 0, 0, 1))
 
@@ -182,8 +192,8 @@ class Eagle3(DraftHead):
 
 
 class Mtp(DraftHead):
-    """A layer of a checkpoint that predicts one token more, of the class of the model's last one; it reads what the
-    model's own head reads, and says words by that head.
+    """A layer of a checkpoint that predicts one token more, as the model's last one with full attention; it reads what
+    the model's own head reads, and says words by that head.
 
     It goes on from its normed hidden state, as vLLM and SGLang let DeepSeek's go on.
     """
@@ -201,7 +211,11 @@ class Mtp(DraftHead):
         made = (norm(own.hidden_size, eps=own.rms_norm_eps) for _ in range(3))
         self.enorm, self.hnorm, self.norm = made
         self.eh_proj = nn.Linear(2 * own.hidden_size, own.hidden_size, bias=False)
-        self.layer = type(body.layers[-1])(own, own.num_hidden_layers - 1)
+        kinds = list(getattr(own, "layer_types", None) or [_FULL] * own.num_hidden_layers)
+        if _FULL not in kinds:  # a model of fewer layers, whose size is measured
+            kinds[-1] = _FULL
+            own.layer_types = kinds
+        self.layer = type(body.layers[-1])(own, len(kinds) - 1 - kinds[::-1].index(_FULL))
         self.rotary = type(body.rotary_emb)(own)
 
     @override

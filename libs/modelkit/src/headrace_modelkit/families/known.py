@@ -34,6 +34,8 @@ class Known:
     """`read`: a layer of its checkpoints that predicts one token more can learn and draft; else why not, where
     checkpoints have some.
     """
+    undivided: str = ""
+    """Why ranks cannot divide its rows, where it shares and has no experts."""
     note: str = ""
 
 
@@ -41,15 +43,13 @@ _STATES = "layers with a state of their own"
 _SINKS = "eager attention with sinks"
 _INDEXER = "an indexer chooses tokens"
 _SPECIAL = "its marks are special tokens"
-_BESIDE_STATES = "nothing is drafted beside states"
+_OTHER_MTP = "another form"
 _UNKEPT = "states outside of transformers' cache"
 
 KNOWN: dict[str, Known] = {
-    "qwen3_5_text": Known("Qwen3.5 and later", False, _STATES, parser="qwen3_coder", mtp=_BESIDE_STATES),
-    "qwen3_5_moe_text": Known(
-        "Qwen3.5 with experts", False, _STATES, parser="qwen3_coder", mtp=_BESIDE_STATES
-    ),
-    "qwen3_next": Known("Qwen3-Next", False, _STATES, parser="hermes", mtp=_BESIDE_STATES),
+    "qwen3_5_text": Known("Qwen3.5 and later", False, _STATES, parser="qwen3_coder", mtp="read"),
+    "qwen3_5_moe_text": Known("Qwen3.5 with experts", False, _STATES, parser="qwen3_coder", mtp="read"),
+    "qwen3_next": Known("Qwen3-Next", False, _STATES, parser="hermes", mtp="read"),
     "qwen3": Known("Qwen3", parser="hermes"),
     "qwen3_moe": Known("Qwen3 with experts", parser="hermes"),
     "qwen2": Known("Qwen2, 2.5", parser="hermes"),
@@ -90,7 +90,7 @@ KNOWN: dict[str, Known] = {
     "glm4": Known("GLM-4", parser="glm"),
     "glm4_moe": Known("GLM-4.5 to 4.7", parser="glm", mtp="read"),
     "glm4_moe_lite": Known("GLM-4.7-Flash", parser="glm", mtp="read"),
-    "nemotron_h": Known("Nemotron-H, Nemotron 3", False, _STATES, parser="qwen3_coder", mtp=_BESIDE_STATES),
+    "nemotron_h": Known("Nemotron-H, Nemotron 3", False, _STATES, parser="qwen3_coder", mtp=_OTHER_MTP),
     "nemotron": Known("Nemotron-4, Minitron", False, "its layers pass no keywords on", sglang=False),
     "llama": Known("Llama 2 and 3, SmolLM2", parser="llama3"),
     "llama4_text": Known(
@@ -107,7 +107,7 @@ KNOWN: dict[str, Known] = {
     "smollm3": Known("SmolLM3", parser="hermes", sglang=False),
     "olmo2": Known("OLMo 2"),
     "olmo3": Known("OLMo 3", parser="pythonic", sglang=False),
-    "olmo_hybrid": Known("OLMo Hybrid", False, _STATES, sglang=False, mtp=_BESIDE_STATES),
+    "olmo_hybrid": Known("OLMo Hybrid", False, _STATES, sglang=False, mtp=_OTHER_MTP),
     "granite": Known("Granite 3", no_parser=_SPECIAL),
     "granitemoe": Known("Granite MoE", no_parser=_SPECIAL),
     "granitemoehybrid": Known("Granite 4", False, _STATES, no_parser=_SPECIAL),
@@ -115,7 +115,7 @@ KNOWN: dict[str, Known] = {
     "seed_oss": Known("Seed-OSS", sglang=False),
     "minimax_m2": Known("MiniMax M2", parser="minimax"),
     "minimax": Known("MiniMax-Text-01", False, _STATES, _UNKEPT, vllm=False, sglang=False),
-    "ernie4_5_moe": Known("Ernie 4.5", mtp="another form"),
+    "ernie4_5_moe": Known("Ernie 4.5", mtp=_OTHER_MTP),
     "afmoe": Known("AFMoE (Trinity)"),
     "mimo_v2_flash": Known("MiMo-V2-Flash", False, _SINKS, mtp="three layers of another form"),
     "kimi_linear": Known("Kimi Linear", False, _STATES, no_parser=_SPECIAL),
@@ -129,26 +129,9 @@ KNOWN: dict[str, Known] = {
     "exaone4": Known("EXAONE 4"),
     "hyperclovax": Known("HyperCLOVA X", sglang=False),
     "cohere": Known("Command R"),
-    "stablelm": Known("StableLM"),
-    "gpt2": Known("GPT-2"),
+    "stablelm": Known("StableLM", undivided="attention of its own"),
+    "gpt2": Known("GPT-2", note="no LoRA: its layers are `Conv1D`, none is linear"),
     "opt": Known("OPT"),
     "doge": Known("Doge", False, "a mask of its own", vllm=False, sglang=False),
 }
 """By the names of `presets.families.FAMILIES`."""
-ON_TWO_RANKS = {
-    *("gpt_oss", "nemotron_h", "deepseek_v3", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
-    *("gemma3_text", "gemma4_text", "gemma4_text+experts", "glm4_moe", "glm_moe_dsa", "llama4_text"),
-    *(
-        "deepseek_v32",
-        "deepseek_v4",
-        "smollm3",
-        "ministral3",
-        "olmo3",
-        "granitemoehybrid",
-        "phi3",
-        "afmoe",
-        "bamba",
-    ),
-    *("jamba", "granite", "granitemoe", "olmo2", "mixtral", "qwen3_moe", "qwen2", "gemma3n_text"),
-}
-"""Those of which `test_trainer_family_ranks.py` was seen green in all its forms. Add a family when it was."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,17 +24,56 @@ from headrace_modelkit.tensor_files import Renamed, SourceFiles, Tensors
 from headrace_modelkit.weights import saved, state_tensors
 
 KEY = "trainer.draft"
-MTP_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
-"""Those whose checkpoints have one layer behind the others, which reads as DeepSeek V3's does."""
+_BEHIND = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+"""Those whose checkpoints have the layer behind the others, under the next number."""
+_ASIDE = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""Those whose checkpoints have it under `mtp.`: a layer with full attention beside layers with states."""
+MTP_FAMILIES = (*_BEHIND, *_ASIDE)
+"""Those whose checkpoints have one such layer, of the form that DeepSeek V3 gave it."""
 Beside = dict[str, tuple[Tensor, Callable[[], Tensor]]]
-_OF_HEAD = {
-    **{f"{name}.weight": f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj")},
-    "shared_head.norm.weight": "norm.weight",
-}
-"""Names of such a layer's tensors and of a head's; the others are those of a decoder layer."""
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What a checkpoint calls the tensors of a predicting layer."""
+
+    before: str
+    """What all their names begin with."""
+    layer: str
+    """What behind it those of the decoder layer begin with."""
+    of_head: Mapping[str, str]
+    """The others of its weights, and what a head calls them."""
+
+    def own(self, name: str) -> str:
+        """A head's name of a tensor of the files; empty for one that is none of its weights."""
+        rest = name.removeprefix(self.before)
+        if rest in (name, *_COPIES):
+            return ""
+        if rest in self.of_head:
+            return self.of_head[rest]
+        return f"layer.{rest.removeprefix(self.layer)}" if rest.startswith(self.layer) else ""
+
+    def in_files(self, own: str) -> str:
+        """The files' name of a head's tensor."""
+        found = next((rest for rest, name in self.of_head.items() if name == own), None)
+        return self.before + (found or self.layer + own.removeprefix("layer."))
+
+
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Of the model's embedding and head."""
 _BLOCK_ROWS = 4096
+
+
+_DEEPSEEK = {
+    **{f"{name}.weight": f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj")},
+    "shared_head.norm.weight": "norm.weight",
+}
+_QWEN = {
+    "pre_fc_norm_embedding.weight": "enorm.weight",
+    "pre_fc_norm_hidden.weight": "hnorm.weight",
+    "fc.weight": "eh_proj.weight",
+    "norm.weight": "norm.weight",
+}
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 _MTP = re.compile(r"(^|\.)mtp")
 
@@ -41,15 +81,24 @@ _MTP = re.compile(r"(^|\.)mtp")
 def predicting(policy: ModelSection) -> PreTrainedConfig:
     """The configuration of a model with a layer that predicts one token more. Raises ModelNotReadable."""
     text = load_architecture(policy).get_text_config()
-    kind, count = text.model_type, len(predicting_layers(text))
+    kind = text.model_type
+    key = "mtp_num_hidden_layers" if kind.startswith("qwen3_5") else "num_nextn_predict_layers"
+    count = getattr(text, key, 1 if kind in _ASIDE else 0)
     if kind not in MTP_FAMILIES:
         known = ", ".join(MTP_FAMILIES)
         reason = f"MTP layers of {kind} are not read, those of {known} are"
     elif count != 1:
-        reason = f"config.json of {policy.path!r} names {count} of them (num_nextn_predict_layers), and one is known"
+        reason = f"config.json of {policy.path!r} names {count} of them ({key}), and one is known"
     else:
         return text
     raise ModelNotReadable(f"{KEY}.form: {reason}; use form: eagle3")
+
+
+def _names(config: PreTrainedConfig) -> _Names:
+    text: Any = config.get_text_config()
+    if text.model_type in _ASIDE:
+        return _Names("mtp.", "layers.0.", _QWEN)
+    return _Names(f"model.layers.{text.num_hidden_layers}.", "", _DEEPSEEK)
 
 
 def open_predicting(policy: ModelSection, model: PreTrainedModel) -> Tensors:
@@ -61,16 +110,15 @@ def open_predicting(policy: ModelSection, model: PreTrainedModel) -> Tensors:
 
 
 def _opened(policy: ModelSection, model: PreTrainedModel, files: SourceFiles) -> Tensors:
-    layer = _layer_in(model.config)
-    named = {DRAFT + own: name for name in files.names() if (own := _own_name(name, layer))}
+    names = _names(model.config)
+    named = {DRAFT + own: name for name in files.names() if (own := names.own(name))}
     found = ModelFiles(Renamed(files, named), model)
     if missing := sorted(name for name in found.missing | found.drawn if name.startswith(DRAFT)):
-        name = missing[0].removeprefix(DRAFT).removeprefix("layer.")
         raise ModelNotReadable(
-            f"{KEY}.form: the files of {policy.path!r} have no {layer}{name}, of the layer that predicts one token "
-            "more; use form: eagle3, or a checkpoint with that layer"
+            f"{KEY}.form: the files of {policy.path!r} have no {names.in_files(missing[0].removeprefix(DRAFT))}, of "
+            "the layer that predicts one token more; use form: eagle3, or a checkpoint with that layer"
         )
-    _check_copies(policy, model, files, layer)
+    _check_copies(policy, model, files, names.before)
     return Renamed(
         found, {name.removeprefix(DRAFT): name for name in found.names() if name.startswith(DRAFT)}
     )
@@ -90,19 +138,6 @@ def _check_copies(policy: ModelSection, model: PreTrainedModel, files: SourceFil
                     f"{KEY}.form: {layer}{copy} of {policy.path!r} is no copy of {name}, and layers that say words by "
                     "the model's own are known; use form: eagle3"
                 )
-
-
-def _layer_in(config: PreTrainedConfig) -> str:
-    """What the names of the predicting layer's tensors begin with."""
-    return f"model.layers.{predicting_layers(config.get_text_config())[0]}."
-
-
-def _own_name(name: str, layer: str) -> str:
-    """A head's name of a tensor of the files; empty for one that is none of its weights."""
-    rest = name.removeprefix(layer)
-    if rest in (name, *_COPIES):
-        return ""
-    return _OF_HEAD.get(rest, f"layer.{rest}")
 
 
 def shared_names(model: PreTrainedModel) -> tuple[str, str]:
@@ -133,6 +168,7 @@ class _Beside:
         self._files, self._model, self._learned = files, model, learned
         self._learns = isinstance(getattr(model, "draft", None), Mtp)
         self._saved: dict[str, Tensor] = {}
+        self._own = _names(model.config)
         layers = predicting_layers(model.config.get_text_config())
         self.names = [name for name in files.names() if _predicts(name, layers)]
 
@@ -142,15 +178,14 @@ class _Beside:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def value(self, name: str) -> Tensor:
-        if not self._learns:
-            return self._files.read(name)
-        layer = _layer_in(self._model.config)
-        if (rest := name.removeprefix(layer)) in _COPIES:
+        if self._learns and (rest := name.removeprefix(self._own.before)) in _COPIES:
             return self._learned[shared_names(self._model)[_COPIES.index(rest)]]
+        if not self._learns or not (own := self._own.own(name)):
+            return self._files.read(name)
         if not self._saved:
-            own = {each: value for each, value in self._learned.items() if each.startswith(DRAFT)}
-            self._saved = saved(self._model, own)
-        return self._saved[DRAFT + _own_name(name, layer)]
+            learned = {each: value for each, value in self._learned.items() if each.startswith(DRAFT)}
+            self._saved = saved(self._model, learned)
+        return self._saved[DRAFT + own]
 
 
 def _predicts(name: str, layers: range) -> bool:

@@ -32,6 +32,8 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
     "initializer_range": 0.3,
 }
+_PLAIN: dict[str, Any] = {}
+_SCALED = {"logits_scaling": 4.0}
 _EXPERTS = {
     "num_experts": 4,
     "num_local_experts": 4,
@@ -76,60 +78,37 @@ _SHARING = _GEMMA | {
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "ministral3": {},
-    "phi3": {},
-    "smollm3": {},
-    "olmo2": {},
-    "granite": {"logits_scaling": 4.0},
-    "glm4": {},
-    "seed_oss": {},
-    "qwen2": {},
-    "qwen3": {},
+    **dict.fromkeys(
+        ("llama", "mistral", "ministral3", "phi3", "smollm3", "olmo2", "glm4", "seed_oss"), _PLAIN
+    ),
+    **dict.fromkeys(("qwen2", "qwen3", "gpt2", "opt", "stablelm", "nemotron", "doge"), _PLAIN),
+    **dict.fromkeys(("granite", "hyperclovax"), _SCALED),
     "cohere": {"logit_scale": 0.3},
-    "gpt2": {},
-    "opt": {},
-    "stablelm": {},
-    "hyperclovax": {"logits_scaling": 4.0},
-    "nemotron": {},
-    "doge": {},
-    "glm4_moe": _GROUPED,
-    "glm4_moe_lite": _GROUPED | _LATENT,
-    "minimax_m2": _EXPERTS,
-    "granitemoe": _EXPERTS | {"logits_scaling": 4.0},
-    "qwen2_moe": _EXPERTS,
-    "qwen3_moe": _EXPERTS,
-    "mixtral": _EXPERTS,
+    **dict.fromkeys(("minimax_m2", "qwen2_moe", "qwen3_moe", "mixtral", "afmoe"), _EXPERTS),
+    "granitemoe": _EXPERTS | _SCALED,
     "ernie4_5_moe": _EXPERTS | {"moe_num_experts": 4, "moe_k": 2},
-    "afmoe": _EXPERTS,
-    "deepseek_v3": _GROUPED | _LATENT,
-    "deepseek_v32": _GROUPED | _LATENT | _INDEX,
-    "glm_moe_dsa": _GROUPED | _LATENT | _INDEX,
+    "glm4_moe": _GROUPED,
+    **dict.fromkeys(("glm4_moe_lite", "deepseek_v3"), _GROUPED | _LATENT),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _GROUPED | _LATENT | _INDEX),
     "deepseek_v4": _EXPERTS
     | {"qk_rope_head_dim": 4, "q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2, "hc_mult": 2}
     | {"index_n_heads": 2, "index_head_dim": 8},
     "gpt_oss": _EXPERTS | _WINDOW,
-    "gemma2": _WINDOW,
-    "gemma3_text": _WINDOW,
+    **dict.fromkeys(("gemma2", "gemma3_text", "olmo3", "ministral"), _WINDOW),
     "gemma3n_text": _SHARING
     | {"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2},
     "gemma4_text": _SHARING,
     "gemma4_text+experts": _GEMMA
     | _EXPERTS
     | {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
-    "olmo3": _WINDOW,
-    "ministral": _WINDOW,
     "exaone4": _WINDOW | {"sliding_window_pattern": 2},
     "mimo_v2_flash": _EXPERTS
     | _WINDOW
     | {"v_head_dim": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
     | {"swa_head_dim": 8, "swa_v_head_dim": 4},
     "llama4_text": _EXPERTS | {"attention_chunk_size": 8},
-    "qwen3_5_text": _DELTA,
-    "qwen3_5_moe_text": _DELTA | _EXPERTS,
-    "qwen3_next": _DELTA | _EXPERTS,
-    "olmo_hybrid": _DELTA,
+    **dict.fromkeys(("qwen3_5_text", "olmo_hybrid"), _DELTA),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), _DELTA | _EXPERTS),
     "kimi_linear": _EXPERTS
     | _LATENT
     | {"layer_types": _DELTA["layer_types"], "mlp_layer_types": ["dense", "sparse"]}
@@ -152,9 +131,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "lru_width": 32,
     }
     | {"logits_soft_cap": 3.0},
-    "lfm2": _CONVOLUTION,
+    **dict.fromkeys(("lfm2", "lfm3"), _CONVOLUTION),
     "lfm2_moe": _CONVOLUTION | _EXPERTS | {"num_dense_layers": 1},
-    "lfm3": _CONVOLUTION,
     "minimax": _EXPERTS | {"layer_types": ["full_attention", "linear_attention"]},
 }
 """By `model_type`, and `+` what a variant has: fields of its configuration."""
@@ -189,27 +167,32 @@ def write_family(directory: Path, family: str, *, seed: int = 0, **overrides: An
 
 
 def write_predicting(directory: Path, family: str, **overrides: Any) -> dict[str, torch.Tensor]:
-    """As `write_family`, of DeepSeek's kind, and a layer behind the others that predicts one token more."""
-    layers = SHAPE["num_hidden_layers"]
-    write_family(directory, family, num_nextn_predict_layers=1, **overrides)
-    deeper, file = (
-        tiny_of(family, seed=1, num_hidden_layers=layers + 1, **overrides),
-        directory / "model.safetensors",
-    )
-    whole, name = load_file(file), f"model.layers.{layers}."
+    """As `write_family`, with a layer that predicts one token more: of DeepSeek's form behind the others, of Qwen's
+    under `mtp.`. Returns the layer's tensors.
+    """
+    layers, aside = SHAPE["num_hidden_layers"], family.startswith("qwen3")
+    more = {} if aside else {"num_nextn_predict_layers": 1}
+    write_family(directory, family, **more, **overrides)
+    deeper = tiny_of(family, seed=1, **({} if aside else {"num_hidden_layers": layers + 1}), **overrides)
+    file = directory / "model.safetensors"
+    whole, name = load_file(file), f"model.layers.{layers - 1 if aside else layers}."
+    before = "mtp." if aside else name
     own = {
-        key: value.detach()
+        key.replace(name, "mtp.layers.0." if aside else name, 1): value.detach()
         for key, value in saved(deeper, dict(state_tensors(deeper))).items()
         if key.startswith(name)
     }
     width = SHAPE["hidden_size"]
     drawn = torch.Generator().manual_seed(2)
-    own |= {f"{name}{key}.weight": torch.ones(width) for key in ("enorm", "hnorm", "shared_head.norm")}
-    own[f"{name}eh_proj.weight"] = 0.3 * torch.randn(width, 2 * width, generator=drawn)
-    own[f"{name}embed_tokens.weight"] = whole["model.embed_tokens.weight"].clone()
-    own[f"{name}shared_head.head.weight"] = whole.get(
-        "lm_head.weight", own[f"{name}embed_tokens.weight"]
-    ).clone()
+    asides = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    norms = asides if aside else ("enorm", "hnorm", "shared_head.norm")
+    own |= {f"{before}{key}.weight": torch.ones(width) for key in norms}
+    fuses = f"{before}{'fc' if aside else 'eh_proj'}.weight"
+    own[fuses] = 0.3 * torch.randn(width, 2 * width, generator=drawn)
+    if not aside:
+        embedding = whole["model.embed_tokens.weight"]
+        own[f"{name}embed_tokens.weight"] = embedding.clone()
+        own[f"{name}shared_head.head.weight"] = whole.get("lm_head.weight", embedding).clone()
     save_file(
         {**whole, **{key: value.contiguous() for key, value in own.items()}}, file, metadata={"format": "pt"}
     )

@@ -146,7 +146,7 @@ class DraftSection(Section):
     form: Literal["eagle3", "mtp"] = Field(
         default="eagle3",
         description="eagle3: a head that reads three hidden states; mtp: the layer of the checkpoint itself that "
-        "predicts one token more (DeepSeek V3, GLM-4.5), which an export has under the checkpoint's names",
+        "predicts one token more (DeepSeek V3, GLM-4.5, Qwen3-Next), which an export has under the checkpoint's names",
     )
     path: str | None = Field(
         default=None,

@@ -14,9 +14,12 @@ from headrace_modelkit.loading import load_architecture
 from headrace_schema.sections.generating import ModelSection, dividing_sizes
 from headrace_servicekit.problems import KeyProblem, nearest
 from headrace_servicekit.registry import Options, PluginError
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from headrace_rollout.engines.hosted.backend import Deadlines, Start
+
+_OF_THE_POLICY = ("mtp", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "dspark")
+"""Methods of vLLM and SGLang whose drafts are made from hidden states of the model that checks them."""
 
 
 class Speculation(Options):
@@ -37,6 +40,16 @@ class Speculation(Options):
         default="", description="draft: Hugging Face id or local directory of the smaller model"
     )
     revision: str | None = Field(default=None, description="draft: revision of a Hugging Face id")
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _a_known_one(cls, method: object) -> object:
+        if method in _OF_THE_POLICY:
+            raise ValueError(
+                f"{method} drafts by weights that go with those of one version, and no version brings the engine new "
+                "ones; set ngram or draft, or trainer.draft with rollout.engine: transformers, where they learn"
+            )
+        return method
 
     @model_validator(mode="after")
     def _of_its_method(self) -> Self:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from headrace_modelkit.attending import Reach
 from headrace_modelkit.invariant import NAME as INVARIANT
 from headrace_modelkit.invariant import plain_attention
 from torch import Tensor, nn
@@ -68,6 +69,8 @@ def attend(
     if not isinstance(key, Parts):
         return own(module, query, key, value, attention_mask, **options)[0], None
     assert isinstance(value, Parts)
+    if len(key.tensors) == 1:
+        return own(module, query, key.tensors[0], value.tensors[0], key.masks[0], **options)[0], None
     queries = torch.split(query, [len(tensor) for tensor in key.tensors])
     parts = zip(queries, key.tensors, value.tensors, key.masks, strict=True)
     return torch.cat([own(module, *part, **options)[0] for part in parts]), None
@@ -79,3 +82,13 @@ def _own(module: nn.Module) -> Any:
     if name == "eager":  # no entry of the table: each model file has its own
         return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
     return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def mask_of(position_NT: Tensor, visible: int, dtype: torch.dtype, reach: Reach | None) -> Tensor:
+    """(N, 1, T, L) -inf where a token at one of these positions does not see a key."""
+    key_L = torch.arange(visible, device=position_NT.device)
+    hidden_NTL = key_L > position_NT[:, :, None]
+    if reach is not None:
+        hidden_NTL |= key_L < reach.first(position_NT)[:, :, None]
+    mask_NTL = torch.zeros(hidden_NTL.shape, dtype=dtype, device=position_NT.device)
+    return mask_NTL.masked_fill_(hidden_NTL, float("-inf"))[:, None]

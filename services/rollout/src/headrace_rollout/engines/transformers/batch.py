@@ -18,6 +18,8 @@ from headrace_rollout.engines.transformers.drafting import History
 from headrace_rollout.engines.transformers.sampling import uniforms
 
 _TOKEN_STEP = 64
+_AHEAD = 16
+"""Uniforms of a row that are drawn at once: of one token they would cost as much."""
 
 
 class Batch:
@@ -39,6 +41,8 @@ class Batch:
             np.zeros(rows, dtype=np.int64) for _ in range(7)
         )
         self.seed, self.prompt, self.sample = (np.zeros(rows, dtype=np.int64) for _ in range(3))
+        self.drawn, self.drawn_from = np.zeros((rows, _AHEAD), np.float32), np.zeros(rows, np.int64)
+        """Uniforms of each row, and the number of sampled tokens before the first of them."""
         self.has_stop = np.zeros(rows, dtype=bool)
         # (rows, vocabulary) ids met so far; made when the first penalised trajectory joins.
         self.seen = np.zeros((rows, 0), dtype=bool)
@@ -80,6 +84,7 @@ class Batch:
         self.chunk[row] = trajectory.stream.chunk_tokens or np.iinfo(np.int64).max // 2
         self.seed[row] = trajectory.stream.seed
         self.prompt[row], self.sample[row] = trajectory.key.prompt_ordinal, trajectory.key.sample_index
+        self.drawn_from[row] = -_AHEAD
         self.has_stop[row] = trajectory.matcher is not None
         self.held_back[row] = trajectory.matcher.held_back if trajectory.matcher else 0
         if trajectory.stream.distribution.repetition_penalty != 1.0 and not self.seen.shape[1]:
@@ -101,9 +106,14 @@ class Batch:
     def uniforms(self, first: int, tokens: int = 1) -> NDArray[np.float32]:
         """The next uniforms of each row from `first` on, `tokens` a row, one row behind the other."""
         rows = slice(first, self.count)
-        keys = [each[rows].repeat(tokens) for each in (self.seed, self.prompt, self.sample)]
-        position = self.sampled[rows, None] + np.arange(tokens)
-        return uniforms(keys[0], keys[1], keys[2], position.ravel())
+        if (self.sampled[rows] - self.drawn_from[rows]).max(initial=0) + tokens > _AHEAD:
+            keys = [each[rows].repeat(_AHEAD) for each in (self.seed, self.prompt, self.sample)]
+            position = self.sampled[rows, None] + np.arange(_AHEAD)
+            found = uniforms(keys[0], keys[1], keys[2], position.ravel())
+            self.drawn[rows], self.drawn_from[rows] = found.reshape(-1, _AHEAD), self.sampled[rows]
+        place = (self.sampled[rows] - self.drawn_from[rows])[:, None] + np.arange(tokens)
+        drawn: NDArray[np.float32] = self.drawn[np.arange(first, self.count)[:, None], place].ravel()
+        return drawn
 
     def append(
         self,
@@ -150,7 +160,7 @@ class Batch:
         for row in np.flatnonzero(self.has_stop[rows]) + first:
             if (kept := self._before_stop(int(row))) is not None:
                 found[int(row)] = (Finish.STOP, kept)
-        for row in np.flatnonzero(np.isin(self.last_tokens()[rows], eos_ids)) + first:
+        for row in np.flatnonzero((self.last_tokens()[rows, None] == eos_ids).any(1)) + first:
             found[int(row)] = (Finish.EOS, None)
         return found
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from headrace_rollout.engines.samples import CachedContext
-from headrace_rollout.engines.transformers.attention import Parts
+from headrace_rollout.engines.transformers.attention import Parts, mask_of
 from headrace_rollout.engines.transformers.buckets import (
     KEPT,
     WORTH,
@@ -109,6 +109,8 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
         self.buckets: list[Bucket] = []
         self.split = split
         self._like: list[Layer] = []
+        self.token_bytes = 0
+        """What one token takes in all layers; 0 before `learn`."""
         self._place: dict[int, int] = {}
         """Of each layer that has keys, which one of those it is."""
         self._learning = False
@@ -129,12 +131,6 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
         return bool(self.states.like)
 
     @property
-    def token_bytes(self) -> int:
-        """What one token takes in all layers; 0 before `learn`."""
-        tensors = [tensor for layer in self._like for tensor in layer]
-        return sum(like.shape[1] * like.shape[3] * like.element_size() for like in tensors)
-
-    @property
     def budget_tokens(self) -> int:
         """Tokens that the budget has room for."""
         return self.budget_bytes // self.token_bytes
@@ -147,7 +143,7 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
 
     def learn(self) -> None:
         """The next pass, over one token, tells how large a token is; nothing of it is kept."""
-        self._learning, self._like, self.passing = True, [], {}
+        self._learning, self._like, self.token_bytes, self.passing = True, [], 0, {}
 
     def join(self, lengths: Sequence[int], contexts: Sequence[int]) -> None:
         """Makes room for rows of `contexts` tokens behind the rows of `lengths` tokens that are there."""
@@ -177,7 +173,7 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
             if prompt in place
         }
         self._keep = [(place[prompt], keys) for prompt, keys in plan.keep if prompt in place]
-        self._writes, self.passing = [], {}
+        self._writes, self.passing, self._order, self.behind = [], {}, None, []
         self._rows, self._sources = list(goes), list(goes.values())
         for bucket in self.buckets:
             slots = [slot for slot, row in enumerate(bucket.rows) if row in goes]
@@ -186,9 +182,19 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
                 self._writes.append(_Write(bucket, span(slots), source))
 
     def decode(
-        self, length_N: NDArray[np.int64], device: torch.device, dtype: torch.dtype, tokens: int = 1
+        self,
+        length_N: NDArray[np.int64],
+        device: torch.device,
+        dtype: torch.dtype,
+        tokens: int = 1,
+        *,
+        states: bool = True,
     ) -> DecodePlan:
-        """The next pass adds `tokens` to every row; rows hold `length_N` tokens."""
+        """The next pass adds `tokens` to every row; rows hold `length_N` tokens.
+
+        Where it adds several, `states.stand` must be told how many are right. `states` false: no layer with states
+        is in the pass.
+        """
         self._fit(length_N + tokens - 1)
         used = [bucket for bucket in self.buckets if bucket.rows]
         order = np.concatenate([np.asarray(bucket.rows) for bucket in used])
@@ -205,9 +211,10 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
             reach: [mask_of(step.position, step.visible, dtype, reach) for step in self._steps]
             for reach in set(self.reaches or (None,))
         }
-        if self.stateful:
-            self._order = torch.from_numpy(order).to(device)
+        if self.stateful and states:
+            self._order = torch.from_numpy(order)
             self.passing = self.states.of(self._order)
+            self.behind = [{} for _ in range(tokens)] if tokens > 1 else []
         return DecodePlan(order, position_NT, next(iter(self._masks.values()))[0])
 
     def end_pass(self) -> None:
@@ -215,13 +222,13 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
         if self._learning:
             self.states.learn(self.passing)
         elif self._order is not None:
-            self.states.store(self._order, self.passing)
+            self.states.passed(self._order, self.passing, self.behind)
         elif self.passing and self._rows:
             found = {key: tensor[self._sources] for key, tensor in self.passing.items()}
             self.states.store(torch.tensor(self._rows, device="cpu"), found)
             for prompt, keys in self._keep:
                 keys.states = row_of(self.passing, prompt)
-        self.passing, self._order = {}, None
+        self.passing, self._order, self.behind = {}, None, []
 
     def place(self, first_row: int, prompts: Sequence[PromptKeys]) -> None:
         """Copies kept prompts into rows from `first_row` on."""
@@ -305,7 +312,7 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
     def free(self) -> None:
         """Gives all memory back, and forgets what `learn` found."""
         self.clear()
-        self._like, self.states.like = [], {}
+        self._like, self.states.like, self.token_bytes = [], {}, 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -315,6 +322,7 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
         if self._learning:
             self._place[layer_idx] = len(self._like)
             self._like.append((key_states[:0, :, :0].clone(), value_states[:0, :, :0].clone()))
+            self.token_bytes += key_states[0, :, 0].nbytes + value_states[0, :, 0].nbytes
         elif not self._steps:
             self._store_prompts(self._place[layer_idx], new)
         else:
@@ -386,13 +394,3 @@ class SlotCache(PassStates, Cache):  # type: ignore[misc]  # transformers is not
         shapes = arrange(lengths, free=free, budget=self.budget_tokens, split=self.split)
         if tokens_of(shapes) < below:
             self.buckets = moved(self.buckets, shapes, self._like)
-
-
-def mask_of(position_NT: Tensor, visible: int, dtype: torch.dtype, reach: Reach | None) -> Tensor:
-    """(N, 1, T, L) -inf where a token at one of these positions does not see a key."""
-    key_L = torch.arange(visible, device=position_NT.device)
-    hidden_NTL = key_L > position_NT[:, :, None]
-    if reach is not None:
-        hidden_NTL |= key_L < reach.first(position_NT)[:, :, None]
-    mask_NTL = torch.zeros(hidden_NTL.shape, dtype=dtype, device=position_NT.device)
-    return mask_NTL.masked_fill_(hidden_NTL, float("-inf"))[:, None]

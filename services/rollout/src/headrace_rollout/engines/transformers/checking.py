@@ -39,10 +39,18 @@ def check_model(model: PolicyModel) -> None:
     if problem:
         raise Refused("INVALID", problem)
     model.continues = not _problem(model, extended=True)
+    model.takes_back = not model.cache.stateful or not _problem(model, guessed=True)
+    if model.drafts is not None and not model.takes_back:
+        reason = (
+            f"the states of layers of the model at {model.path!r} cannot be taken back behind a wrong draft"
+        )
+        raise Refused("INVALID", f"trainer.draft: {reason}; leave it out")
 
 
-def _problem(model: PolicyModel, *, extended: bool = False) -> str:
-    """What is wrong with a decode behind two prompts; with `extended`, behind prompts that were kept and go on."""
+def _problem(model: PolicyModel, *, extended: bool = False, guessed: bool = False) -> str:
+    """What is wrong with a decode behind two prompts; with `extended`, behind prompts that were kept and go on; with
+    `guessed`, each token beside wrong guesses of the next ones.
+    """
     decoded = max(1, min(DECODED, model.context_limit - LONG))
     long = max(1, min(LONG, model.context_limit - decoded))
     contexts = [min(SHORT, long), long]
@@ -50,7 +58,7 @@ def _problem(model: PolicyModel, *, extended: bool = False) -> str:
     rows = [tokens[: contexts[0] + decoded + 1], tokens[-(long + decoded + 1) :]]
     try:
         with OnlyInvariant() if model.deterministic else nullcontext():  # type: ignore[no-untyped-call]
-            found = _decoded(model, rows, contexts, decoded, extended=extended)
+            found = _decoded(model, rows, contexts, decoded, extended=extended, guessed=guessed)
     except torch.OutOfMemoryError:
         raise
     except BROKEN as error:
@@ -64,7 +72,13 @@ def _problem(model: PolicyModel, *, extended: bool = False) -> str:
 
 
 def _decoded(
-    model: PolicyModel, rows: list[list[int]], contexts: list[int], decoded: int, *, extended: bool
+    model: PolicyModel,
+    rows: list[list[int]],
+    contexts: list[int],
+    decoded: int,
+    *,
+    extended: bool,
+    guessed: bool,
 ) -> list[Tensor]:
     """Log-probs of each row's tokens behind its context, as the engine samples them."""
     cache = model.cache
@@ -88,7 +102,9 @@ def _decoded(
     for step in range(decoded):
         lengths = np.array(contexts) + step
         newest = np.array([[row[at]] for row, at in zip(rows, lengths, strict=True)])
-        hidden.append(model.decode(newest, lengths)[:, 0])
+        given_NT = np.concatenate([newest, newest, newest], 1) if guessed else newest
+        hidden.append(model.decode(given_NT, lengths)[:, 0])
+        cache.states.stand(np.ones(len(rows), dtype=np.int64))
     cache.free()
     log_probs_TNV = torch.stack([model.logits(each).log_softmax(-1) for each in hidden])
     return [

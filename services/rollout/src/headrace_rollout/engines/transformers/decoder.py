@@ -205,8 +205,10 @@ class Decoder:
     def _drafts(self) -> list[list[int]]:
         """What each row guesses of its next tokens; empty where nobody may or can."""
         batch = self._batch
+        if not self._speculative_tokens and self._learned is None:
+            return []
         most = min(self._speculative_tokens, MOST_ROWS // batch.count - 1)
-        plain = self.model.routes.width or batch.seen.shape[1] or self.model.cache.stateful
+        plain = self.model.routes.width or batch.seen.shape[1] or not self.model.takes_back
         if most < 1 or plain or batch.has_stop[: batch.count].any() or batch.shift[: batch.count].any():
             most = 0
         if self._learned is not None:
@@ -226,6 +228,7 @@ class Decoder:
         tokens_NT, log_probs_NT = self._draw(hidden_NTD.flatten(0, 1), rows, batch.uniforms(0, width), None)
         tokens_NT, log_probs_NT = tokens_NT.reshape(count, width), log_probs_NT.reshape(count, width)
         counts = accepted(tokens_NT, drafts, self._eos)
+        self.model.cache.states.stand(counts)
         self.figures.drafted_tokens += sum(map(len, drafts))
         self.figures.accepted_tokens += int((counts - 1).sum())
         batch.append(0, tokens_NT, log_probs_NT, counts)

@@ -117,7 +117,7 @@ class HeadPasses:
         those of the tokens before `tokens_NT` do.
         """
         device = hidden_NTD.device
-        plan = cache.decode(length_N, device, self._model.dtype, tokens_NT.shape[1])
+        plan = cache.decode(length_N, device, self._model.dtype, tokens_NT.shape[1], states=False)
         order = torch.from_numpy(plan.order).to(device)
         embeds_NTD = self._embedded(torch.from_numpy(tokens_NT[plan.order]).to(device))
         found = self._step(embeds_NTD, hidden_NTD[order], plan.position_NT, cache, plan.mask)

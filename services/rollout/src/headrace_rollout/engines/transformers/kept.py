@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from headrace_rollout.engines.samples import SlotKey
-from headrace_rollout.engines.transformers.attention import Parts
+from headrace_rollout.engines.transformers.attention import Parts, mask_of
 from headrace_rollout.engines.transformers.buckets import Layer
-from headrace_rollout.engines.transformers.cache import PromptKeys, mask_of
+from headrace_rollout.engines.transformers.cache import PromptKeys
 from headrace_rollout.engines.transformers.states import PassStates, row_of, stacked
 
 Owner = tuple[str, SlotKey]

@@ -92,6 +92,8 @@ class PolicyModel(HeldModel):
         self.cache = new_cache(self._model, config, architecture, limit, drafts=head is not None)
         self.continues = True
         """Whether a context can be computed behind what is kept of it (`check_model` finds out)."""
+        self.takes_back = True
+        """Whether tokens behind a wrong guess leave no trace (`check_model` finds out)."""
         self._layers = PackedLayers(body_of(self._model), fixed=deterministic)
         self._packed_head = PackedWeight(fixed=deterministic)
         self._adapters = AdapterLayers(self._model) if adapters else None
@@ -128,11 +130,9 @@ class PolicyModel(HeldModel):
         """Lets the cache know what a token takes, from a pass over one; costs nothing when it is known."""
         if not self.cache.token_bytes:
             self.cache.learn()
-            found = self.hidden(padded([[0]], self.device), past_key_values=self.cache)
+            with self.cache.finding_mixers(self._model):
+                found = self.hidden(padded([[0]], self.device), past_key_values=self.cache)
             if self.drafts is not None:
-                if self.cache.stateful:
-                    reason = "has layers with states, beside which nothing is drafted; leave it out"
-                    raise Refused("INVALID", f"trainer.draft: the model at {self.path!r} {reason}")
                 self.drafts.read(padded([[0]], self.device), found, self.cache)
             if not self.cache.token_bytes:
                 raise Refused(

@@ -1,18 +1,24 @@
 """States of layers that have one for each row instead of keys: of convolutions, delta rules and Mamba.
 
-They stand beside keys and values: a row's states belong to all tokens that it has, and cannot be cut at fewer. Knows no
-tokens; transformers' layers ask and update them through their cache.
+They stand beside keys and values: a row's states belong to all tokens that it has, and cannot be cut at fewer. A pass
+whose last tokens are guesses therefore remembers the states behind each of its tokens. Knows no tokens; transformers'
+layers ask and update them through their cache.
 
-Shapes: R rows, N rows of a pass, K width of a convolution.
+Shapes: R rows, N rows of a pass, T its tokens, K width of a convolution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 Key = tuple[int, str, int]
 """Layer, kind and number of a state."""
@@ -25,6 +31,49 @@ class PassStates:
 
     def __init__(self) -> None:
         self.passing: States = {}
+        self.behind: list[States] = []
+        """Of a pass with guesses, what the states are behind each of its tokens."""
+        self._running: list[nn.Module] = []
+        self._mixers: dict[nn.Module, set[int]] = {}
+
+    @contextmanager
+    def finding_mixers(self, model: nn.Module) -> Iterator[None]:
+        """The pass in the body tells which modules of `model` keep states: those compute guesses token by token."""
+
+        def leave(*_: Any) -> None:
+            self._running.pop()
+
+        hooks: list[Any] = []
+        for module in model.modules():
+            hooks.append(module.register_forward_pre_hook(lambda own, _: self._running.append(own)))
+            hooks.append(module.register_forward_hook(leave))
+        known = set(self._mixers)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._running.clear()
+        for mixer in self._mixers.keys() - known:
+            untyped: Any = mixer
+            untyped.forward = partial(self._token_by_token, mixer, untyped.forward)
+
+    def _token_by_token(self, mixer: nn.Module, forward: Any, *args: Any, **named: Any) -> Any:
+        """What a module that mixes tokens gives; `behind` remembers its states behind each token of a guess."""
+        if not self.behind:
+            return forward(*args, **named)
+        hidden_NTD, *rest = args or (named.pop("hidden_states"),)
+        found = []
+        for states, hidden_N1D in zip(self.behind, hidden_NTD.split(1, 1), strict=True):
+            found.append(forward(hidden_N1D, *rest, **named))
+            for key, state in self.passing.items():
+                if key[0] in self._mixers[mixer]:
+                    states[key] = state.clone()  # layers may write into it
+        return torch.cat(found, 1)
+
+    def _note_mixer(self, layer: int) -> None:
+        if self._running:
+            self._mixers.setdefault(self._running[-1], set()).add(layer)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """(N, …, K) inputs before the pass, or None; layers may write into it."""
@@ -34,6 +83,7 @@ class PassStates:
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> Tensor:
         """Keeps the newest K inputs; returns those before the pass and all new ones."""
+        self._note_mixer(layer_idx)
         key = (layer_idx, CONVOLUTION, state_idx)
         before = self.passing.get(key)
         whole = conv_states if before is None else torch.cat([before, conv_states], -1)
@@ -49,6 +99,7 @@ class PassStates:
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
         """Keeps what a layer's state is behind the pass."""
+        self._note_mixer(layer_idx)
         key = (layer_idx, RECURRENT, state_idx)
         before = self.passing.get(key)
         self.passing[key] = recurrent_states if before is None else recurrent_states.to(before.dtype)
@@ -59,7 +110,7 @@ class PassStates:
         return any(layer_idx in (None, layer) and state_idx in (None, at) for layer, _, at in self.passing)
 
     def is_recording_past(self, layer_idx: int | None = None) -> bool:
-        """Never: nothing is taken back."""
+        """Never: what is taken back, `behind` remembers."""
         return False
 
 
@@ -70,6 +121,7 @@ class RowStates:
         self._kept: States = {}
         self.like: States = {}
         """Each state with no row in it."""
+        self._guessed: tuple[Tensor, list[States]] | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -85,7 +137,9 @@ class RowStates:
         self._kept = {}
 
     def of(self, order: Tensor) -> States:
-        """Copies of these rows' states, in this order."""
+        """The states of these rows in this order, which a pass may write into; copies unless they lie so."""
+        if _in_order(order):
+            return {key: tensor[: len(order)] for key, tensor in self._kept.items()}
         return {key: tensor.index_select(0, order.to(tensor.device)) for key, tensor in self._kept.items()}
 
     def store(self, rows: Tensor, found: States) -> None:
@@ -93,6 +147,26 @@ class RowStates:
         for key, tensor in found.items():
             like = self.like[key]
             self._room(key, int(rows.max()) + 1).index_copy_(0, rows.to(like.device), tensor.to(like))
+
+    def passed(self, rows: Tensor, found: States, behind: list[States]) -> None:
+        """All running rows, in this order, have gone through a pass; where there are states `behind` each of its
+        tokens, `stand` says behind which rows go on.
+        """
+        if behind:
+            self._guessed = rows, behind
+            return
+        back = slice(None) if _in_order(rows) else rows.argsort()
+        self._kept = {key: tensor.to(self.like[key])[back] for key, tensor in found.items()}
+
+    def stand(self, counts_N: NDArray[np.int64]) -> None:
+        """So many tokens of each row of the last pass stand; the next one writes over the others."""
+        if self._guessed is None:
+            return
+        rows, behind = self._guessed
+        last, row = torch.from_numpy(counts_N)[rows] - 1, torch.arange(len(rows))
+        self._guessed = None
+        found = {key: torch.stack([each[key] for each in behind])[last, row] for key in behind[0]}
+        self.passed(rows, found, [])
 
     def remove(self, renamed: dict[int, int]) -> None:
         """`renamed` leads from rows to their new numbers."""
@@ -106,6 +180,10 @@ class RowStates:
             more = own.new_zeros(max(rows, 2 * len(own)) - len(own), *own.shape[1:])
             own = self._kept[key] = torch.cat([own, more])
         return own
+
+
+def _in_order(rows: Tensor) -> bool:
+    return torch.equal(rows, torch.arange(len(rows), device=rows.device))
 
 
 def stacked(several: Sequence[States]) -> States:

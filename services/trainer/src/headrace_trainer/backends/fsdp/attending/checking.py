@@ -112,7 +112,8 @@ class FormCheck:
                 "gets a row of its own"
             )
         if self._context is not None and not along:
-            raise invalid(f"{CONTEXT}: ranks cannot divide rows: {obstacle}; leave it out", key=CONTEXT)
+            why = obstacle or "the model has attention of its own"
+            raise invalid(f"{CONTEXT}: ranks cannot divide rows: {why}; leave it out", key=CONTEXT)
         note = f"every answer gets a row of its own: {obstacle}" if obstacle else ""
         path = self._config.model.path
         idle = check_gradient(path, self._model, self.bodies, self._ranks, self._lone())
