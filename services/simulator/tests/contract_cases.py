@@ -108,7 +108,12 @@ CASES.append(
 CASES += [
     Case("gymnasium", name, misspelt, simulator=simulator, has_success=has_success)
     for simulator, name, misspelt, has_success in (
-        ("dm_control", "dm_control/cartpole-balance-v0", "dm_control/cartpole-balence-v0", False),
+        (
+            "dm_control",
+            "shimmy:dm_control/cartpole-balance-v0",
+            "shimmy:dm_control/cartpole-balence-v0",
+            False,
+        ),
         ("pybullet", "panda_gym:PandaReach-v3", "panda_gym:PandaReech-v3", True),
         (
             "playground",
