@@ -49,7 +49,7 @@ _AS_IMAGES = {
     "video_grid_thw": "image_grid_thw",
     "video_position_ids": "image_position_ids",
 }
-"""Names of what a tower takes of a video, which it reads as an image of several frames."""
+"""Names of what a tower takes of a video, which it reads as images."""
 _OF_POSITIONS = {"second_per_grid_ts", "video_second_per_grid", "num_audio_tokens", "num_frames_per_video"}
 """What a processor gives besides, which no tower takes."""
 _FRAMES_ARE_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "internvl")
@@ -101,12 +101,17 @@ class Pixels:
 
     @property
     def tower_inputs(self) -> dict[str, Tensor]:
-        """What `get_{tower}_features` takes."""
-        return {
+        """What `get_{tower}_features` takes: a video as so many images."""
+        found = {
             _AS_IMAGES.get(name, name): value
             for name, value in self.inputs.items()
             if name not in _OF_POSITIONS
         }
+        if (grids := self.inputs.get("video_grid_thw")) is not None:
+            found["image_grid_thw"] = nn.functional.pad(grids[:, 1:], (1, 0), value=1).repeat_interleave(
+                grids[:, 0], 0
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -280,7 +285,8 @@ class ImageReader:
         frames = Frames(self._processor.image_processor, self._architecture, self._video, self._bounds, video)
         whole = copy.copy(self._processor)
         whole.video_processor = frames
-        given = {"videos": [[None] * frames.count], "videos_kwargs": {"fps": frames.rate}}
+        counted = np.zeros((frames.count, 1, 1, 3), np.uint8)  # alone: `frames` has what is read
+        given = {"videos": [counted], "videos_kwargs": {"fps": frames.rate}}
         return self._process_as("video", digest, given, whole)
 
     def _process_as(self, kind: Kind, digest: str, given: Mapping[str, Any], processor: Any = None) -> Pixels:
