@@ -43,7 +43,8 @@ _GemmaExtractor: Any = Gemma4AudioFeatureExtractor
 
 START, IMAGE, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
 BEGIN_SOUND, SOUND, END_SOUND = "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"
-_OF_CLIPS = ("<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>")
+_OF_GEMMA = "<|video|>"
+_OF_GLM = ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>")
 """That processors of Gemma 4 and GLM-V write by these names, whatever a tokenizer's are."""
 CHARACTERS = f"0123456789 =+->:,.?\n{string.ascii_lowercase}"
 OMNI, OMNI_3 = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
@@ -65,11 +66,11 @@ CHAT_TEMPLATE = (
 )
 _WRITTEN = {
     "gemma3": (START, ""),
-    "gemma4": (IMAGE, "<|video|>", SOUND),
+    "gemma4": (IMAGE, _OF_GEMMA, SOUND),
     "internvl": (IMAGE, VIDEO),
     **dict.fromkeys(
         ("glm4v", "glm4v_moe", "glm46v"),
-        (f"{START}{IMAGE}{END}", f"<|begin_of_video|>{VIDEO}<|end_of_video|>"),
+        (f"{START}{IMAGE}{END}", f"{_OF_GLM[2]}{VIDEO}{_OF_GLM[3]}"),
     ),
 }
 """What a family's template writes for an image, a video and a sound, if it is not the three tokens of each."""
@@ -173,7 +174,7 @@ def _config(family: str, frames: int, overrides: dict[str, Any]) -> PreTrainedCo
                 }
             }
             tower["position_embedding_size"] = 64
-            for name, piece in (("video", "<|video|>"), ("audio", SOUND)):
+            for name, piece in (("video", _OF_GEMMA), ("audio", SOUND)):
                 ids[f"{name}_token_id"] = tokens.convert_tokens_to_ids(piece)
         more["tie_word_embeddings"] = True
     else:
@@ -232,7 +233,7 @@ def vision_tokenizer(family: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
     tokenizer: Any = character_tokenizer(CHARACTERS)
     tokenizer.add_special_tokens({"additional_special_tokens": [START, END, IMAGE, VIDEO]})
     if not family.startswith("qwen") or family in (OMNI, OMNI_3):
-        more = [SOUND, BEGIN_SOUND, END_SOUND, *_OF_CLIPS]
+        more = [SOUND, BEGIN_SOUND, END_SOUND, _OF_GEMMA, *(_OF_GLM if family.startswith("glm") else ())]
         tokenizer.add_special_tokens({"additional_special_tokens": [START, END, IMAGE, VIDEO, *more]})
         tokenizer._set_model_specific_special_tokens(_NAMED)
     own = (f"{START}{IMAGE}{END}", f"{START}{VIDEO}{END}", f"{BEGIN_SOUND}{SOUND}{END_SOUND}")
