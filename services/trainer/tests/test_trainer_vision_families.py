@@ -102,6 +102,19 @@ def test_log_probs_gradient_and_names_are_those_of_transformers(
     assert len(of_tower) < len(moved) and bool(of_tower) is not bool(freeze)
 
 
+def test_adapters_begin_as_the_model_and_learn_in_its_language_part(make_backend, directory, codec, groups):
+    backend = make_backend(model={"path": str(directory)}, trainer={"lora": {"rank": 4}})
+    rows = groups if backend.shares_prefixes else [[each] for each in every(groups)]
+    model: Any = load_model(ModelSection(path=str(directory), dtype="float32"))
+    for columns, sequence in zip(backend.infer(rows, [OLD_LOG_PROBS]), every(groups), strict=True):
+        own = expected(model, codec, sequence)
+        assert columns[OLD_LOG_PROBS] == pytest.approx(own.tolist(), abs=1e-5)
+    assert backend.micro(rows)
+    learned = {name for name, value in backend.reduced_gradient(1.0).items() if value.any()}
+    assert learned and all("lora" in name and "language_model" in name for name in learned)
+    assert backend.commit(10.0, 1e-2).finite
+
+
 def test_texts_alone_share_their_prompt_whatever_images_would_see(
     make_backend, directory, codec, relative_l2
 ):

@@ -249,14 +249,6 @@ class ImageReader:
             raise ValueError(f"the {image.tokens} tokens from {start} on are not those of an image")
         return Span(start, image)
 
-    def collapse(self, ids: Sequence[int], spans: Sequence[Span]) -> list[int]:
-        """`expand` undone: ids of a context with one placeholder for each image, which are in order."""
-        found, placeholders = list(ids), self.placeholders
-        for span in reversed(spans):
-            token = self._processor.tokenizer.convert_tokens_to_ids(placeholders[span.image.kind])
-            found[span.start : span.start + span.image.tokens] = [int(token)]
-        return found
-
     def _process(self, digest: str, kind: Kind, data: bytes) -> Pixels:
         try:
             if kind == "video":
