@@ -160,7 +160,10 @@ def test_a_family_that_reads_no_videos_is_refused_at_submission(lines, tmp_path)
     assert "the data has videos, and gemma3 is no family that reads them" in reason
     assert fix.startswith("name a model of qwen2_5_vl or ") and "gemma3" not in fix and "omni" in fix
     reason, fix = refused("qwen3_vl", audios="audio")["model.path"]
-    assert "has sounds" in reason and fix == "name a model of gemma4 or qwen2_5_omni_thinker or qwen3_omni_moe_thinker"
+    assert (
+        "has sounds" in reason
+        and fix == "name a model of gemma4 or qwen2_5_omni_thinker or qwen3_omni_moe_thinker"
+    )
 
 
 def test_a_trainer_knows_of_texts_that_they_have_no_files(lines):

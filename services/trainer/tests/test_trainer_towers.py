@@ -20,7 +20,7 @@ from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.memory import Room, Rooms
 from vision_groups import sound
 
-TOKENS = 512
+TOKENS = 2048
 SIDE = 32
 ROOMY = Rooms(Room("host memory", 2**50, 2**50), Room("GPU memory", 2**50, 2**50))
 
@@ -37,7 +37,7 @@ def config_of(make_config, directory):
     def make(
         frames: int = 8, freeze: tuple[str, ...] = (), files: tuple[str, ...] = ("video",)
     ) -> TrainerConfig:
-        video = {"frames": frames, "max_pixels": SIDE**2}
+        video = {"frames": frames, "max_frames": 1024, "max_pixels": SIDE**2}
         model = {"path": str(directory), "video": video}
         trainer = {"freeze": list(freeze), "micro_batch_tokens": TOKENS}
         return TrainerConfig.model_validate(

@@ -17,7 +17,7 @@ from transformers.video_utils import VideoMetadata
 _OF_ALL_FRAMES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v")
 """Families whose bounds are on the pixels of all frames of a video, and not on each frame's."""
 _WHOLE_POSITIONS = "qwen3_omni_moe_thinker"
-"""The family that leaves positions in time broken: its times are rounded to what a position lasts."""
+"""The family whose class gives fractions for positions in time: times are rounded to what a position lasts."""
 
 
 class Frames:

@@ -57,7 +57,7 @@ from headrace_rollout.engines.vllm.arguments import (
 from headrace_rollout.engines.vllm.options import VllmOptions
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
-READS = ("qwen2_5_vl", "qwen3_vl")
+READS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4", "internvl", "glm4v")
 """Families whose images and videos it was compared on (`test_engine_images.py`)."""
 LOOK_S = 0.5
 """How often a start looks after the hosts that it waits for."""
@@ -73,7 +73,7 @@ def capabilities() -> Capabilities:
         tensor_parallel=True,
         # transformers' processors need torchvision inside of vLLM.
         images=READS if find_spec("torchvision") else (),
-        files=("image", "video"),
+        files=("image", "video", "audio"),
         lora=True,
         likeliest=True,
         routed_experts=HAS_TRITON,  # Its second model runner alone tells them, which is written in Triton.

@@ -25,6 +25,8 @@ _BLOCKS = ("blocks", "layers", "layer")
 """Last names of the lists in which towers have their blocks."""
 _SIDE = 4
 """Tokens of the small image's height and width, where images may be of any size."""
+_FRAME = (7, 10)
+"""Those of a frame of Gemma 4."""
 _SOUND_FRAMES = 200
 _DENSE = ("gemma3", "internvl")
 """Families whose images are all of one size: shapes alone decide what is computed, so that no number is needed."""
@@ -95,11 +97,11 @@ def _file_tokens(config: TrainerConfig, architecture: PreTrainedConfig, kind: Ki
     if kind != "video":
         return tokens
     video, tower = config.model.video, untyped.vision_config
-    frames = video.frames or video.max_frames
+    frames = min(video.frames or video.max_frames, video.max_frames)
     if hasattr(tower, "spatial_merge_size"):
         side = int(tower.patch_size) * int(tower.spatial_merge_size)
         return max(1, frames // int(tower.temporal_patch_size)) * (video.max_pixels // side**2)
-    return frames * int(getattr(untyped, "image_seq_length", 70))  # Gemma 4 has 70 of a frame
+    return frames * int(getattr(untyped, "image_seq_length", _FRAME[0] * _FRAME[1]))
 
 
 def _measured(config: TrainerConfig, tower: Kind, tokens: int) -> Tower:
@@ -162,10 +164,10 @@ def _example(architecture: PreTrainedConfig, tower: Kind, dtype: torch.dtype) ->
         high, wide = size if isinstance(size, (list, tuple)) else (size, size)
         return {"pixel_values": torch.zeros(1, 3, high, wide, dtype=dtype)}
     if untyped.model_type == "gemma4":
-        side = _SIDE * own.pooling_kernel_size
-        rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+        high, wide = (side * own.pooling_kernel_size for side in _FRAME)  # masks grow with an image's square
+        rows, columns = torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij")
         return {
-            "pixel_values": torch.zeros(1, side**2, 3 * patch**2, dtype=dtype),
+            "pixel_values": torch.zeros(1, high * wide, 3 * patch**2, dtype=dtype),
             "image_position_ids": torch.stack([columns, rows], -1).view(1, -1, 2),
         }
     side = _SIDE * own.spatial_merge_size
@@ -178,6 +180,8 @@ def _example(architecture: PreTrainedConfig, tower: Kind, dtype: torch.dtype) ->
 def _image_tokens(architecture: PreTrainedConfig) -> int:
     """Of the small image."""
     untyped: Any = architecture
+    if untyped.model_type == "gemma4":
+        return _FRAME[0] * _FRAME[1]
     if untyped.model_type not in _DENSE:
         return _SIDE**2
     return int(getattr(untyped, "image_seq_length", 0) or untyped.mm_tokens_per_image)
