@@ -47,8 +47,11 @@ RIGS = [
 @pytest.fixture(scope="module", params=RIGS)
 def rig(request, tmp_path_factory):
     chosen, family = request.param
+    shape = SHAPE | (
+        {"use_bidirectional_attention": None} if family == "gemma4" else {}
+    )  # as those that hear
     directory = tmp_path_factory.mktemp(family)
-    write_tiny_vision(directory, family=family, seed=1, frames=2, **SHAPE)
+    write_tiny_vision(directory, family=family, seed=1, frames=2, **shape)
     forget_interleaving(directory / "config.json")
     section = ModelSection(path=str(directory), dtype="float32")
     config = EngineConfig(section, load_tokenizer(section), 8)
@@ -59,7 +62,7 @@ def rig(request, tmp_path_factory):
         await engine.place((torch.device("cpu"),), 1)
 
     asyncio.run(place())
-    models = [tiny_vision_model(family, seed, frames=2, **SHAPE) for seed in (1, 2)]
+    models = [tiny_vision_model(family, seed, frames=2, **shape) for seed in (1, 2)]
     yield Rig(chosen, section, engine, *models)
     asyncio.run(engine.close())
 
@@ -67,7 +70,7 @@ def rig(request, tmp_path_factory):
 def forget_interleaving(file: Path) -> None:
     """Takes out what transformers computes anyway, and vLLM only where it is said."""
     written = json.loads(file.read_text())
-    written["text_config"]["rope_parameters"].pop("mrope_interleaved", None)
+    written["text_config"].get("rope_parameters", {}).pop("mrope_interleaved", None)
     file.write_text(json.dumps(written))
 
 

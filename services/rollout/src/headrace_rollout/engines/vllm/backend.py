@@ -17,7 +17,6 @@ import torch
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.loading import load_architecture
-from headrace_modelkit.vision import together
 from headrace_schema.sections.policies import OWN
 from headrace_servicekit.process.spawn import descendants
 from transformers import BatchFeature
@@ -59,6 +58,13 @@ from headrace_rollout.engines.vllm.options import VllmOptions
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
 READS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4", "internvl", "glm4v")
 """Families whose images and videos it was compared on (`test_engine_images.py`)."""
+NAMES = {
+    ("gemma4", "image_position_ids"): "pixel_position_ids",
+    ("gemma4", "video_position_ids"): "pixel_position_ids_videos",
+    ("gemma4", "num_frames_per_video"): "video_frame_counts",
+    ("gemma4", "input_features"): "input_features_padded",
+}
+"""Of what its towers take, where they are not transformers'."""
 LOOK_S = 0.5
 """How often a start looks after the hosts that it waits for."""
 WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache"]}
@@ -200,18 +206,21 @@ class VllmBackend(Backend):
         """The request's files as trainers read them, and where they stand: vLLM's own processor reads none again."""
         reader = self._config.codec.images
         assert reader is not None, "checked as the run opened"
-        spans = [reader.span(request.token_ids, image.start, image.data) for image in request.images]
-        inputs = together([span.image.inputs for span in spans])
-        fields = self._engine.renderer.get_mm_processor()._get_mm_fields_config(BatchFeature(inputs), {})
-        hashes, places = defaultdict[str, list[str]](list), defaultdict[str, list[PlaceholderRange]](list)
-        for span in spans:
-            takes = torch.zeros(span.image.tokens, dtype=torch.bool)
+        fields = self._engine.renderer.get_mm_processor()._get_mm_fields_config
+        items, hashes, places = (defaultdict[str, list[Any]](list) for _ in range(3))
+        for image in request.images:
+            span = reader.span(request.token_ids, image.start, image.data)
+            kind, takes = span.image.kind, torch.zeros(span.image.tokens, dtype=torch.bool)
             takes[torch.from_numpy(span.image.slots)] = True
-            hashes[span.image.kind].append(span.image.digest)
-            places[span.image.kind].append(PlaceholderRange(span.start, span.image.tokens, takes))
+            own = BatchFeature(
+                {NAMES.get((reader.family, name), name): value for name, value in span.image.inputs.items()}
+            )
+            items[kind] += MultiModalKwargsItems.from_hf_inputs(own, fields(own, {}))[kind]
+            hashes[kind].append(span.image.digest)
+            places[kind].append(PlaceholderRange(span.start, span.image.tokens, takes))
         return {
             "type": "multimodal",
-            "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(BatchFeature(inputs), fields),
+            "mm_kwargs": MultiModalKwargsItems(dict(items)),
             "mm_hashes": dict(hashes),
             "mm_placeholders": dict(places),
         }

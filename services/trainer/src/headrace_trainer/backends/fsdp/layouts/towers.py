@@ -164,12 +164,13 @@ def _example(architecture: PreTrainedConfig, tower: Kind, dtype: torch.dtype) ->
         high, wide = size if isinstance(size, (list, tuple)) else (size, size)
         return {"pixel_values": torch.zeros(1, 3, high, wide, dtype=dtype)}
     if untyped.model_type == "gemma4":
-        high, wide = (side * own.pooling_kernel_size for side in _FRAME)  # masks grow with an image's square
+        # Masks grow with an image's square, and are there where it is filled up, as frames mostly are.
+        high, wide = (side * own.pooling_kernel_size for side in _FRAME)
         rows, columns = torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij")
-        return {
-            "pixel_values": torch.zeros(1, high * wide, 3 * patch**2, dtype=dtype),
-            "image_position_ids": torch.stack([columns, rows], -1).view(1, -1, 2),
-        }
+        places = torch.stack([columns, rows], -1).view(1, -1, 2)
+        places[:, -wide * own.pooling_kernel_size :] = -1
+        values = torch.zeros(1, high * wide, 3 * patch**2, dtype=dtype)
+        return {"pixel_values": values, "image_position_ids": places}
     side = _SIDE * own.spatial_merge_size
     return {
         "pixel_values": torch.zeros(side**2, 3 * own.temporal_patch_size * patch**2, dtype=dtype),
