@@ -56,15 +56,8 @@ from headrace_rollout.engines.vllm.arguments import (
 from headrace_rollout.engines.vllm.options import VllmOptions
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
-READS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4", "internvl", "glm4v")
+READS = ("qwen2_5_vl", "qwen3_vl")
 """Families whose images and videos it was compared on (`test_engine_images.py`)."""
-NAMES = {
-    ("gemma4", "image_position_ids"): "pixel_position_ids",
-    ("gemma4", "video_position_ids"): "pixel_position_ids_videos",
-    ("gemma4", "num_frames_per_video"): "video_frame_counts",
-    ("gemma4", "input_features"): "input_features_padded",
-}
-"""Of what its towers take, where they are not transformers'."""
 LOOK_S = 0.5
 """How often a start looks after the hosts that it waits for."""
 WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache"]}
@@ -79,7 +72,7 @@ def capabilities() -> Capabilities:
         tensor_parallel=True,
         # transformers' processors need torchvision inside of vLLM.
         images=READS if find_spec("torchvision") else (),
-        files=("image", "video", "audio"),
+        files=("image", "video"),
         lora=True,
         likeliest=True,
         routed_experts=HAS_TRITON,  # Its second model runner alone tells them, which is written in Triton.
@@ -212,9 +205,7 @@ class VllmBackend(Backend):
             span = reader.span(request.token_ids, image.start, image.data)
             kind, takes = span.image.kind, torch.zeros(span.image.tokens, dtype=torch.bool)
             takes[torch.from_numpy(span.image.slots)] = True
-            own = BatchFeature(
-                {NAMES.get((reader.family, name), name): value for name, value in span.image.inputs.items()}
-            )
+            own = BatchFeature(dict(span.image.inputs))
             items[kind] += MultiModalKwargsItems.from_hf_inputs(own, fields(own, {}))[kind]
             hashes[kind].append(span.image.digest)
             places[kind].append(PlaceholderRange(span.start, span.image.tokens, takes))
