@@ -195,10 +195,8 @@ def _with_towers(
     towers, blocks = towers_of(config, _tokens(config)), blocks_of(policy)
     found = list(units)
     for kind, own in blocks.items():
-        tower, places = (
-            towers.get(kind),
-            [at for at, each in enumerate(layers) if any(each is b for b in own)],
-        )
+        tower = towers.get(kind)
+        places = [at for at, each in enumerate(layers) if any(each is block for block in own)]
         for at in places:
             sizes = (tower.block, tower.inputs) if tower is not None else (0, 0)
             found[at] = replace(found[at], kept=sizes[0], inputs=sizes[1], attended=0)
