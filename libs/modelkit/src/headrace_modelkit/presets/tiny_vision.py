@@ -173,7 +173,7 @@ def _config(family: str, frames: int, overrides: dict[str, Any]) -> PreTrainedCo
                     "output_proj_dims": 48,
                 }
             }
-            tower |= {"position_embedding_size": 64, "default_output_length": 280}
+            tower["position_embedding_size"] = 64
             for name, piece in (("video", _OF_GEMMA), ("audio", SOUND)):
                 ids[f"{name}_token_id"] = tokens.convert_tokens_to_ids(piece)
         more["tie_word_embeddings"] = True
@@ -195,7 +195,6 @@ def _config(family: str, frames: int, overrides: dict[str, Any]) -> PreTrainedCo
             tower |= {"image_size": _SIDE}
         if "_moe" in family:
             text |= FAMILIES["glm4_moe" if family.startswith("glm") else "qwen3_moe"]
-            text.setdefault("norm_topk_prob", True)
         if family in ("qwen2_5_vl", OMNI):
             tower |= {"window_size": 2 * PATCH * MERGE, "fullatt_block_indexes": [1]}
         if family in (OMNI, OMNI_3):

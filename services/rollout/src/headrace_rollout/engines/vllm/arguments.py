@@ -148,7 +148,7 @@ def as_transformers_reads(architecture: PreTrainedConfig) -> dict[str, Any]:
     only where `mrope_interleaved` stands there: else log-probs behind an image are off by 0.3, and nothing warns.
     """
     found: dict[str, Any] = {QUANTISATION: {}} if quantisation(architecture) else {}
-    if architecture.model_type.startswith("qwen3_vl"):
+    if architecture.model_type == "qwen3_vl":
         rope = {**architecture.get_text_config().rope_parameters, "mrope_interleaved": True}
         found["text_config"] = {"rope_parameters": rope}
     return {"hf_overrides": found} if found else {}
