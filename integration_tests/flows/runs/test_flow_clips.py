@@ -55,7 +55,10 @@ def test_a_model_that_reads_no_sounds_is_refused(fleet: Fleet, clips: Path) -> N
     with pytest.raises(HeadraceError) as refused:
         fleet.submit(spec)
     (problem,) = refused.value.problems
-    assert problem.key == "model.path" and problem.fix == "name a model of gemma4 or qwen2_5_omni_thinker or qwen3_omni_moe_thinker"
+    assert (
+        problem.key == "model.path"
+        and problem.fix == "name a model of gemma4 or qwen2_5_omni_thinker or qwen3_omni_moe_thinker"
+    )
 
 
 @pytest.mark.nightly  # quick: the flow above reads clips
