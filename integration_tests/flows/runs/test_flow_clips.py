@@ -55,15 +55,18 @@ def test_a_model_that_reads_no_sounds_is_refused(fleet: Fleet, clips: Path) -> N
     with pytest.raises(HeadraceError) as refused:
         fleet.submit(spec)
     (problem,) = refused.value.problems
-    assert problem.key == "model.path" and problem.fix == "name a model of qwen2_5_omni_thinker"
+    assert (
+        problem.key == "model.path"
+        and problem.fix == "name a model of gemma4 or qwen2_5_omni_thinker or qwen3_omni_moe_thinker"
+    )
 
 
 @pytest.mark.nightly  # quick: the flow above reads clips
-@pytest.mark.parametrize(("kind", "warmup", "reached"), [("colours", 30, 0.3), ("beeps", 60, 0.5)])
-def test_a_clip_is_learned(fleet: Fleet, clips: Path, kind: str, warmup: int, reached: float) -> None:
-    """Better than after the supervised steps; one of 27 orders is guessed in 4% of answers, one of 4 numbers in 25%."""
+@pytest.mark.parametrize(("kind", "warmup"), [("colours", 50), ("beeps", 80)])
+def test_a_clip_is_learned(fleet: Fleet, clips: Path, kind: str, warmup: int) -> None:
+    """By the example's recipe; one of 27 orders is guessed in 4% of answers, one of 4 numbers in 25%."""
     spec = spec_of(clips, kind, steps=25)
     spec["trainer"]["warmup"]["steps"] = warmup
     run = fleet.succeed(fleet.submit(spec))
     rewards = [step.reward_mean for step in fleet.client.metrics(run.id)]
-    assert sum(rewards[-5:]) / 5 > max(reached, sum(rewards[:3]) / 3), rewards
+    assert sum(rewards[-5:]) / 5 >= 0.8, rewards

@@ -13,7 +13,7 @@ from headrace_modelkit.loading import load_architecture, load_model
 from headrace_modelkit.lora import adapted_layers, add_adapters
 from headrace_modelkit.pictures import decode_image
 from headrace_modelkit.presets.tiny_vision import plain_inputs, write_tiny_vision
-from headrace_modelkit.tokenizer import in_parts, load_tokenizer
+from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.vision import (
     Pictures,
     freeze_vision,
@@ -60,11 +60,6 @@ def test_two_images_of_a_prompt_are_read_as_transformers_reads_them(model, codec
     assert ids.count(reader.token) == sum(len(image.slots) for image in images)
     starts = reader.starts(ids, images)
     spans = [reader.span(ids, start, data) for start, data in zip(starts, files, strict=True)]
-    written = codec.encode_rendered(
-        codec.render([in_parts({"role": "user", "content": "a<image>b<image>cd"})])
-    )
-    if reader.family != "gemma3":  # which has line feeds around an image
-        assert reader.collapse(ids, spans) == written
     tokens_BL = torch.tensor([ids])
     positions = rope_positions(len(ids), spans)
     given = plain_inputs(reader, tokens_BL, images)

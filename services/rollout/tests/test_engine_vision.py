@@ -38,12 +38,12 @@ def video(seed: int, count: int = 4) -> bytes:
     return video_file([drawn.integers(0, 255, (16, 16, 3), dtype=np.uint8) for _ in range(count)])
 
 
-def sound(hertz: int, seconds: float = 0.5) -> bytes:
+def sound(hertz: int, seconds: float = 1.05) -> bytes:
     times = np.arange(int(16_000 * seconds)) / 16_000
     return sound_file((0.5 * np.sin(2 * np.pi * hertz * times)).astype(np.float32))
 
 
-QUICK = ("qwen2_5_vl", "qwen3_5", "gemma4", "internvl", "qwen2_5_omni_thinker")
+QUICK = ("qwen2_5_vl", "qwen3_5", "gemma4", "internvl", "qwen3_omni_moe_thinker")
 
 
 @pytest.fixture(
@@ -94,7 +94,7 @@ def expected(reference, codec, group: Group, answer: list[int]) -> list[float]:
     images = [codec.images.read(image.data) for image in group.images]
     kinds = torch.zeros_like(ids)
     for at, image in zip(group.images, images, strict=True):
-        kinds[:, at.start + image.slots] = 1 + (image.kind == "video")
+        kinds[:, at.start + image.slots] = {"image": 1, "video": 2, "audio": 3}[image.kind]
     inputs = plain_inputs(codec.images, ids, images, kinds)
     with torch.no_grad():
         found = reference(input_ids=ids, **inputs).logits[0].log_softmax(-1)
@@ -152,8 +152,9 @@ async def test_videos_and_sounds_are_read_as_transformers_reads_them(engine, cod
     groups = [
         group_of(codec, 0, "<video>which?", video(1)),
         group_of(codec, 1, "<video>which?", video(2)),  # the same ids, another video
-        group_of(codec, 2, "a<image>b<video>c", png(3, 32), video(1, 6)),
     ]
+    if not reader.family.startswith("glm"):  # whose own forward takes no image beside a video
+        groups.append(group_of(codec, 2, "a<image>b<video>c", png(3, 32), video(1, 6)))
     if "audio" in reader.kinds:
         groups.append(group_of(codec, 3, "a<audio>b<audio>c", sound(400), sound(700, 0.3)))
         groups.append(group_of(codec, 4, "a<audio>b<video>c<image>", sound(400), video(1), png(1)))
@@ -167,7 +168,7 @@ async def test_videos_and_sounds_are_read_as_transformers_reads_them(engine, cod
         expected_K = expected(reference, codec, group, answer)
         assert output.whole.log_probs[: len(answer)] == close(codec, expected_K), key
         told += len(answer)
-    assert told > 2 * len(ended)
+    assert told > len(ended)
     first, second = (
         [ended[SlotKey(ordinal, at)].whole.log_probs[0] for at in range(3)] for ordinal in (0, 1)
     )

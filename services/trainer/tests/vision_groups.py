@@ -30,7 +30,7 @@ def video(seed: int, count: int = 4) -> bytes:
     return video_file([drawn.integers(0, 255, (16, 16, 3), dtype=np.uint8) for _ in range(count)])
 
 
-def sound(hertz: int, seconds: float = 0.5) -> bytes:
+def sound(hertz: int, seconds: float = 1.05) -> bytes:
     times = np.arange(int(16_000 * seconds)) / 16_000
     return sound_file((0.5 * np.sin(2 * np.pi * hertz * times)).astype(np.float32))
 

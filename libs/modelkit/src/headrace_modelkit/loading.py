@@ -152,7 +152,7 @@ def load_architecture(config: ModelSection) -> PreTrainedConfig:
     if architecture.model_type in ("qwen2_5_omni", "qwen3_omni_moe"):
         raise ModelNotReadable(
             f"model.path: {config.path!r} has a talker beside the part that is trained; take its thinker out, as "
-            "docs/vision.md says (Qwen2.5-Omni)"
+            "docs/vision.md says (Qwen-Omni)"
         )
     _without_chance(vars(architecture))
     return architecture

@@ -35,22 +35,28 @@ from headrace_schema.sections.generating import VideoSection
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PreTrainedConfig
-from transformers.video_utils import VideoMetadata
 
 from headrace_modelkit.attending import looks_ahead
+from headrace_modelkit.frames import Frames
 
 KEPT_BYTES = 256 << 20
 """Of files that were read and are kept, as what towers take."""
 _Bodies: Any = MODEL_MAPPING
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 """What a processor gives besides what its model's towers take."""
-_AS_IMAGES = {"pixel_values_videos": "pixel_values", "video_grid_thw": "image_grid_thw"}
-"""Names of what a tower takes of a video, which it reads as an image of several frames."""
-_OF_POSITIONS = {"second_per_grid_ts", "video_second_per_grid", "num_audio_tokens"}
-"""What a processor gives besides, for positions alone."""
-_OF_ALL_FRAMES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Families whose bounds are on the pixels of all frames of a video, and not on each frame's."""
-_BLANK_SAMPLES = 1600
+_AS_IMAGES = {
+    "pixel_values_videos": "pixel_values",
+    "video_grid_thw": "image_grid_thw",
+    "video_position_ids": "image_position_ids",
+}
+"""Names of what a tower takes of a video, which it reads as images."""
+_OF_POSITIONS = {"second_per_grid_ts", "video_second_per_grid", "num_audio_tokens", "num_frames_per_video"}
+"""What a processor gives besides, which no tower takes."""
+_FRAMES_ARE_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "internvl")
+"""Families in whose prompts a frame of a video has the tokens of an image."""
+_BLANK_FRAMES = 10
+_TYPES = {"image": 1, "video": 2}
+"""Of the tokens that take features, as classes that compute positions are told."""
 _DIGITS = 15
 """Hexadecimal ones of a digest that a number is made of: it fits into 64 bits with its sign."""
 
@@ -95,12 +101,17 @@ class Pixels:
 
     @property
     def tower_inputs(self) -> dict[str, Tensor]:
-        """What `get_{tower}_features` takes."""
-        return {
+        """What `get_{tower}_features` takes: a video as so many images."""
+        found = {
             _AS_IMAGES.get(name, name): value
             for name, value in self.inputs.items()
             if name not in _OF_POSITIONS
         }
+        if (grids := self.inputs.get("video_grid_thw")) is not None:
+            found["image_grid_thw"] = nn.functional.pad(grids[:, 1:], (1, 0), value=1).repeat_interleave(
+                grids[:, 0], 0
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -119,13 +130,20 @@ class ImageReader:
     ) -> None:
         self.family = architecture.model_type
         """The model's type."""
-        self.kinds = READS[self.family]
-        """What the model reads."""
-        self.tokens = {kind: int(getattr(architecture, f"{kind}_token_id")) for kind in self.kinds}
+        self.kinds = tuple(
+            kind for kind in READS[self.family] if kind != "audio" or architecture.audio_config is not None
+        )
+        """What the model reads; the larger ones of Gemma 4 hear nothing."""
+        named = {kind: kind for kind in self.kinds} | (
+            {"video": "image"} if self.family in _FRAMES_ARE_IMAGES else {}
+        )
+        self.tokens = {kind: int(getattr(architecture, f"{named[kind]}_token_id")) for kind in self.kinds}
         """Ids of the tokens that take a feature each."""
         self.looks_ahead = looks_ahead(architecture)
         """Whether the tokens of an image see those of it behind them."""
         self.towers: tuple[Kind, ...] = ("image", "audio") if "audio" in self.kinds else ("image",)
+        self.pads_sounds = self.family == "qwen3_omni_moe_thinker"
+        """Whether its tower pads the chunks of all sounds to the longest: with a whole one among them all are alike."""
         self._processor = processor
         self._special = set(processor.tokenizer.get_added_vocab().values())
         body: Any = _Bodies[type(architecture)]
@@ -176,7 +194,10 @@ class ImageReader:
 
     def _least(self, tower: Kind) -> dict[str, Any]:
         if tower == "audio":
-            return {"audio": [np.zeros(_BLANK_SAMPLES, np.float32)]}
+            untyped: Any = self._architecture
+            frames = 2 * untyped.audio_config.n_window if self.pads_sounds else _BLANK_FRAMES
+            hop = int(self._processor.feature_extractor.hop_length)
+            return {"audio": [np.zeros(frames * hop, np.float32)]}
         from PIL import Image
 
         own = self._processor.image_processor
@@ -216,7 +237,7 @@ class ImageReader:
                 )
             found.append(start)
             at = start + image.tokens
-        count = sum(map(list(ids).count, self.tokens.values()))
+        count = sum(map(list(ids).count, {*self.tokens.values()}))
         if count != (own := sum(len(image.slots) for image in images)):
             raise ValueError(f"{count} image tokens, and the {len(images)} images have {own}")
         return found
@@ -228,21 +249,12 @@ class ImageReader:
             raise ValueError(f"the {image.tokens} tokens from {start} on are not those of an image")
         return Span(start, image)
 
-    def collapse(self, ids: Sequence[int], spans: Sequence[Span]) -> list[int]:
-        """`expand` undone: ids of a context with one placeholder for each image, which are in order."""
-        found, placeholders = list(ids), self.placeholders
-        for span in reversed(spans):
-            token = self._processor.tokenizer.convert_tokens_to_ids(placeholders[span.image.kind])
-            found[span.start : span.start + span.image.tokens] = [int(token)]
-        return found
-
     def _process(self, digest: str, kind: Kind, data: bytes) -> Pixels:
         try:
             if kind == "video":
                 return self._process_video(digest, Video.of(data))
             if kind == "audio":
-                rate = int(self._processor.feature_extractor.sampling_rate)
-                return self._process_as(kind, digest, {"audio": [samples_of(data, rate)]})
+                return self._process_as(kind, digest, {"audio": [self._samples(data)]})
         except BadClip as error:
             raise ValueError(f"{NOUNS[kind]} {error}") from error
         except ImportError as error:
@@ -251,46 +263,23 @@ class ImageReader:
             ) from error
         return self._process_as(kind, digest, {"images": [decode_image(data)]})
 
+    def _samples(self, data: bytes) -> NDArray[np.float32]:
+        """Raises BadClip for a sound that is longer than what the family's processor hears of one."""
+        own = self._processor
+        samples: NDArray[np.float32] = samples_of(data, rate := int(own.feature_extractor.sampling_rate))
+        most = getattr(own, "audio_seq_length", 0) * getattr(own, "audio_ms_per_token", 0) / 1000
+        if most and len(samples) > most * rate:
+            reason = f"of {len(samples) / rate:.1f} s, and {self.family} hears {most:g} s"
+            raise BadClip(reason, f"cut it: ffmpeg -i IN -t {most:g} OUT")
+        return samples
+
     def _process_video(self, digest: str, video: Video) -> Pixels:
-        """As many frames as are wanted, at even times; several make a patch."""
-        own, wanted = self._processor.image_processor, self._video
-        patch = int(own.temporal_patch_size)
-        count = wanted.frames or round(video.seconds * (wanted.fps or 2.0))
-        count = max(patch, min(count, wanted.max_frames) // patch * patch)
-        shown = video.shown(count)
-        frames: dict[int, Any] = {}
-        for at, image in zip(sorted(set(shown)), video.frames(shown), strict=True):
-            frames[at] = image.resize(self._frame_size(image, count, own), own.resample)
+        frames = Frames(self._processor.image_processor, self._architecture, self._video, self._bounds, video)
         whole = copy.copy(self._processor)
-        whole.video_processor = _Frames(own, [frames[at] for at in shown], patch)
-        # In seconds in place of frames: those of a file need not be even.
-        whole.video_processor.found["video_metadata"] = [
-            VideoMetadata(
-                total_num_frames=video.seconds,  # type: ignore[arg-type]
-                fps=1.0,
-                frames_indices=[video.times[at] for at in shown],  # type: ignore[misc]
-            )
-        ]
-        given = {
-            "videos": [[frames[at] for at in shown]],
-            "videos_kwargs": {"fps": count / video.seconds},
-        }
+        whole.video_processor = frames
+        counted = np.zeros((frames.count, 1, 1, 3), np.uint8)  # alone: `frames` has what is read
+        given = {"videos": [counted], "videos_kwargs": {"fps": frames.rate}}
         return self._process_as("video", digest, given, whole)
-
-    def _frame_size(self, image: Any, count: int, own: Any) -> tuple[int, int]:
-        """(width, height) of a frame as the family's video processor has it, and no more than is wanted."""
-        factor = own.patch_size * own.merge_size
-        low, high = map(float, self._bounds.values())
-        width, height = image.size
-        if self.family in _OF_ALL_FRAMES:
-            low, high = low / count, high / count
-            scale = max(1.0, factor / min(width, height))
-            width, height = int(width * scale), int(height * scale)
-        most = max(min(high, self._video.max_pixels), factor**2)
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize  # needs Pillow
-
-        rows, columns = smart_resize(height, width, factor, min(low, most), most)
-        return columns, rows
 
     def _process_as(self, kind: Kind, digest: str, given: Mapping[str, Any], processor: Any = None) -> Pixels:
         found = (processor or self._processor)(
@@ -311,11 +300,8 @@ class ImageReader:
             if name not in _OF_TEXT and isinstance(value, Tensor)
         }
         if kind == "audio":  # extractors make all sounds as long
-            length = int(inputs["feature_attention_mask"].sum())
-            inputs = {
-                name: value[..., :length].clone() if name not in _OF_POSITIONS else value
-                for name, value in inputs.items()
-            }
+            inputs = _shortened(inputs)
+        kinds_N[ids_N == self.tokens[kind]] = _TYPES.get(kind, 0)
         positions_3N, extent = self._positions(kind, ids_N, kinds_N, inputs)
         return Pixels(
             kind,
@@ -349,32 +335,24 @@ class ImageReader:
             return positions[:, 0].numpy(), int(shift) + length
         untyped: Any = config  # Qwen-Omni looks for the tokens around it
         body.spatial_merge_size = untyped.vision_config.spatial_merge_size
-        around = [untyped.vision_start_token_id, *ids_N.tolist(), untyped.vision_end_token_id]
+        around = torch.tensor([[untyped.vision_start_token_id, *ids_N.tolist(), untyped.vision_end_token_id]])
         told["second_per_grids"] = inputs.get("video_second_per_grid")
-        positions, shift = body.get_rope_index(torch.tensor([around]), **told)
-        return positions[:, 0, 1:-1].long().numpy() - 1, int(shift) + length
+        positions, shift = body.get_rope_index(around, attention_mask=torch.ones_like(around), **told)
+        return positions[:, 0, 1:-1].round().long().numpy() - 1, round(float(shift)) + length
 
 
 def _arguments(body: Any) -> Mapping[str, Any]:
     return inspect.signature(body.get_rope_index).parameters
 
 
-class _Frames:
-    """In the place of a family's video processor, which needs torchvision: frames as its image processor has them."""
-
-    def __init__(self, own: Any, frames: Sequence[Any], patch: int) -> None:
-        self.merge_size, self.temporal_patch_size = own.merge_size, patch
-        read = own(images=list(frames), temporal_patch_size=1, do_resize=False, return_tensors="pt")
-        _, high, wide = read["image_grid_thw"][0].tolist()
-        channels = read["pixel_values"].shape[1] // own.patch_size**2
-        values = read["pixel_values"].view(-1, patch, high * wide, channels, own.patch_size**2)
-        self.found: dict[str, Any] = {
-            "pixel_values_videos": values.permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(1),
-            "video_grid_thw": torch.tensor([[len(frames) // patch, high, wide]]),
-        }
-
-    def __call__(self, *_: Any, **__: Any) -> dict[str, Any]:
-        return dict(self.found)
+def _shortened(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What an extractor gives of a sound without what it is filled up with."""
+    mask = next(value for name, value in inputs.items() if name.endswith("mask"))
+    axis, length = (1 if "input_features_mask" in inputs else -1), int(mask.sum())
+    return {
+        name: value if name in _OF_POSITIONS else value.narrow(axis, 0, length).clone()
+        for name, value in inputs.items()
+    }
 
 
 def decode_image(data: bytes) -> Any:

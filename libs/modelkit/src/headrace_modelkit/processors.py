@@ -30,10 +30,15 @@ _Extractors: Any = AutoFeatureExtractor
 _Tokenizers: Any = AutoTokenizer
 _Processors: Any = PROCESSOR_MAPPING
 _VIDEO_FILE = "video_preprocessor_config.json"
-_FILES = ("preprocessor_config.json", "processor_config.json", _VIDEO_FILE)
+_PROCESSOR_FILE = "processor_config.json"
+_FILES = ("preprocessor_config.json", _PROCESSOR_FILE, _VIDEO_FILE)
 """Of a processor, beside a model."""
 _VIDEO_BOUNDS = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
-"""Pixels where a model's files do not say them."""
+"""Pixels where neither a model's files nor its processor say them."""
+_OF_GLM = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30_000}
+"""As its video processor has them; no processor of GLM-V says it."""
+_FRAME_TOKENS = 70
+"""Of a frame of Gemma 4 at most, where a model's files do not say it."""
 
 
 def load_images(config: ModelSection) -> ImageReader | None:
@@ -58,21 +63,28 @@ def load_images(config: ModelSection) -> ImageReader | None:
                 f"model.path: preprocessor_config.json of {config.path!r} has other patches than its config.json; put "
                 "the processor that the model was trained with beside it"
             )
-    return ImageReader(processor, architecture, config.video, _video_bounds(config))
+    return ImageReader(processor, architecture, config.video, _video_bounds(config, processor, architecture))
 
 
-def _video_bounds(config: ModelSection) -> dict[str, int]:
-    """Fewest and most pixels of a frame, or of all, as the model's video processor has them."""
-    found = dict(_VIDEO_BOUNDS)
-    with reading(config):
-        file = cached_file(
-            config.path, _VIDEO_FILE, _raise_exceptions_for_missing_entries=False, **location(config)
-        )
-        told = json.loads(Path(file).read_text()) if file else {}
+def _video_bounds(config: ModelSection, processor: Any, architecture: PreTrainedConfig) -> dict[str, int]:
+    """Fewest and most pixels of a frame, or of all, as the model's video processor has them; of Gemma 4 most tokens."""
+    told = _told(config, _VIDEO_FILE) or _told(config, _PROCESSOR_FILE).get("video_processor", {})
+    if architecture.model_type == "gemma4":
+        return {"max_soft_tokens": int(told.get("max_soft_tokens", _FRAME_TOKENS))}
+    own = getattr(processor, "videos_kwargs", {}).get("size", _VIDEO_BOUNDS)
+    found = dict(_OF_GLM if architecture.model_type.startswith("glm") else own)
     size = told.get("size") or {}
     for name, other in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
         if isinstance(value := size.get(name) or told.get(other), int):
             found[name] = value
+    return found
+
+
+def _told(config: ModelSection, name: str) -> dict[str, Any]:
+    """What a JSON file beside the model says; empty where there is none."""
+    with reading(config):
+        file = cached_file(config.path, name, _raise_exceptions_for_missing_entries=False, **location(config))
+        found: dict[str, Any] = json.loads(Path(file).read_text()) if file else {}
     return found
 
 
@@ -86,7 +98,7 @@ def _processor(config: ModelSection, architecture: PreTrainedConfig) -> Any:
         "image_processor": _ImageProcessors.from_pretrained(config.path, backend="pil", **trusted(config)),
         "tokenizer": _Tokenizers.from_pretrained(config.path, **trusted(config)),
     }
-    if "audio" in READS[architecture.model_type]:
+    if "audio" in READS[architecture.model_type] and architecture.audio_config is not None:
         parts["feature_extractor"] = _Extractors.from_pretrained(config.path, **trusted(config))
     told, _ = family.get_processor_dict(config.path, **location(config))
     known = inspect.signature(family.__init__).parameters

@@ -3,7 +3,7 @@
 Rollout and trainer place features by the places of a file's tokens and never by token id: a policy may sample the id of
 an image token.
 
-Shapes: R rows, L tokens, N tokens of an image, M image tokens, D hidden size.
+Shapes: R rows, L tokens, N tokens of an image, M tokens with a feature, S of them seen ones, D hidden size.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Pictures:
         """From the files' places; a tower without any computes a blank one, which stands nowhere."""
         placed = list(spans)
         own = {image.digest: image for _, image in placed}.values()
-        by_tower = {
-            tower: [image for image in own if image.tower == tower] or [reader.blank(tower)]
-            for tower in reader.towers
-        }
+        by_tower = {tower: [image for image in own if image.tower == tower] for tower in reader.towers}
+        for tower, images in by_tower.items():
+            if not images or (tower == "audio" and reader.pads_sounds):
+                images.append(reader.blank(tower))
         firsts, total = dict[str, int](), 0
         for image in (image for images in by_tower.values() for image in images):
             firsts[image.digest] = total
@@ -60,12 +60,13 @@ class Pictures:
         for tokens, image in placed:
             places.append(tokens[image.slots])
             features.append(firsts[image.digest] + np.arange(len(image.slots)))
-            runs_M = np.cumsum(np.diff(image.slots, prepend=image.slots[:1] - 2) > 1)
-            blocks_N[places[-1]] = blocks + runs_M
-            blocks += len(image.slots)
+            if image.tower == "image":  # what is heard looks back, as words do
+                runs_M = np.cumsum(np.diff(image.slots, prepend=image.slots[:1] - 2) > 1)
+                blocks_N[places[-1]] = blocks + runs_M
+                blocks += len(image.slots)
         plain = by_tower["image"][0].positions_3N is None
         return cls(
-            {tower: _together(images) for tower, images in by_tower.items()},
+            {tower: together([image.tower_inputs for image in images]) for tower, images in by_tower.items()},
             torch.from_numpy(np.concatenate(places)),
             torch.from_numpy(np.concatenate(features)),
             None if plain else torch.from_numpy(positions_3RL),
@@ -86,17 +87,21 @@ class Pictures:
         return replace(self, inputs=inputs, **moved)
 
 
-def _together(images: Sequence[Pixels]) -> dict[str, Tensor]:
-    """What a tower takes of several files; sounds are made as long as the longest."""
-    each = [image.tower_inputs for image in images]
+def together(files: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Inputs of several files by name, each filled up to the longest in sounds and in patches of an image."""
     found = {}
-    for name in each[0]:
-        values = [own[name] for own in each]
-        longest = max(value.shape[-1] for value in values)
-        found[name] = torch.cat(
-            [nn.functional.pad(value, (0, longest - value.shape[-1])) for value in values]
-        )
+    for name in dict.fromkeys(name for file in files for name in file):
+        values = [file[name] for file in files if name in file]
+        most = torch.tensor([value.shape[1:] for value in values]).amax(0).tolist()
+        empty = -1 if name.endswith("position_ids") else 0
+        found[name] = torch.cat([_filled(value, most, empty) for value in values])
     return found
+
+
+def _filled(value: Tensor, most: Sequence[int], empty: int) -> Tensor:
+    """With the sizes `most` behind the first one."""
+    behind = [(0, size - own) for own, size in zip(value.shape[1:], most, strict=True)]
+    return nn.functional.pad(value, [each for pair in reversed(behind) for each in pair], value=empty)
 
 
 def rope_positions(length: int, spans: Sequence[Span]) -> NDArray[np.int64]:
@@ -133,7 +138,9 @@ def language_inputs(
         found = body.get_image_features(**pictures.inputs["image"], return_dict=True)
         features = [_joined(found.pooler_output)]
         if (sounds := pictures.inputs.get("audio")) is not None:
-            features.append(body.get_audio_features(**sounds, return_dict=True).last_hidden_state)
+            heard = body.get_audio_features(**sounds, return_dict=True)
+            mask = getattr(heard, "attention_mask", None)  # of what Gemma 4 fills up
+            features.append(heard.last_hidden_state if mask is None else heard.pooler_output[mask])
     features_MD = torch.cat(features)[pictures.features_M]
     text, places_M = body.config.get_text_config(), pictures.places_M
     inputs: dict[str, Any] = {}
@@ -148,13 +155,13 @@ def language_inputs(
     if pictures.blocks_RL is not None:
         inputs["attention_mask"] = _masks(text, pictures.blocks_RL, embedded_RLD.dtype)
     if (layers := getattr(found, "deepstack_features", None)) is not None:
-        order = places_M.argsort()
+        seen_M = pictures.features_M < len(features[0])  # those behind are of sounds
+        places_S, features_S = places_M[seen_M], pictures.features_M[seen_M]
+        order = places_S.argsort()
         mask = torch.zeros(tokens_RL.numel(), dtype=torch.bool, device=tokens_RL.device)
-        mask[places_M] = True
+        mask[places_S] = True
         inputs["visual_pos_masks"] = mask.view_as(tokens_RL)
-        inputs["deepstack_visual_embeds"] = [
-            torch.cat(list(layer))[pictures.features_M][order] for layer in layers
-        ]
+        inputs["deepstack_visual_embeds"] = [torch.cat(list(layer))[features_S][order] for layer in layers]
     return inputs
 
 

@@ -21,12 +21,13 @@ READS: MappingProxyType[str, tuple[Kind, ...]] = MappingProxyType(
         "qwen3_5": _SEEN,
         "qwen3_5_moe": _SEEN,
         "gemma3": ("image",),
-        "gemma4": ("image",),
-        "internvl": ("image",),
-        "glm4v": ("image",),
-        "glm4v_moe": ("image",),
-        "glm46v": ("image",),
+        "gemma4": (*_SEEN, "audio"),
+        "internvl": _SEEN,
+        "glm4v": _SEEN,
+        "glm4v_moe": _SEEN,
+        "glm46v": _SEEN,
         "qwen2_5_omni_thinker": (*_SEEN, "audio"),
+        "qwen3_omni_moe_thinker": (*_SEEN, "audio"),
     }
 )
 """What prompts may have, by the model_type of models that read more than text."""

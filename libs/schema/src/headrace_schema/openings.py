@@ -140,6 +140,8 @@ class TrainerConfig(Opening):
     warmup_examples: list[GivenAnswer] = Field(default_factory=list)
     sees: bool = True
     """Prompts may have images, videos or sounds; without any, a model is trained as its language part alone is."""
+    files: tuple[Kind, ...] = ()
+    """Which of these they have; none where that is not known."""
     instruction: str = "{question}"
     """How the task of a demonstration is rendered for a policy that reads language."""
 

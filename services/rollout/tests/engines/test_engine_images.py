@@ -1,4 +1,6 @@
-"""Images in prompts in every engine that takes them: log-probs are transformers' own, also after an install."""
+"""Images and videos in prompts in every engine that takes them: log-probs are transformers' own, also after an
+install.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from headrace_modelkit.presets.tiny_vision import plain_inputs, tiny_vision_model, write_tiny_vision
+from headrace_modelkit.presets.clips import video_file
+from headrace_modelkit.presets.tiny_vision import START, plain_inputs, tiny_vision_model, write_tiny_vision
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.samples import Group, ImageAt, Sample
+from headrace_schema.images import marks_in
 from headrace_schema.sections.generating import ModelSection
 from PIL import Image
 from rig import ENGINES_HERE, OPTIONS, Rig
@@ -28,6 +32,8 @@ PROMPTS = (
     ("<image>which?", 1),  # the same ids, another image
     ("a<image>b<image>c", 2),
     ("no image", 0),
+    ("<video>which?", 1),
+    ("a<video>b<image>c<video>", 3),
 )
 RIGS = [
     pytest.param((name, family), id=f"{name}-{family}", marks=pytest.mark.nightly)  # they take long to start
@@ -41,7 +47,7 @@ RIGS = [
 def rig(request, tmp_path_factory):
     chosen, family = request.param
     directory = tmp_path_factory.mktemp(family)
-    write_tiny_vision(directory, family=family, seed=1, **SHAPE)
+    write_tiny_vision(directory, family=family, seed=1, frames=2, **SHAPE)
     forget_interleaving(directory / "config.json")
     section = ModelSection(path=str(directory), dtype="float32")
     config = EngineConfig(section, load_tokenizer(section), 8)
@@ -52,7 +58,7 @@ def rig(request, tmp_path_factory):
         await engine.place((torch.device("cpu"),), 1)
 
     asyncio.run(place())
-    models = [tiny_vision_model(family, seed, **SHAPE) for seed in (1, 2)]
+    models = [tiny_vision_model(family, seed, frames=2, **SHAPE) for seed in (1, 2)]
     yield Rig(chosen, section, engine, *models)
     asyncio.run(engine.close())
 
@@ -64,22 +70,28 @@ def forget_interleaving(file: Path) -> None:
     file.write_text(json.dumps(written))
 
 
-def picture(seed: int) -> bytes:
-    """16 x 16 or 32 x 16 pixels, in which the processor changes nothing: no library's resizing is compared."""
-    file = io.BytesIO()
-    values = np.random.default_rng(seed).integers(0, 255, (16, 16 + 16 * (seed % 2), 3), dtype=np.uint8)
-    Image.fromarray(values).save(file, "PNG")
+def made(kind: str, seed: int) -> bytes:
+    """An image that is made smaller, or a video of four or six frames."""
+    drawn, file = np.random.default_rng(seed), io.BytesIO()
+    if kind == "video":
+        shape = (4 + 2 * (seed % 2), 16, 16, 3)
+        return video_file([*drawn.integers(0, 255, shape, dtype=np.uint8)])
+    Image.fromarray(drawn.integers(0, 255, (70, 40, 3), dtype=np.uint8)).save(file, "PNG")
     return file.getvalue()
 
 
 def groups(codec) -> list[Group]:
     found, drawn = [], 0
-    for ordinal, (text, count) in enumerate(PROMPTS):
-        images = tuple(picture(drawn + index) for index in range(count))
+    for text, count in PROMPTS:
+        kinds = marks_in(text, ("image", "video"))
+        images = tuple(made(kind, drawn + index) for index, kind in enumerate(kinds))
+        assert len(images) == count
         drawn += count
         ids = codec.encode_prompt(chat=[{"role": "user", "content": text}], images=images)
         starts = codec.images.starts(ids, [codec.images.read(data) for data in images])
-        found.append(Group(ordinal, ids, [Sample(0, 1), Sample(1, 1)], tuple(map(ImageAt, starts, images))))
+        found.append(
+            Group(len(found), ids, [Sample(0, 1), Sample(1, 1)], tuple(map(ImageAt, starts, images)))
+        )
     return found
 
 
@@ -87,7 +99,10 @@ def expected(model, codec, group: Group, answer: list[int]) -> list[float]:
     """By transformers alone: its own positions, its own placing of features."""
     ids = torch.tensor([[*group.prompt_ids, *answer]])
     read = [codec.images.read(image.data) for image in group.images]
-    inputs = plain_inputs(codec.images, ids, read)
+    kinds = torch.zeros_like(ids)
+    for at, image in zip(group.images, read, strict=True):
+        kinds[:, at.start + image.slots] = 1 + (image.kind == "video")
+    inputs = plain_inputs(codec.images, ids, read, kinds)
     with torch.no_grad():
         found = model(input_ids=ids, **inputs).logits[0].log_softmax(-1)
     start = len(group.prompt_ids)
@@ -103,8 +118,9 @@ async def test_log_probs_of_prompts_with_images_are_transformers_also_after_an_i
         for key, output in (await rig.generate(asked, max_new_tokens=12)).items():
             group = asked[key.prompt_ordinal]
             answer = list(output.whole.token_ids)
-            if codec.images.token in answer:  # transformers' forward places features by id
-                answer = answer[: answer.index(codec.images.token)]
+            # transformers' forward places features by id
+            own = {*codec.images.tokens.values(), codec.tokenizer.convert_tokens_to_ids(START)}
+            answer = answer[: next((at for at, token in enumerate(answer) if token in own), len(answer))]
             own = expected(model, codec, group, answer)
             assert output.whole.log_probs[: len(answer)] == pytest.approx(own, abs=1e-4), key
             told += len(answer)

@@ -18,6 +18,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
     Gemma3ImageProcessorPil,
+    Gemma4AudioFeatureExtractor,
     Gemma4ImageProcessorPil,
     Glm4vImageProcessorPil,
     Glm46VImageProcessorPil,
@@ -33,16 +34,20 @@ from headrace_modelkit.loading import save_model
 from headrace_modelkit.pictures import ImageReader, Pixels, Span
 from headrace_modelkit.presets.families import FAMILIES
 from headrace_modelkit.presets.tiny import character_tokenizer, is_complete
-from headrace_modelkit.vision import rope_positions
+from headrace_modelkit.vision import rope_positions, together
 
 _Configs: Any = CONFIG_MAPPING
 _Models: Any = AutoModelForImageTextToText
 _Extractor: Any = WhisperFeatureExtractor
+_GemmaExtractor: Any = Gemma4AudioFeatureExtractor
 
 START, IMAGE, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
 BEGIN_SOUND, SOUND, END_SOUND = "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"
+_OF_GEMMA = "<|video|>"
+_OF_GLM = ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>")
+"""That processors of Gemma 4 and GLM-V write by these names, whatever a tokenizer's are."""
 CHARACTERS = f"0123456789 =+->:,.?\n{string.ascii_lowercase}"
-OMNI = "qwen2_5_omni_thinker"
+OMNI, OMNI_3 = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
 MELS = 16
 """Bands of a sound's spectrum."""
 PATCH, MERGE = 4, 2
@@ -54,13 +59,21 @@ CHAT_TEMPLATE = (
     "{%% for part in message['content'] %%}{%% if part['type'] == 'image' %%}"
     "%s"
     "{%% elif part['type'] == 'video' %%}"
-    "<|vision_start|><|video_pad|><|vision_end|>"
+    "%s"
     "{%% elif part['type'] == 'audio' %%}"
-    "<|audio_start|><|audio_pad|><|audio_end|>"
+    "%s"
     "{%% else %%}{{ part['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}{%% endfor %%}"
 )
-_WRITTEN = {"gemma3": START, "gemma4": IMAGE, "internvl": IMAGE}
-"""What a family's template writes for an image, if it is not the three tokens."""
+_WRITTEN = {
+    "gemma3": (START, ""),
+    "gemma4": (IMAGE, _OF_GEMMA, SOUND),
+    "internvl": (IMAGE, VIDEO),
+    **dict.fromkeys(
+        ("glm4v", "glm4v_moe", "glm46v"),
+        (f"{START}{IMAGE}{END}", f"{_OF_GLM[2]}{VIDEO}{_OF_GLM[3]}"),
+    ),
+}
+"""What a family's template writes for an image, a video and a sound, if it is not the three tokens of each."""
 _GEMMA = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _NAMED = {
     "image_token": IMAGE,
@@ -151,8 +164,18 @@ def _config(family: str, frames: int, overrides: dict[str, Any]) -> PreTrainedCo
                 **text,
                 "vocab_size_per_layer_input": len(tokens),
             }
-            more |= {"audio_config": None}
+            more |= {
+                "audio_config": {
+                    "hidden_size": 32,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                    "subsampling_conv_channels": [MELS, 4],
+                    "output_proj_dims": 48,
+                }
+            }
             tower["position_embedding_size"] = 64
+            for name, piece in (("video", _OF_GEMMA), ("audio", SOUND)):
+                ids[f"{name}_token_id"] = tokens.convert_tokens_to_ids(piece)
         more["tie_word_embeddings"] = True
     else:
         tower |= {
@@ -170,17 +193,21 @@ def _config(family: str, frames: int, overrides: dict[str, Any]) -> PreTrainedCo
             del tower["deepstack_visual_indexes"]
         if family.startswith("glm"):
             tower |= {"image_size": _SIDE}
-        if family.endswith("moe"):
+        if "_moe" in family:
             text |= FAMILIES["glm4_moe" if family.startswith("glm") else "qwen3_moe"]
         if family in ("qwen2_5_vl", OMNI):
             tower |= {"window_size": 2 * PATCH * MERGE, "fullatt_block_indexes": [1]}
-        if family == OMNI:
+        if family in (OMNI, OMNI_3):
             heard = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
             more["audio_config"] = heard | {
                 "num_mel_bins": MELS,
                 "output_dim": text["hidden_size"],
-                "n_window": 25,
                 "max_source_positions": 500,
+                **(
+                    {"n_window": 25}
+                    if family == OMNI
+                    else {"n_window_infer": 200, "downsample_hidden_size": 8}
+                ),
             }
             ids["audio_token_id"] = tokens.convert_tokens_to_ids(SOUND)
             ids["audio_start_token_id"] = tokens.convert_tokens_to_ids(BEGIN_SOUND)
@@ -205,11 +232,13 @@ def vision_tokenizer(family: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
     """A token for each of CHARACTERS, and behind them those around and for images."""
     tokenizer: Any = character_tokenizer(CHARACTERS)
     tokenizer.add_special_tokens({"additional_special_tokens": [START, END, IMAGE, VIDEO]})
-    if not family.startswith("qwen") or family == OMNI:
-        more = [SOUND, BEGIN_SOUND, END_SOUND, "<|video|>"]  # the last one is Gemma 4's own
+    if not family.startswith("qwen") or family in (OMNI, OMNI_3):
+        more = [SOUND, BEGIN_SOUND, END_SOUND, _OF_GEMMA, *(_OF_GLM if family.startswith("glm") else ())]
         tokenizer.add_special_tokens({"additional_special_tokens": [START, END, IMAGE, VIDEO, *more]})
         tokenizer._set_model_specific_special_tokens(_NAMED)
-    tokenizer.chat_template = CHAT_TEMPLATE % _WRITTEN.get(family, f"{START}{IMAGE}{END}")
+    own = (f"{START}{IMAGE}{END}", f"{START}{VIDEO}{END}", f"{BEGIN_SOUND}{SOUND}{END_SOUND}")
+    written = _WRITTEN.get(family, own)
+    tokenizer.chat_template = CHAT_TEMPLATE % (*written, *own[len(written) :])
     ready: PreTrainedTokenizerFast = tokenizer
     return ready
 
@@ -223,15 +252,8 @@ def plain_inputs(
     """
     if not images:
         return {}
-    found: dict[str, Any] = {}
-    for kind in reader.kinds:
-        own = [image.inputs for image in images if image.kind == kind]
-        for name in own[0] if own else ():
-            longest = max(each[name].shape[-1] for each in own)  # of sounds
-            found[name] = torch.cat(
-                [torch.nn.functional.pad(each[name], (0, longest - each[name].shape[-1])) for each in own]
-            )
-    if reader.family == OMNI:
+    found: dict[str, Any] = together([image.inputs for image in images])
+    if reader.family in (OMNI, OMNI_3):
         return found | {"attention_mask": torch.ones_like(ids_BL)}
     if "pixel_values_videos" in found and "second_per_grid_ts" in found:
         # Its class lets a text behind a video begin within the video's times, and decodes behind their end.
@@ -250,7 +272,7 @@ def kinds_of(reader: ImageReader, ids_BL: torch.Tensor, images: Sequence[Pixels]
     seen: tuple[Kind, ...] = ("image", "video")
     for number, kind in enumerate(seen, 1):
         if any(image.kind == kind for image in images):
-            found_BL += number * (ids_BL == reader.tokens[kind])
+            found_BL[ids_BL == reader.tokens[kind]] = number
     return found_BL
 
 
@@ -274,14 +296,16 @@ def _save_processor(family: str, frames: int, directory: Path) -> None:
         processor = Qwen2VLImageProcessorPil(**patches, **sizes)
     processor.save_pretrained(directory)
     if "video" in READS[family]:
-        video = {
-            "size": {"shortest_edge": smallest, "longest_edge": 64 * smallest * (8 if "3" in family else 1)}
-        }
+        many = 8 if ("3" in family or family.startswith("glm")) and family != OMNI_3 else 1
+        video = {"size": {"shortest_edge": smallest, "longest_edge": 64 * smallest * many}}
         (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
-    if family == OMNI:
+    if "audio" in READS[family]:
         file = directory / "preprocessor_config.json"
-        heard = _Extractor(feature_size=MELS, n_fft=64, hop_length=160, chunk_length=4)
-        file.write_text(json.dumps(heard.to_dict() | json.loads(file.read_text())))
+        if family == "gemma4":
+            heard = _GemmaExtractor(feature_size=MELS)
+        else:
+            heard = _Extractor(feature_size=MELS, n_fft=64, hop_length=160, chunk_length=4)
+        file.write_text(json.dumps(json.loads(heard.to_json_string()) | json.loads(file.read_text())))
     if family in ("gemma3", "internvl"):
         told = {"image_seq_length": (_SIDE // PATCH // MERGE) ** 2}
         (directory / "processor_config.json").write_text(json.dumps(told))

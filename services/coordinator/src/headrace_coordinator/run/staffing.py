@@ -258,5 +258,6 @@ class Staffing:
             "warmup_examples": self._modality.warmup_examples,
             "instruction": self.workers.spec.data.prompt.template,
             "sees": self._modality.sees,
+            "files": self._modality.images,
         }
         return TrainerConfig.of(self._fitted, **more).model_dump_json()

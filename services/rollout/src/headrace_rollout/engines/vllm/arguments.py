@@ -46,7 +46,8 @@ TRANSFER = "headrace_shm"
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 4096, 8192
 """Tokens of a pass. On a GPU vLLM itself would take 2,048, and prefills of long prompts would wait for many passes."""
 IMAGES = {
-    "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0},
+    "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": MOST_IMAGES},
+    "skip_mm_profiling": True,  # it would read files of its own
     # Done in the model its factors are buffers, which the load format dummy fills with noise, and no version has them.
     "mm_device_do_normalize": False,
 }

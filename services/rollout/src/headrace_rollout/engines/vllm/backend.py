@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from importlib.util import find_spec
@@ -16,13 +17,14 @@ import torch
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.loading import load_architecture
-from headrace_modelkit.pictures import decode_image
 from headrace_schema.sections.policies import OWN
 from headrace_servicekit.process.spawn import descendants
+from transformers import BatchFeature
 from typing_extensions import override
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -55,7 +57,7 @@ from headrace_rollout.engines.vllm.options import VllmOptions
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
 READS = ("qwen2_5_vl", "qwen3_vl")
-"""Families whose images it was compared on (`test_engine_images.py`)."""
+"""Families whose images and videos it was compared on (`test_engine_images.py`)."""
 LOOK_S = 0.5
 """How often a start looks after the hosts that it waits for."""
 WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache"]}
@@ -70,6 +72,7 @@ def capabilities() -> Capabilities:
         tensor_parallel=True,
         # transformers' processors need torchvision inside of vLLM.
         images=READS if find_spec("torchvision") else (),
+        files=("image", "video"),
         lora=True,
         likeliest=True,
         routed_experts=HAS_TRITON,  # Its second model runner alone tells them, which is written in Triton.
@@ -193,20 +196,25 @@ class VllmBackend(Backend):
             raise BackendFailed(one_line(error)) from error
 
     def _with_images(self, request: Request) -> dict[str, Any]:
-        """The request's images, and its ids with one token for each: vLLM's own processor expands them again.
-
-        Raises BackendFailed where the policy has sampled such a token before an image: vLLM takes it for the image's.
-        """
+        """The request's files as trainers read them, and where they stand: vLLM's own processor reads none again."""
         reader = self._config.codec.images
         assert reader is not None, "checked as the run opened"
-        spans = [reader.span(request.token_ids, image.start, image.data) for image in request.images]
-        ids = reader.collapse(request.token_ids, spans)
-        if request.token_ids[: spans[-1].start].count(reader.token) != sum(
-            len(s.image.slots) for s in spans[:-1]
-        ):
-            raise BackendFailed("the policy has sampled the image token, which vLLM takes for the next image")
-        images = [decode_image(image.data) for image in request.images]
-        return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
+        fields = self._engine.renderer.get_mm_processor()._get_mm_fields_config
+        items, hashes, places = (defaultdict[str, list[Any]](list) for _ in range(3))
+        for image in request.images:
+            span = reader.span(request.token_ids, image.start, image.data)
+            kind, takes = span.image.kind, torch.zeros(span.image.tokens, dtype=torch.bool)
+            takes[torch.from_numpy(span.image.slots)] = True
+            own = BatchFeature(dict(span.image.inputs))
+            items[kind] += MultiModalKwargsItems.from_hf_inputs(own, fields(own, {}))[kind]
+            hashes[kind].append(span.image.digest)
+            places[kind].append(PlaceholderRange(span.start, span.image.tokens, takes))
+        return {
+            "type": "multimodal",
+            "mm_kwargs": MultiModalKwargsItems(dict(items)),
+            "mm_hashes": dict(hashes),
+            "mm_placeholders": dict(places),
+        }
 
     @override
     async def abort(self, request_ids: Sequence[str]) -> None:

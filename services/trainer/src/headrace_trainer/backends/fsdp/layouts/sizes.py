@@ -6,7 +6,7 @@ shapes and no elements, and what autograd keeps of them is counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -43,6 +43,7 @@ from typing_extensions import override
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends.fsdp.float8 import copied_bytes
+from headrace_trainer.backends.fsdp.layouts.towers import blocks_of, saved_bytes, towers_of
 from headrace_trainer.backends.fsdp.loading import layers_of
 from headrace_trainer.backends.shared.attention import of_one_width
 from headrace_trainer.backends.shared.muon import hidden_matrices
@@ -153,6 +154,7 @@ class Sizes:
             size = getattr(text, "head_dim", None) or text.hidden_size // heads
             own["attended"] = tokens * heads * (size * width + FP32)
         units = [replace(unit_of(each), **own) for each in layers]
+        units, base = _with_towers(config, policy, layers, units, base)
         in_fp8 = bool(config.trainer.backend_options.get("fp8"))
         copies = copied_bytes(layers, tokens) if in_fp8 else 0
         form = config.trainer.lora.quantization if config.trainer.lora is not None else None
@@ -184,6 +186,23 @@ class Sizes:
     def frozen(self) -> int:
         """Weights that do not."""
         return sum(unit.frozen for unit in self.units)
+
+
+def _with_towers(
+    config: TrainerConfig, policy: PreTrainedModel, layers: list[nn.Module], units: list[Unit], base: int
+) -> tuple[list[Unit], int]:
+    """Units whose towers' blocks keep what those do, and `base` with what is kept in towers outside of units."""
+    towers, blocks = towers_of(config, _tokens(config)), blocks_of(policy)
+    found = list(units)
+    for kind, own in blocks.items():
+        tower = towers.get(kind)
+        places = [at for at, each in enumerate(layers) if any(each is block for block in own)]
+        for at in places:
+            sizes = (tower.block, tower.inputs) if tower is not None else (0, 0)
+            found[at] = replace(found[at], kept=sizes[0], inputs=sizes[1], attended=0)
+        if tower is not None:
+            base += tower.outside + tower.block * (len(own) - len(places))
+    return found, base
 
 
 def _coded(module: nn.Module) -> list[int]:
@@ -293,22 +312,7 @@ def _kept_bytes(config: TrainerConfig, layers: int) -> int:
         with _ExpertsOfAnyType():
             body_of(model)(input_ids=tokens, use_cache=False)
 
-    return _saved_bytes(model, compute)
-
-
-def _saved_bytes(model: nn.Module, compute: Callable[[], object]) -> int:
-    """What autograd keeps of a forward, without the weights."""
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if (storage := tensor.untyped_storage())._cdata not in own:
-            kept[storage._cdata] = tensor  # it must live, so that no other storage gets its address
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        compute()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return saved_bytes(model, compute)
 
 
 def _draft_activations(config: TrainerConfig) -> int:
@@ -323,7 +327,7 @@ def _draft_activations(config: TrainerConfig) -> int:
         embeds = torch.zeros(1, tokens, width, dtype=DTYPES[config.model.dtype], device="cpu")
         read = embeds.repeat(1, 1, len(head.layers))
         with _ExpertsOfAnyType():
-            kept = _saved_bytes(head, lambda: list(head.unrolled(read, embeds, draft.unrolled)))
+            kept = saved_bytes(head, lambda: list(head.unrolled(read, embeds, draft.unrolled)))
     return kept + read.nbytes + embeds.nbytes
 
 
