@@ -15,7 +15,7 @@ import numpy as np
 @dataclass(frozen=True)
 class Drawn:
     """B transitions. `rewards_B` are discounted sums over the steps that they span, `discounts_B` what the next state's
-    value is multiplied by: 0 behind an end. `rows_B` and `next_rows_B` are row numbers.
+    value is multiplied by: 0 behind an end. `rows_B` and `next_rows_B` are row numbers; `left_B` chunks of the episode.
     """
 
     rows_B: np.ndarray
@@ -26,6 +26,7 @@ class Drawn:
     discounts_B: np.ndarray
     next_states_BS: np.ndarray
     weights_B: np.ndarray
+    left_B: np.ndarray
 
 
 class Ring:
@@ -107,4 +108,5 @@ class Ring:
             np.where(ended_B, 0.0, gamma**span_B).astype(np.float32),
             self.states_NS[next_B],
             weights_B.astype(np.float32),
+            self.left_N[at_B],
         )
