@@ -7,8 +7,9 @@ judged on 48 start states of the suite `episodes`, whose seeds no run trains on 
 Prints one JSON line. By recipe and seed: `heldout_before` and `heldout_after` (success rate on the run's own held-out
 start states, or the mean return where the environment never says success), `unseen` (on the suite's), `actions` (that
 episodes executed), `actions_to_level` (before the first evaluation whose score was at least `--level`), `seconds` (from
-submitting to the run's end, its evaluations and checkpoints included); by recipe `collect_s` and `cloning_loss`. `--record FILE` adds each run to a JSON file as it ends and skips those that the file
-has; `--draw FILE` writes the curves as an SVG.
+submitting to the run's end, its evaluations and checkpoints included); by recipe `collect_s` and `cloning_loss`.
+`--record FILE` adds each run to a JSON file as it ends and skips those that the file has; `--draw FILE` writes the
+curves as an SVG.
 """
 
 from __future__ import annotations

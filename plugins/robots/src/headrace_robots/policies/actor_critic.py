@@ -87,8 +87,8 @@ class _ActorCriticConfig(PolicyConfig):
     )
     conditioned: bool = Field(
         default=False,
-        description="the actor reads one number more, by which recap tells it whether an action was better than most; it "
-        "acts as one that is told so",
+        description="the actor reads one number more, by which recap tells it whether an action was better than most; "
+        "it acts as one that is told so",
     )
     guidance: float = Field(
         default=1.0,
