@@ -227,7 +227,7 @@ WARMED = {"iql": "warmup_critic_loss", "td3_bc": "warmup_critic_loss", "recap": 
 
 @pytest.mark.parametrize("name", ["iql", "td3_bc", "sac", "recap"])
 async def test_a_run_may_begin_with_demonstrations(name, client, off_policy, shown, fetched_weights):
-    warmup = {"demonstrations": shown(rewarded=name != "recap"), "steps": 20, "lr": 1e-3, "batch": 32}
+    warmup = {"demonstrations": shown(), "steps": 20, "lr": 1e-3, "batch": 32}
     config = off_policy(name, trainer={"warmup": warmup})
     reply = await client.open(config)
     assert reply.warmup_steps == 20

@@ -69,7 +69,7 @@ def batch_of(**more):
         "successes_B": torch.zeros(count, dtype=torch.bool),
         "returns_B": torch.zeros(count),
         "shown_B": torch.zeros(count, dtype=torch.bool),
-        "left_B": torch.ones(count, dtype=torch.int32),
+        "to_go_B": torch.zeros(count),
         "count": float(count),
     }
     return Batch(**own | more)
@@ -244,12 +244,15 @@ def test_rewards_of_several_steps_end_with_their_episode_as_the_peers_do():
             rewards[first:last],
             terminated=terminated,
             priorities=np.ones(length),
+            gamma=0.9,
         )
     rows = np.array([0, 1, 2, 3, 4, 5, 7, 8, 9, 10])  # one behind the first episode is what it ended with
     drawn = ring.gather(rows, np.ones(10), gamma=0.9, steps=3)
     assert drawn.rewards_B == pytest.approx(given["returns"], abs=1e-6)
     assert drawn.discounts_B == pytest.approx(given["discounts"], abs=1e-6)
     assert drawn.next_states_BS[:, 0].tolist() == given["next"]
+    to_go = [sum(0.9**later * reward for later, reward in enumerate(rewards[row:6])) for row in range(6)]
+    assert drawn.returns_B[:6] == pytest.approx(to_go, abs=1e-6), "of all that came until the episode's end"
 
 
 def test_td3_bc_weighs_the_value_by_its_mean_size_against_the_imitation():
@@ -338,38 +341,23 @@ def test_cloning_weighs_successes_returns_and_demonstrations():
 
 
 def recap_of(policy, **options):
-    return RecapUpdate(policy, RecapOptions(critic_hidden=(8, 8), gamma=0.9, bins=3, **options))
+    return RecapUpdate(policy, RecapOptions(critic_hidden=(8, 8), gamma=0.9, **options))
 
 
 def test_an_advantage_is_what_came_within_some_chunks_less_the_value_before():
-    update = recap_of(policy_of("gaussian", conditioned=True), n_step=2)
-    last = update.value.layers[-1]
+    update = recap_of(policy_of("gaussian", conditioned=True))
+    batch, steps, found = batch_of(to_go_B=torch.arange(6.0)), AdamSteps(update), []
     with torch.no_grad():
-        last.weight.zero_()
-        last.bias.copy_(tensor([0.6, 0.3, 0.1]).log())  # of 0, 0.5 and 1: the value is 0.25 everywhere
-    batch = batch_of(
-        successes_B=torch.tensor([True, True, False, False, True, False]),
-        left_B=torch.tensor([1, 4, 2, 5, 2, 3], dtype=torch.int32),
-        discounts_B=torch.full((6,), 0.81),
+        values, following = (update.value(seen)[0, :, 0] for seen in (batch.seen, batch.following))
+    update.better = lambda batch, advantages, steps: (
+        found.append(advantages) or (batch.shown_B, torch.zeros(()))
     )
-    returns = tensor([1, 0.729, 0, 0, 0.9, 0])
-    advantages = update.advantages(batch, returns, torch.full((6,), 0.25))
-    # Behind rows 0, 2 and 4 the episode ends within two chunks; the others take the value there, 0.25, discounted.
-    assert advantages.tolist() == pytest.approx([0.75, -0.0475, -0.25, -0.0475, 0.65, -0.0475], abs=1e-6)
-    steps = AdamSteps(update)
     figures = update(batch, 0, lambda: torch.zeros(6, 1, 1), steps)
-    # Each return is shared by the two values beside it: 0.729 is 0.542 of 0.5 and 0.458 of 1.
-    logs = np.log([0.6, 0.3, 0.1])
-    wanted = [
-        logs[2],
-        0.542 * logs[1] + 0.458 * logs[2],
-        logs[0],
-        logs[0],
-        0.2 * logs[1] + 0.8 * logs[2],
-        logs[0],
+    assert torch.allclose(found[0], batch.rewards_B + batch.discounts_B * following - values)
+    assert steps.losses["value"] == [
+        pytest.approx(float((torch.arange(6.0) - values).square().mean()), rel=1e-5)
     ]
-    assert steps.losses["value"] == [pytest.approx(-np.mean(wanted), rel=1e-5)]
-    assert float(figures["value_mean"]) == pytest.approx(0.25, abs=1e-6)
+    assert float(figures["value_mean"]) == pytest.approx(float(values.mean()), rel=1e-5)
 
 
 def test_the_largest_advantages_are_better_than_most_and_demonstrations_always():
@@ -422,9 +410,11 @@ def test_recap_acts_better_than_what_it_imitates():
             following=seen,
             actions_BCA=actions,
             weights_B=torch.ones(64),
-            successes_B=actions[:, 0, 0] > 0.2,
+            successes_B=torch.zeros(64, dtype=torch.bool),
+            returns_B=torch.zeros(64),
             shown_B=torch.zeros(64, dtype=torch.bool),
-            left_B=torch.ones(64, dtype=torch.int32),
+            to_go_B=(actions[:, 0, 0] > 0.2).float(),
+            rewards_B=(actions[:, 0, 0] > 0.2).float(),
             discounts_B=torch.zeros(64),
             count=64.0,
         )

@@ -36,7 +36,7 @@ from headrace_robots.trainer.off_policy.batches import batch_of, joined, stored_
 from headrace_robots.trainer.off_policy.imitation import UPDATES, DaggerUpdate
 from headrace_robots.trainer.off_policy.parts import Held, Parts, critic_name
 from headrace_robots.trainer.off_policy.plugins import PERSON
-from headrace_robots.trainer.off_policy.updates import ACTOR, DIFFERENCES, Batch, Critical
+from headrace_robots.trainer.off_policy.updates import ACTOR, DIFFERENCES, Batch
 from headrace_robots.trainer.replay.demonstrations import demonstrated
 from headrace_robots.trainer.replay.opening import open_store, sampling_of, spaces_of
 from headrace_robots.trainer.replay.records import StoreProblem
@@ -146,7 +146,7 @@ class OffPolicyRobot(WholeRobot):
 
     def _read_demonstrations(self) -> ReplayStore:
         """The rank's share of them, in memory."""
-        ranks, rewarded = self._ranks, isinstance(self.parts.update, Critical)
+        ranks, rewarded = self._ranks, bool(self.parts.update.learned)
         found = [*demonstrated(self._config, self._policy, ranks.rank, ranks.world_size, rewarded=rewarded)]
         capacity = 1 + sum(len(each.rewards_T) + 1 for each in found)
         store = ReplayStore(None, capacity, spaces_of(self._policy), sampling_of(self._options))

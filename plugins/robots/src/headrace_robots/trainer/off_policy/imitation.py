@@ -1,7 +1,7 @@
 """One update of each algorithm that imitates the store, and which update each algorithm makes.
 
 Knows no store, no optimizer and no ranks. Shapes: B transitions of this rank, C actions of a chunk, A numbers of an
-action, K values of a distribution.
+action.
 """
 
 from __future__ import annotations
@@ -89,47 +89,37 @@ class DaggerUpdate(CloningUpdate):
 
 
 class RecapUpdate(Update):
-    """RECAP: a value says which actions did better than it, and the policy imitates all, told which these are.
-
-    An episode is worth 1 where it succeeds, discounted by the chunks until then, and 0 where it does not.
-    """
+    """RECAP: a value says which actions did better than it, and the policy imitates all, told which these are."""
 
     options: plugins.RecapOptions
     offline = True
 
     def build(self) -> None:
         chosen = self.options
-        hidden, norm = chosen.critic_hidden, chosen.layer_norm
-        self.value = Critics(self.policy, 1, 0, hidden, outputs=chosen.bins, layer_norm=norm)
+        self.value = Critics(self.policy, 1, 0, chosen.critic_hidden, layer_norm=chosen.layer_norm)
         self.learned["value"] = self.value
 
     def __call__(
         self, batch: Batch, number: int, noise: Callable[[], Tensor], steps: Steps
     ) -> dict[str, Tensor]:
-        logits_BK = self.value(batch.seen)[0]
-        returns_B = batch.successes_B * self.options.gamma ** (batch.left_B - 1)
-        value_loss = losses.distribution_loss(logits_BK, returns_B, batch.weights_B, batch.count)
-        values_B = losses.expected(logits_BK.detach())
-        advantages_B = self.advantages(batch, returns_B, values_B)
+        values_B = self.value(batch.seen)[0, :, 0]
+        differences_B = batch.to_go_B - values_B
+        value_loss = losses.mean(batch.weights_B * differences_B.square(), batch.count)
+        with torch.no_grad():
+            next_B = self.value(batch.following)[0, :, 0]
+            came_B = losses.bootstrapped(batch.rewards_B, batch.discounts_B, next_B)
+            better_B, threshold = self.better(batch, came_B - values_B, steps)
         steps.step("value", value_loss)
-        better_B, threshold = self.better(batch, advantages_B, steps)
         loss = losses.mean(batch.weights_B * self._errors(batch, better_B, noise()), batch.count)
         steps.step(ACTOR, loss)
         return {
             "value_loss": value_loss.detach(),
             "actor_loss": loss.detach(),
-            "value_mean": losses.mean(values_B, batch.count),
+            "value_mean": losses.mean(values_B.detach(), batch.count),
             "advantage_threshold": threshold * len(values_B) / batch.count,
             "better_share": losses.mean(better_B.float(), batch.count),
-            DIFFERENCES: (returns_B - values_B).abs(),
+            DIFFERENCES: differences_B.detach().abs(),
         }
-
-    @torch.no_grad()
-    def advantages(self, batch: Batch, returns_B: Tensor, values_B: Tensor) -> Tensor:
-        """(B,) what came of each action within `n_step` chunks, less the value of what was seen before it."""
-        next_B = losses.expected(self.value(batch.following)[0])
-        known_B = batch.left_B <= self.options.n_step
-        return torch.where(known_B, returns_B, batch.discounts_B * next_B) - values_B
 
     def better(self, batch: Batch, advantages_B: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
         """(B,) which actions were better than most, and the advantage from which on they are: the mean of all ranks'.

@@ -77,19 +77,3 @@ def expectile_loss(differences_B: Tensor, expectile: float, weights_B: Tensor, c
 def advantage_weights(advantages_B: Tensor, inverse_temperature: float, most: float) -> Tensor:
     """What each action is imitated with (IQL, AWR)."""
     return (inverse_temperature * advantages_B).exp().clamp(max=most)
-
-
-def distribution_loss(logits_BK: Tensor, targets_B: Tensor, weights_B: Tensor, count: float) -> Tensor:
-    """Cross-entropy of a distribution over K values from 0 to 1 against targets, each shared by its two neighbours."""
-    places_B = targets_B * (logits_BK.shape[-1] - 1)
-    below_B = places_B.floor()
-    share_B, last = places_B - below_B, logits_BK.shape[-1] - 1
-    wanted_BK = torch.zeros_like(logits_BK)
-    wanted_BK.scatter_add_(1, below_B.long()[:, None], (1 - share_B)[:, None])
-    wanted_BK.scatter_add_(1, (below_B.long() + 1).clamp(max=last)[:, None], share_B[:, None])
-    return -mean(weights_B * (wanted_BK * logits_BK.log_softmax(-1)).sum(-1), count)
-
-
-def expected(logits_BK: Tensor) -> Tensor:
-    """(B,) mean of a distribution over K values from 0 to 1."""
-    return logits_BK.softmax(-1) @ torch.linspace(0, 1, logits_BK.shape[-1], device=logits_BK.device)

@@ -196,13 +196,10 @@ class CloningOptions(ReplayOptions):
 
 
 class RecapOptions(ValueOptions):
-    """`algorithm.options` of recap: the paper's, but for the discount in place of its cost of each step."""
+    """`algorithm.options` of recap."""
 
     n_step: Annotated[int, Field(ge=1, le=100)] = Field(
-        default=10, description="chunks behind an action, at whose end its advantage takes the value"
-    )
-    bins: Annotated[int, Field(ge=2, le=1000)] = Field(
-        default=201, description="of the value's distribution, between failure (0) and success at once (1)"
+        default=10, description="chunks whose rewards an advantage has before the next value"
     )
     better_share: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.4,

@@ -27,8 +27,8 @@ ACTOR = "actor"
 class Batch:
     """Drawn transitions. `actions_BCA` is what was drawn, as the policy draws; `count` the batch's size over all ranks.
 
-    `successes_B` and `returns_B` are of the whole episode, of which `left_B` chunks are left; `shown_B` is true at
-    demonstrations, and where a person acted.
+    `successes_B` and `returns_B` are of the whole episode, `to_go_B` is what it earned from there on, discounted;
+    `shown_B` is true at demonstrations, and where a person acted.
     """
 
     seen: Observation
@@ -40,7 +40,7 @@ class Batch:
     successes_B: Tensor
     returns_B: Tensor
     shown_B: Tensor
-    left_B: Tensor
+    to_go_B: Tensor
     count: float
 
 
