@@ -215,7 +215,7 @@ class _ActorCritic(RobotPolicy):
             if told_B is None and config.guidance != 1:
                 none_B = features_BF.new_zeros(len(features_BF))
                 untold_BCO = self._outputs(features_BF, none_B)
-                return untold_BCO + config.guidance * (self._outputs(features_BF, none_B + 1) - untold_BCO)
+                return untold_BCO.lerp(self._outputs(features_BF, none_B + 1), config.guidance)
             told_B = features_BF.new_ones(len(features_BF)) if told_B is None else told_B
             features_BF = torch.cat([features_BF, told_B[:, None]], -1)
         outputs_BO: Tensor = self.actor(features_BF)
