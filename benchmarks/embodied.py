@@ -99,10 +99,7 @@ def collected(path: Path, spec: Mapping[str, Any], folder: Path) -> float:
     """Seconds that the recipe's demonstrations took."""
     began = time.perf_counter()
     episodes = spec["trainer"]["warmup"].get("episodes") or 32
-    command = ["demonstrations", "collect", str(path), "--to", str(folder), "--episodes", str(episodes)]
-    if spec["algorithm"]["name"] not in ("ppo", "grpo"):  # critics learn from the actions that were done
-        command += ["--noise", "0"]
-    headrace(*command)
+    headrace("demonstrations", "collect", str(path), "--to", str(folder), "--episodes", str(episodes))
     return time.perf_counter() - began
 
 
