@@ -24,8 +24,10 @@ def smoothed(values: Sequence[float], window: int = WINDOW) -> list[float]:
     return [sum(values[start : index + 1]) / (index + 1 - start) for index, start in enumerate(starts)]
 
 
-def draw(curves: Curves, what: str = "mean reward of a step") -> str:
-    """The SVG's text. All panels share the scale from 0 to 1; each goes to the steps of its own longest run."""
+def draw(curves: Curves, what: str = "mean reward of a step", ends: Mapping[str, str] | None = None) -> str:
+    """The SVG's text. All panels share the scale from 0 to 1; each goes to the steps of its own longest run, or to
+    what `ends` says of it.
+    """
     columns, rows = min(COLUMNS, len(curves)), -(-len(curves) // COLUMNS)
     width = max(LEFT + columns * (WIDTH + GAP_X), LEGEND)
     height = TOP + rows * (HEIGHT + GAP_Y) - GAP_Y + BOTTOM
@@ -35,20 +37,20 @@ def draw(curves: Curves, what: str = "mean reward of a step") -> str:
         x = LEFT + (index % COLUMNS) * (WIDTH + GAP_X)
         y = TOP + (index // COLUMNS) * (HEIGHT + GAP_Y)
         steps = max(map(len, seeds.values()))
-        parts += [f'<g transform="translate({x} {y})">', *_panel(name, seeds, steps), "</g>"]
+        end = (ends or {}).get(name, f"{steps} steps")
+        parts += [f'<g transform="translate({x} {y})">', *_panel(name, seeds, steps, end), "</g>"]
     parts += _legend(sorted({seed for seeds in curves.values() for seed in seeds}), what, height - 12)
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _panel(name: str, seeds: Mapping[int, Sequence[float]], steps: int) -> Iterator[str]:
+def _panel(name: str, seeds: Mapping[int, Sequence[float]], steps: int, end: str) -> Iterator[str]:
     yield f'<text x="0" y="-8" {TEXT} font-weight="bold">{escape(name)}</text>'
     for share in (0.0, 0.5, 1.0):
         y = HEIGHT * (1 - share)
         yield f'<line x1="0" x2="{WIDTH}" y1="{y:g}" y2="{y:g}" stroke="#ddd"/>'
         yield f'<text x="-5" y="{y + 4:g}" text-anchor="end" {TEXT}>{share:g}</text>'
-    for share, anchor in ((0.0, "start"), (1.0, "end")):
-        label = f"{steps * share:g}" + (" steps" if share else "")
-        yield f'<text x="{WIDTH * share:g}" y="{HEIGHT + 15}" text-anchor="{anchor}" {TEXT}>{label}</text>'
+    for x, anchor, label in ((0, "start", "0"), (WIDTH, "end", end)):
+        yield f'<text x="{x}" y="{HEIGHT + 15}" text-anchor="{anchor}" {TEXT}>{label}</text>'
     for index, (seed, values) in enumerate(sorted(seeds.items())):
         points = " ".join(
             f"{WIDTH * (step + 1) / steps:.1f},{HEIGHT * (1 - value):.1f}"

@@ -6,9 +6,10 @@ judged on 48 start states of the suite `episodes`, whose seeds no run trains on 
 
 Prints one JSON line. By recipe and seed: `heldout_before` and `heldout_after` (success rate on the run's own held-out
 start states, or the mean return where the environment never says success), `unseen` (on the suite's), `actions` (that
-episodes executed), `seconds` (from submitting to the run's end, its evaluations and checkpoints included); by recipe
-`collect_s` and `cloning_loss`. `--record FILE` adds each run to a JSON file as it ends and skips those that the file
-has; `--draw FILE` writes the curves as an SVG.
+episodes executed), `actions_to_level` (before the first evaluation whose score was at least `--level`), `seconds` (from
+submitting to the run's end, its evaluations and checkpoints included); by recipe `collect_s` and `cloning_loss`.
+`--record FILE` adds each run to a JSON file as it ends and skips those that the file has; `--draw FILE` writes the
+curves as an SVG.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ UNSEEN = 48
 EVALUATION_S = 600.0
 LABEL = "share of a step's training episodes that succeeded, or their mean return where no success is said"
 Found = dict[str, Any]
-"""Figures of one run, and `curve`: what each step's episodes came to (LABEL), noise of the policy included."""
+"""Figures of one run; `curve`: what each step's episodes came to (LABEL), noise of the policy included; `scores`: of
+each evaluation, the actions before it and the score."""
 
 
 def main(arguments: Sequence[str] | None = None, runs_of: Callable[..., Any] | None = None) -> None:
@@ -50,9 +52,11 @@ def main(arguments: Sequence[str] | None = None, runs_of: Callable[..., Any] | N
         curves = {
             name: {int(seed): found["curve"] for seed, found in seeds.items()} for name, seeds in runs.items()
         }
-        options.draw.write_text(draw(curves, LABEL), encoding="utf-8")
+        most = {name: max(each["actions"] for each in seeds.values()) for name, seeds in runs.items()}
+        ends = {name: f"{actions:,} actions" for name, actions in most.items()}
+        options.draw.write_text(draw(curves, LABEL, ends), encoding="utf-8")
     say(f"at the end: {machine()}")
-    emit("embodied", flat(runs))
+    emit("embodied", flat(runs, options.level))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -64,6 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", choices=known, default=["reach", "push", "reach_sparse"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every run's spec")
+    parser.add_argument("--level", type=float, default=0.9, help="score whose actions are counted")
     parser.add_argument("--limit", type=float, default=900.0, help="longest run in seconds")
     parser.add_argument("--record", type=Path, help="JSON file that runs are added to, and not repeated")
     parser.add_argument("--draw", type=Path, help="SVG file for the curves")
@@ -126,7 +131,8 @@ def judgement(run: str, environment: Mapping[str, Any]) -> dict[str, Any]:
 def figures(events: list[Event]) -> Found:
     """What a run's events say: its held-out scores, its actions, the loss of its cloning."""
     views = [event.data["view"] for event in events if event.type == "step_committed"]
-    scores = [event.data["view"]["score"] for event in events if event.type == "evaluated"]
+    told = [event.data["view"] for event in events if event.type == "evaluated"]
+    scores = [view["score"] for view in told]
     restored = next(event.data["figures"] for event in events if event.type == "version_restored")
     cloning = {"cloning_loss": restored["warmup_last_loss"]} if "warmup_last_loss" in restored else {}
     return {
@@ -134,6 +140,7 @@ def figures(events: list[Event]) -> Found:
         "actions": sum(view["tokens"] for view in views),
         "heldout_before": scores[0],
         "heldout_after": scores[-1],
+        "scores": [[sum(view["tokens"] for view in views[: at["step"]]), at["score"]] for at in told],
         **cloning,
     }
 
@@ -148,14 +155,17 @@ def outcomes(episodes: Iterable[Trajectory]) -> list[float]:
     return [fmean(found) for _, found in sorted(by_step.items())]
 
 
-def flat(runs: Mapping[str, Mapping[str, Found]]) -> dict[str, float]:
-    """One number a name, for the JSON line."""
+def flat(runs: Mapping[str, Mapping[str, Found]], level: float) -> dict[str, float | None]:
+    """One number a name, for the JSON line; none where a run did not come to the level."""
     return {
-        f"{name}_{key}_seed_{seed}": float(value)
+        f"{name}_{key}_seed_{seed}": value
         for name, seeds in runs.items()
         for seed, found in seeds.items()
-        for key, value in found.items()
-        if key != "curve"
+        for key, value in {
+            **found,
+            "actions_to_level": next((at for at, score in found.get("scores", []) if score >= level), None),
+        }.items()
+        if key not in ("curve", "scores")
     }
 
 

@@ -23,6 +23,9 @@ def events(cloned=True):
 def test_a_runs_figures_are_its_scores_and_its_actions():
     found = embodied.figures(list(events()))
     assert (found["heldout_before"], found["heldout_after"], found["actions"]) == (0.25, 0.75, 6400)
+    assert found["scores"] == [[0, 0.25], [6400, 0.75]]
+    for level, actions in ((0.5, 6400), (0.9, None)):
+        assert embodied.flat({"reach": {"0": found}}, level)["reach_actions_to_level_seed_0"] == actions
     assert found["cloning_loss"] == 0.01
     assert "cloning_loss" not in embodied.figures(list(events(cloned=False)))
 
@@ -46,4 +49,4 @@ def test_recorded_runs_are_drawn_and_not_repeated(tmp_path, capsys):
     embodied.main(arguments, made)
     assert asked == [("reach", [1])]
     assert json.loads(capsys.readouterr().out)["figures"]["reach_heldout_after_seed_1"] == 0.75
-    assert picture.read_text().count("<polyline") == 2
+    assert picture.read_text().count("<polyline") == 2 and "6,400 actions" in picture.read_text()

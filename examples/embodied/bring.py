@@ -19,14 +19,19 @@ SHOWN = (("mark", 0.2, (60, 180, 75)), ("ball", 0.12, (200, 60, 40)), ("hand", 0
 
 
 class Bring(gymnasium.Env[dict[str, Any], np.ndarray]):
-    """The camera's picture alone shows ball and mark; `place` is the hand's own, as a robot knows it."""
+    """The camera's picture alone shows ball and mark; `place` is the hand's own, as a robot knows it.
 
-    def __init__(self) -> None:
+    With `expert` there is `expert_action` too, which goes straight to the ball and then to the mark.
+    """
+
+    def __init__(self, expert: bool = False) -> None:
+        self.expert = expert
         self.action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
         self.observation_space = gymnasium.spaces.Dict(
             {
                 "camera": gymnasium.spaces.Box(0, 255, (SIDE, SIDE, 3), np.uint8),
                 "place": gymnasium.spaces.Box(-1, 1, (2,), np.float32),
+                **({"expert_action": self.action_space} if expert else {}),
             }
         )
 
@@ -63,7 +68,11 @@ class Bring(gymnasium.Env[dict[str, Any], np.ndarray]):
         return float(np.linalg.norm(self.hand - self.ball) + np.linalg.norm(self.ball - self.mark))
 
     def _seen(self) -> dict[str, Any]:
-        return {"camera": self.render(), "place": self.hand.astype(np.float32)}
+        seen = {"camera": self.render(), "place": self.hand.astype(np.float32)}
+        if self.expert:
+            way = (self.mark if self.held else self.ball) - self.hand
+            seen["expert_action"] = np.clip(way / REACH, -1, 1).astype(np.float32)
+        return seen
 
 
 make_env = Bring

@@ -62,6 +62,26 @@ def test_a_killed_trainer_costs_no_episode_and_no_use_is_counted_twice(fleet: Fl
     assert run.evaluations[-1].measure == "return"
 
 
+@pytest.mark.nightly  # quick: the kill above, of one rank
+def test_two_ranks_store_and_draw_their_own_episodes_over_a_kill(own_fleet):
+    with own_fleet("--simulator", "1", "--trainer", "2") as fleet:
+        fleet.ready("simulator-0", "trainer-0", "trainer-1")
+        run = fleet.submit(spec(trainer={"ranks": 2}))
+        fleet.reach(run, 3)
+        killed = fleet.kill("trainer-1")
+        fleet.replaced("trainer-1", killed)
+        run = fleet.succeed(run)
+        trained = audit(fleet, run).trained
+        paths = sorted((fleet.data_dir / "runs" / run.id / "replay").glob("*.sqlite"))
+        assert [path.name for path in paths] == ["000-of-002.sqlite", "001-of-002.sqlite"]
+        uses = [read_uses(path) for path in paths]
+        assert sorted(use.slot for own in uses for use in own) == sorted(trained)
+        updates = (STEPS * BATCH * LENGTH - 64) // 2
+        assert [sum(use.uses for use in own) for own in uses] == [16 * updates] * 2, "half of each batch"
+        last = fleet.client.metrics(run.id)[-1].figures
+        assert (last["replay_updates"], last["replay_episodes"]) == (updates, STEPS * BATCH)
+
+
 @pytest.mark.nightly  # quick: the kill above; staleness: test_robots_off_policy.py
 def test_actors_that_run_ahead_are_as_stale_as_they_may_be_and_it_is_told(fleet: Fleet):
     given = spec(placement={"mode": "disaggregated"}, checkpoint={"enabled": False})

@@ -18,6 +18,7 @@ HEADS = {
     "crossq": {"head": "squashed"},
     "td3_bc": {"head": "deterministic"},
     "iql": {},
+    "recap": {"conditioned": True},
 }
 
 
@@ -58,7 +59,7 @@ async def step(client, groups, version, digest_of, number=None):
     return reply
 
 
-@pytest.mark.parametrize("name", ["sac", "crossq", "td3_bc", "iql"])
+@pytest.mark.parametrize("name", ["sac", "crossq", "td3_bc", "iql", "recap"])
 async def test_a_step_makes_the_updates_that_are_due_and_publishes_the_policy_alone(
     name, client, off_policy, played, fetched_weights, settled_digest
 ):
@@ -79,7 +80,7 @@ async def test_a_step_makes_the_updates_that_are_due_and_publishes_the_policy_al
     assert (reply.figures["replay_chunks"], reply.figures["replay_episodes"]) == (144, 12)
     assert 0 < reply.figures["replay_age_mean"] < 3
     assert np.isfinite(reply.figures["loss"])
-    assert not any("target" in key or key.startswith("critics") for key in weights)
+    assert not any(key.startswith(("value", "critics")) or "target" in key for key in weights)
     assert not torch.equal(first["actor.0.weight"], weights["actor.0.weight"])
 
 
@@ -146,6 +147,7 @@ async def test_an_attempt_that_is_aborted_leaves_the_store_as_it_was(
         ("rlpd", {"policy": {"head": "squashed"}}, "trainer.warmup.demonstrations", "half|0.5 of each batch"),
         ("dagger", {"options": {"expert": "/nowhere"}}, "algorithm.options.expert", "/nowhere"),
         ("dagger", {}, "algorithm.options.expert", "name a policy's directory"),
+        ("recap", {"policy": {"conditioned": False}}, "model.policy.conditioned", "conditioned: true"),
         (
             "crossq",
             {
@@ -220,14 +222,18 @@ async def test_half_of_each_batch_is_of_demonstrations(client, off_policy, playe
     assert sum(use.uses for use in uses) == 12 * 10, "the other half was drawn from the demonstrations"
 
 
-@pytest.mark.parametrize("name", ["iql", "td3_bc", "sac"])
+WARMED = {"iql": "warmup_critic_loss", "td3_bc": "warmup_critic_loss", "recap": "warmup_value_loss"}
+
+
+@pytest.mark.parametrize("name", ["iql", "td3_bc", "sac", "recap"])
 async def test_a_run_may_begin_with_demonstrations(name, client, off_policy, shown, fetched_weights):
     warmup = {"demonstrations": shown(), "steps": 20, "lr": 1e-3, "batch": 32}
     config = off_policy(name, trainer={"warmup": warmup})
     reply = await client.open(config)
     assert reply.warmup_steps == 20
-    wanted = {"warmup_critic_loss"} if name in ("iql", "td3_bc") else {"warmup_last_loss"}
-    assert wanted <= {*reply.figures} and all(np.isfinite(value) for value in reply.figures.values())
+    assert WARMED.get(name, "warmup_last_loss") in reply.figures and all(
+        np.isfinite(value) for value in reply.figures.values()
+    )
     weights = await fetched_weights(client, reply.version.number)
     assert not torch.equal(weights["actor.0.weight"], new_policy(config).state_dict()["actor.0.weight"])
 

@@ -14,17 +14,18 @@ import torch
 from headrace_robots.policies.directory import policy_config
 from headrace_robots.policies.policy import Observation
 from headrace_robots.trainer.off_policy import losses
+from headrace_robots.trainer.off_policy.imitation import CloningUpdate, RecapUpdate
 from headrace_robots.trainer.off_policy.plugins import (
     CloningOptions,
     CrossQOptions,
     IqlOptions,
+    RecapOptions,
     RlpdOptions,
     SacOptions,
     Td3BcOptions,
 )
 from headrace_robots.trainer.off_policy.updates import (
     Batch,
-    CloningUpdate,
     CrossQUpdate,
     IqlUpdate,
     SacUpdate,
@@ -68,6 +69,7 @@ def batch_of(**more):
         "successes_B": torch.zeros(count, dtype=torch.bool),
         "returns_B": torch.zeros(count),
         "shown_B": torch.zeros(count, dtype=torch.bool),
+        "to_go_B": torch.zeros(count),
         "count": float(count),
     }
     return Batch(**own | more)
@@ -242,12 +244,15 @@ def test_rewards_of_several_steps_end_with_their_episode_as_the_peers_do():
             rewards[first:last],
             terminated=terminated,
             priorities=np.ones(length),
+            gamma=0.9,
         )
     rows = np.array([0, 1, 2, 3, 4, 5, 7, 8, 9, 10])  # one behind the first episode is what it ended with
     drawn = ring.gather(rows, np.ones(10), gamma=0.9, steps=3)
     assert drawn.rewards_B == pytest.approx(given["returns"], abs=1e-6)
     assert drawn.discounts_B == pytest.approx(given["discounts"], abs=1e-6)
     assert drawn.next_states_BS[:, 0].tolist() == given["next"]
+    to_go = [sum(0.9**later * reward for later, reward in enumerate(rewards[row:6])) for row in range(6)]
+    assert drawn.returns_B[:6] == pytest.approx(to_go, abs=1e-6), "of all that came until the episode's end"
 
 
 def test_td3_bc_weighs_the_value_by_its_mean_size_against_the_imitation():
@@ -333,3 +338,91 @@ def test_cloning_weighs_successes_returns_and_demonstrations():
     weights = by_return._weights(batch_of(returns_B=returns), steps)
     spread = (returns - returns.mean()).square().mean().sqrt()
     assert torch.allclose(weights, ((returns - returns.mean()) / spread).exp(), atol=1e-5)
+
+
+def recap_of(policy, **options):
+    return RecapUpdate(policy, RecapOptions(critic_hidden=(8, 8), gamma=0.9, **options))
+
+
+def test_an_advantage_is_what_came_within_some_chunks_less_the_value_before():
+    update = recap_of(policy_of("gaussian", conditioned=True))
+    batch, steps, found = batch_of(to_go_B=torch.arange(6.0)), AdamSteps(update), []
+    with torch.no_grad():
+        values, following = (update.value(seen)[0, :, 0] for seen in (batch.seen, batch.following))
+    update.better = lambda batch, advantages, steps: (
+        found.append(advantages) or (batch.shown_B, torch.zeros(()))
+    )
+    figures = update(batch, 0, lambda: torch.zeros(6, 1, 1), steps)
+    assert torch.allclose(found[0], batch.rewards_B + batch.discounts_B * following - values)
+    assert steps.losses["value"] == [
+        pytest.approx(float((torch.arange(6.0) - values).square().mean()), rel=1e-5)
+    ]
+    assert float(figures["value_mean"]) == pytest.approx(float(values.mean()), rel=1e-5)
+
+
+def test_the_largest_advantages_are_better_than_most_and_demonstrations_always():
+    update = recap_of(policy_of("gaussian", conditioned=True), better_share=0.4)
+    batch = batch_of(shown_B=torch.tensor([False] * 5 + [True]))
+    better, threshold = update.better(batch, tensor([1, 2, 3, 4, 5, -9]), AdamSteps(update))
+    assert float(threshold) == pytest.approx(3.4), "of the policy's own five"
+    assert better.tolist() == [False, False, False, True, True, True]
+    # Of those that come to the threshold all count where it is above 0, else none: half succeed, or few do.
+    for advantages, wanted in (([0.5, 0.5, 0.5, -0.5, -0.5, -9], 3), ([0.5, -0.5, -0.5, -0.5, -0.5, -9], 1)):
+        better, _ = update.better(batch, tensor(advantages), AdamSteps(update))
+        assert better.tolist() == [True] * wanted + [False] * (5 - wanted) + [True]
+
+
+def test_a_policy_is_told_of_its_actions_but_for_the_dropped_share():
+    policy = policy_of("gaussian", conditioned=True)
+    update = recap_of(policy, better_share=0.5, dropped_share=0.3)
+    noise = tensor([-2, -0.53, -0.52, 0, 1, 2])[:, None, None]  # 0.3 of normal numbers lie below -0.524
+    batch = batch_of(shown_B=torch.tensor([True, True, True, False, False, False]))
+    update.better = lambda batch, advantages, steps: (batch.shown_B, torch.zeros(()))
+    wanted = policy.head.imitate(
+        policy.outputs(batch.seen, tensor([0, 0, 1, -1, -1, -1])), policy.head.executed(batch.actions_BCA)
+    )
+    steps = AdamSteps(update)
+    update(batch, 0, lambda: noise, steps)
+    assert steps.losses["actor"] == [pytest.approx(float(wanted.detach().mean()), rel=1e-5)]
+
+
+def test_a_conditioned_policy_acts_as_told_yes_and_beyond_where_it_is_guided():
+    policy = policy_of("gaussian", conditioned=True, guidance=2.0)
+    seen = batch_of().seen
+    with torch.no_grad():
+        policy.actor[-1].weight.mul_(100)
+        told, untold = (policy.outputs(seen, torch.full((6,), value)) for value in (1.0, 0.0))
+        assert (told - untold).abs().min() > 1e-3
+        assert torch.allclose(policy.outputs(seen), untold + 2 * (told - untold))
+        drawn = policy.act(seen, [0] * 6, deterministic=True).sampled["actions"]
+    assert torch.allclose(drawn, untold + 2 * (told - untold))
+
+
+def test_recap_acts_better_than_what_it_imitates():
+    policy = policy_of("gaussian", conditioned=True, hidden=[32])
+    update = recap_of(policy)
+    steps, generator = AdamSteps(update), torch.Generator().manual_seed(0)
+    seen = Observation(torch.zeros(64, 3))
+    for number in range(300):
+        actions = torch.rand(64, 1, 1, generator=generator) * 2 - 1
+        batch = batch_of(
+            seen=seen,
+            following=seen,
+            actions_BCA=actions,
+            weights_B=torch.ones(64),
+            successes_B=torch.zeros(64, dtype=torch.bool),
+            returns_B=torch.zeros(64),
+            shown_B=torch.zeros(64, dtype=torch.bool),
+            to_go_B=(actions[:, 0, 0] > 0.2).float(),
+            rewards_B=(actions[:, 0, 0] > 0.2).float(),
+            discounts_B=torch.zeros(64),
+            count=64.0,
+        )
+        update(batch, number, lambda: torch.randn(64, 1, 1, generator=generator), steps)
+    told = [
+        float(policy.outputs(Observation(torch.zeros(1, 3)), tensor([value])).detach())
+        for value in (-1, 0, 1)
+    ]
+    assert told[0] < -0.2 < told[1] < 0.2 < 0.5 < told[2] < 0.7, (
+        "the better actions have a mean of 0.6, all of 0"
+    )

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from headrace_robots.policies.directory import policy_config
+from headrace_robots.trainer.off_policy.plugins import SacOptions
 from headrace_robots.trainer.replay.draws import SumTree
+from headrace_robots.trainer.replay.opening import open_store
 from headrace_robots.trainer.replay.records import Sampling, Spaces, Stored, StoreProblem, read_uses
 from headrace_robots.trainer.replay.store import ReplayStore
 
@@ -111,6 +114,21 @@ def test_what_is_not_committed_is_undone(store):
     own.rollback()
     assert [each.prompt for each in own.episodes.values()] == [1]
     assert [(use.slot, use.uses) for use in own.uses()] == [((1, 0), 0)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_store_that_a_lost_group_left_in_a_step_is_opened_by_the_next(ranks, tmp_path, robots):
+    policy, options = policy_config(robots.POLICY).build(0), SacOptions(capacity=60)
+    stored = lambda number: episode(number, spaces=Spaces(6, 2))  # noqa: E731
+    left, _ = open_store(tmp_path, options, policy, 0, 0, 1)
+    left.insert(stored(1))
+    left.commit()
+    left.insert(stored(2))  # and here another rank is killed
+    again, note = open_store(tmp_path, options, policy, 1, 0, ranks)
+    assert [each.prompt for each in again.episodes.values()] == [1] and not note
+    again.insert(stored(3))
+    again.commit()
+    again.close()
 
 
 def test_uses_add_up_to_the_draws_and_stay_when_an_episode_goes(store, tmp_path):

@@ -85,6 +85,18 @@ class _ActorCriticConfig(PolicyConfig):
     activation: Literal["tanh", "relu"] = Field(
         default="tanh", description="of the layers; relu: begun as torch begins them, tanh: orthogonally"
     )
+    conditioned: bool = Field(
+        default=False,
+        description="the actor reads one number more, by which recap tells it whether an action was better than most; "
+        "it acts as one that is told so",
+    )
+    guidance: float = Field(
+        default=1.0,
+        ge=0,
+        le=10,
+        description="of a conditioned policy: how far its outputs go from those untold to those told; above 1: beyond "
+        "them (classifier-free guidance)",
+    )
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
@@ -164,7 +176,7 @@ class _ActorCritic(RobotPolicy):
         )
         self.head = _head(config)
         outputs = self.chunk_length * self.head.outputs
-        self.actor = _layers(features, config, outputs, last_gain=0.01)
+        self.actor = _layers(features + config.conditioned, config, outputs, last_gain=0.01)
         self.critic = _layers(features, config, 1, last_gain=1.0) if config.head == "gaussian" else None
 
     @abstractmethod
@@ -184,14 +196,29 @@ class _ActorCritic(RobotPolicy):
     def forward(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """(B, C, O) outputs of the actor, the means where all are Gaussian, and (B,) values, 0 without a critic."""
         features_BF = self.features(observation)
-        outputs_BCO = self.actor(features_BF).view(-1, self.chunk_length, self.head.outputs)
+        outputs_BCO = self._outputs(features_BF, None)
         if self.critic is None:
             return outputs_BCO, outputs_BCO.new_zeros(len(outputs_BCO))
         return outputs_BCO, self.critic(features_BF)[:, 0]
 
-    def outputs(self, observation: Observation) -> Tensor:
-        """(B, C, O) outputs of the actor alone."""
-        outputs_BO: Tensor = self.actor(self.features(observation))
+    def outputs(self, observation: Observation, told_B: Tensor | None = None) -> Tensor:
+        """(B, C, O) outputs of the actor alone.
+
+        `told_B` is what a conditioned one is told of its action: 1 that it is better than most, -1 that it is not, 0
+        nothing. None: as it acts.
+        """
+        return self._outputs(self.features(observation), told_B)
+
+    def _outputs(self, features_BF: Tensor, told_B: Tensor | None) -> Tensor:
+        config = self.config
+        if config.conditioned:
+            if told_B is None and config.guidance != 1:
+                none_B = features_BF.new_zeros(len(features_BF))
+                untold_BCO = self._outputs(features_BF, none_B)
+                return untold_BCO.lerp(self._outputs(features_BF, none_B + 1), config.guidance)
+            told_B = features_BF.new_ones(len(features_BF)) if told_B is None else told_B
+            features_BF = torch.cat([features_BF, told_B[:, None]], -1)
+        outputs_BO: Tensor = self.actor(features_BF)
         return outputs_BO.view(-1, self.chunk_length, self.head.outputs)
 
     @torch.no_grad()

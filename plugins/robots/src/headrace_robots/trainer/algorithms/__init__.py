@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from headrace_robots.trainer.algorithms._base import EpisodeAlgorithm
 
-OFF_POLICY = ("sac", "rlpd", "crossq", "td3_bc", "iql", "dagger", "success_cloning")
+OFF_POLICY = ("sac", "rlpd", "crossq", "td3_bc", "iql", "dagger", "success_cloning", "recap")
 """Those that learn from the replay store."""
 
 EPISODE_ALGORITHMS: Registry[EpisodeAlgorithm] = Registry(

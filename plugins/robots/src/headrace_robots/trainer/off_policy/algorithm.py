@@ -125,3 +125,9 @@ class SuccessCloning(OffPolicyAlgorithm):
     """Filtered, or return-weighted, behaviour cloning of the run's own episodes."""
 
     name = "success_cloning"
+
+
+class Recap(OffPolicyAlgorithm):
+    """RECAP (arXiv 2511.14759): RL with experience and corrections via advantage-conditioned policies."""
+
+    name = "recap"

@@ -33,9 +33,10 @@ from headrace_robots.policies.policy import RobotPolicy
 from headrace_robots.trainer.backend.whole import WholeRobot
 from headrace_robots.trainer.off_policy.algorithm import OffPolicyAlgorithm
 from headrace_robots.trainer.off_policy.batches import batch_of, joined, stored_of
+from headrace_robots.trainer.off_policy.imitation import UPDATES, DaggerUpdate
 from headrace_robots.trainer.off_policy.parts import Held, Parts, critic_name
 from headrace_robots.trainer.off_policy.plugins import PERSON
-from headrace_robots.trainer.off_policy.updates import ACTOR, DIFFERENCES, UPDATES, Batch, DaggerUpdate
+from headrace_robots.trainer.off_policy.updates import ACTOR, DIFFERENCES, Batch
 from headrace_robots.trainer.replay.demonstrations import demonstrated
 from headrace_robots.trainer.replay.opening import open_store, sampling_of, spaces_of
 from headrace_robots.trainer.replay.records import StoreProblem
@@ -46,8 +47,6 @@ FIRST = 1 << 40
 """Added to the numbers of updates, of which those of a warm-up are below 0, for seeds."""
 COMMITS = "replay/commits"
 """Name in a checkpoint of the store's commit that belongs to it."""
-OFFLINE = frozenset({"iql", "td3_bc"})
-"""Algorithms whose warm-up is updates from demonstrations alone; that of the others imitates them."""
 
 
 class OffPolicyRobot(WholeRobot):
@@ -326,8 +325,8 @@ class OffPolicyRobot(WholeRobot):
 
     @override
     def warm_up(self) -> WarmUp:
-        """Imitates demonstrations; IQL and TD3+BC learn from them as they do later."""
-        if self._off_policy.name not in OFFLINE:
+        """Imitates demonstrations; what learns offline learns from them as it does later."""
+        if not self.parts.update.offline:
             self._imitates = True
             try:
                 return super().warm_up()

@@ -45,6 +45,7 @@ def batch_of(
         successes_B=torch.tensor([bool(each.success) for each in episodes], device=device),
         returns_B=torch.tensor([each.total for each in episodes], device=device),
         shown_B=tensor(source.shown(drawn.rows_B)) | is_shown,
+        to_go_B=tensor(drawn.returns_B),
         count=float(size),
     )
 

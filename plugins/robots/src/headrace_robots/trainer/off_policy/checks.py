@@ -29,6 +29,12 @@ def check_off_policy(config: TrainerConfig, policy: PolicyConfig, algorithm: Off
             key="algorithm.name",
         )
     _check_head(name, policy)
+    if name == "recap" and not policy.conditioned:  # type: ignore[attr-defined]
+        raise invalid(
+            "model.policy.conditioned: recap tells the policy which actions were better than most; set "
+            "model.policy.conditioned: true",
+            key="model.policy.conditioned",
+        )
     made = config.algorithm.prompts_per_step * config.algorithm.group_size
     if made < config.trainer.ranks:
         raise invalid(

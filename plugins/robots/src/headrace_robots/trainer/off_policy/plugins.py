@@ -56,8 +56,8 @@ class ReplayOptions(Options):
     reward_scale: PositiveFloat = Field(default=1.0, description="factor of the rewards")
 
 
-class CriticOptions(ReplayOptions):
-    """What those with critics take."""
+class ValueOptions(ReplayOptions):
+    """What those that learn values take."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.99, description="discount of the reward from chunk to chunk"
@@ -65,18 +65,23 @@ class CriticOptions(ReplayOptions):
     n_step: Annotated[int, Field(ge=1, le=100)] = Field(
         default=1, description="chunks whose rewards a target has before the next value"
     )
-    critics: Annotated[int, Field(ge=1, le=100)] = Field(
-        default=2, description="critics that learn side by side"
-    )
-    least_of: Annotated[int, Field(ge=1, le=100)] = Field(
-        default=2, description="critics, drawn anew for each batch, of whose targets the least is taken"
-    )
     critic_hidden: Annotated[tuple[Count, ...], Field(min_length=1)] = Field(
         default=(256, 256), description="units of each layer of a critic"
     )
     layer_norm: bool = Field(default=False, description="normalise each layer of a critic")
     critic_lr: PositiveFloat | None = Field(
         default=None, description="learning rate of the critics; none: optimizer.lr"
+    )
+
+
+class CriticOptions(ValueOptions):
+    """What those with critics of actions take."""
+
+    critics: Annotated[int, Field(ge=1, le=100)] = Field(
+        default=2, description="critics that learn side by side"
+    )
+    least_of: Annotated[int, Field(ge=1, le=100)] = Field(
+        default=2, description="critics, drawn anew for each batch, of whose targets the least is taken"
     )
     tau: Rate = Field(default=0.005, description="how far the target networks follow at each update")
     actor_every: Count = Field(default=1, description="updates of the critics for one of the policy")
@@ -190,6 +195,23 @@ class CloningOptions(ReplayOptions):
     )
 
 
+class RecapOptions(ValueOptions):
+    """`algorithm.options` of recap."""
+
+    n_step: Annotated[int, Field(ge=1, le=100)] = Field(
+        default=10, description="chunks whose rewards an advantage has before the next value"
+    )
+    better_share: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.4,
+        description="share of the policy's own actions in a batch that count as better than most: those of the largest "
+        "advantages; demonstrations and what a person did always do",
+    )
+    dropped_share: Share = Field(
+        default=0.3,
+        description="share of a batch of which the policy is told nothing, so that it can be guided",
+    )
+
+
 _HERE = "headrace_robots.trainer.off_policy.algorithm"
 SAC = Plugin(
     f"{_HERE}:Sac",
@@ -231,5 +253,11 @@ SUCCESS_CLONING = Plugin(
     f"{_HERE}:SuccessCloning",
     CloningOptions,
     "imitates the policy's own episodes that succeeded, or all by their returns, and demonstrations",
+    features=OFF_POLICY,
+)
+RECAP = Plugin(
+    f"{_HERE}:Recap",
+    RecapOptions,
+    "imitates everything, told by a value function which actions were better than most; acts as told so",
     features=OFF_POLICY,
 )

@@ -1,4 +1,4 @@
-"""One update of each algorithm that learns off policy: critics, temperature and policy, from a batch of transitions.
+"""One update of each algorithm with critics: critics, temperature and policy, from a batch of transitions.
 
 Knows no store, no optimizer and no ranks: `Steps` has them. Shapes: B transitions of this rank, C actions of a chunk, A
 numbers of an action, E critics, K categories.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from headrace_robots.policies.policy import Observation, RobotPolicy
 from headrace_robots.trainer.off_policy import losses, plugins
@@ -28,8 +27,8 @@ ACTOR = "actor"
 class Batch:
     """Drawn transitions. `actions_BCA` is what was drawn, as the policy draws; `count` the batch's size over all ranks.
 
-    `successes_B` and `returns_B` are of the whole episode; `shown_B` is true at demonstrations, and where a person
-    acted.
+    `successes_B` and `returns_B` are of the whole episode, `to_go_B` is what it earned from there on, discounted;
+    `shown_B` is true at demonstrations, and where a person acted.
     """
 
     seen: Observation
@@ -41,6 +40,7 @@ class Batch:
     successes_B: Tensor
     returns_B: Tensor
     shown_B: Tensor
+    to_go_B: Tensor
     count: float
 
 
@@ -56,6 +56,9 @@ class Steps(Protocol):
 
 class Update(ABC):
     """One update. `learned` are parts that learn beside the policy, `kept` those that do not; checkpoints have both."""
+
+    offline = False
+    """Whether its warm-up is updates from demonstrations alone; that of the others imitates them."""
 
     def __init__(self, policy: Any, options: Any) -> None:
         self.policy, self.options = policy, options
@@ -250,6 +253,7 @@ class CrossQUpdate(SacUpdate):
 class Td3BcUpdate(Critical):
     """TD3+BC; TD3 with bc_alpha none."""
 
+    offline = True
     options: plugins.Td3BcOptions
 
     def build(self) -> None:
@@ -288,6 +292,7 @@ class Td3BcUpdate(Critical):
 class IqlUpdate(Critical):
     """IQL: values, then policy, then critics, then targets, in the order of its authors' code."""
 
+    offline = True
     options: plugins.IqlOptions
 
     def build(self) -> None:
@@ -325,75 +330,3 @@ class IqlUpdate(Critical):
         loss = -losses.mean(weights_B * log_probs_BCA.flatten(1).sum(-1), batch.count)
         steps.step(ACTOR, loss)
         return loss.detach()
-
-
-class CloningUpdate(Update):
-    """Imitates the actions of the store, those of better episodes more; demonstrations always."""
-
-    options: plugins.CloningOptions
-
-    def __call__(
-        self, batch: Batch, number: int, noise: Callable[[], Tensor], steps: Steps
-    ) -> dict[str, Tensor]:
-        weights_B = torch.where(batch.shown_B, 1.0, self._weights(batch, steps)) * batch.weights_B
-        executed_BCA = self.policy.head.executed(batch.actions_BCA)
-        errors_B = self.policy.imitate(batch.seen, executed_BCA.float(), ()).mean(-1)
-        total = steps.total(weights_B.sum()).clamp(min=1e-6)
-        loss = (weights_B * errors_B).sum() / total
-        steps.step(ACTOR, loss)
-        return {
-            "actor_loss": loss.detach(),
-            "imitated_share": losses.mean((weights_B > 0).float(), batch.count),
-        }
-
-    def _weights(self, batch: Batch, steps: Steps) -> Tensor:
-        if self.options.weigh == "success":
-            return batch.successes_B.float()
-        mean = steps.total(batch.returns_B.sum() / batch.count)
-        spread = steps.total((batch.returns_B - mean).square().sum() / batch.count).sqrt()
-        return (
-            (self.options.inverse_temperature * (batch.returns_B - mean) / (spread + 1e-6))
-            .exp()
-            .clamp(max=100.0)
-        )
-
-
-class DaggerUpdate(CloningUpdate):
-    """Imitates what the expert would have done; of demonstrations and interventions, what was done.
-
-    Without an expert it imitates these alone (HG-DAgger, arXiv 1810.02890).
-    """
-
-    options: plugins.DaggerOptions  # type: ignore[assignment]
-    expert: RobotPolicy | None = None
-    """Given before the first update."""
-
-    def __call__(
-        self, batch: Batch, number: int, noise: Callable[[], Tensor], steps: Steps
-    ) -> dict[str, Tensor]:
-        if self.expert is None:
-            return super().__call__(batch, number, noise, steps)
-        seeds = [0] * len(batch.seen)
-        wanted_BCA = self.expert.act(batch.seen, seeds, deterministic=True).executed_BCA.float()
-        done_BCA = self.policy.head.executed(batch.actions_BCA).float()
-        wanted_BCA = torch.where(batch.shown_B[:, None, None], done_BCA, wanted_BCA)
-        errors_B = self.policy.imitate(batch.seen, wanted_BCA, ()).mean(-1)
-        loss = losses.mean(batch.weights_B * errors_B, batch.count)
-        steps.step(ACTOR, loss)
-        return {"actor_loss": loss.detach()}
-
-    @override
-    def _weights(self, batch: Batch, steps: Steps) -> Tensor:
-        return torch.zeros_like(batch.weights_B)
-
-
-UPDATES: Mapping[str, type[Update]] = {
-    "sac": SacUpdate,
-    "rlpd": SacUpdate,
-    "crossq": CrossQUpdate,
-    "td3_bc": Td3BcUpdate,
-    "iql": IqlUpdate,
-    "dagger": DaggerUpdate,
-    "success_cloning": CloningUpdate,
-}
-"""By name of the algorithm."""

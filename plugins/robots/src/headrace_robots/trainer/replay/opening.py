@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from headrace_robots.policies.policy import RobotPolicy
 from headrace_robots.trainer.replay.records import Sampling, Spaces, StoreProblem
 from headrace_robots.trainer.replay.store import ReplayStore
+
+_OPENED: WeakValueDictionary[Path, ReplayStore] = WeakValueDictionary()
+"""Of this process, by file. A group that lost a rank in a step leaves one open whose transaction keeps others out."""
 
 
 def spaces_of(policy: RobotPolicy) -> Spaces:
@@ -42,10 +46,15 @@ def open_store(
     path = None if directory is None else directory / f"{rank:03}-of-{ranks:03}.sqlite"
     others = sorted(directory.glob("*.sqlite")) if directory is not None and directory.is_dir() else []
     others = [other for other in others if not other.name.endswith(f"-of-{ranks:03}.sqlite")]
+    for file in (*others, *([] if path is None else [path])):
+        if (left := _OPENED.pop(file, None)) is not None:
+            left.close()
     if others and path is not None:
         for old in directory.glob(f"{path.name}*") if directory is not None else ():
             old.unlink()  # of a branch that was left when the number of ranks changed
     store = ReplayStore(path, capacity, spaces, sampling)
+    if path is not None:
+        _OPENED[path] = store
     missing = store.rewind(commits)
     for place, other in enumerate(others if commits else []):
         missing = 0

@@ -15,7 +15,8 @@ import numpy as np
 @dataclass(frozen=True)
 class Drawn:
     """B transitions. `rewards_B` are discounted sums over the steps that they span, `discounts_B` what the next state's
-    value is multiplied by: 0 behind an end. `rows_B` and `next_rows_B` are row numbers.
+    value is multiplied by: 0 behind an end; `returns_B` are discounted sums to the episode's end. `rows_B` and
+    `next_rows_B` are row numbers.
     """
 
     rows_B: np.ndarray
@@ -26,6 +27,7 @@ class Drawn:
     discounts_B: np.ndarray
     next_states_BS: np.ndarray
     weights_B: np.ndarray
+    returns_B: np.ndarray
 
 
 class Ring:
@@ -38,6 +40,8 @@ class Ring:
         self.states_NS = np.zeros((capacity, state_size), np.float32)
         self.actions_NA = np.zeros((capacity, action_size), np.float32)
         self.rewards_N = np.zeros(capacity, np.float32)
+        self.returns_N = np.zeros(capacity, np.float32)
+        """Discounted sums of the rewards until the episode's end."""
         self.left_N = np.zeros(capacity, np.int32)
         """Chunks until the episode's end; 0 at what it ended with."""
         self.terminated_N = np.zeros(capacity, np.bool_)
@@ -53,7 +57,10 @@ class Ring:
     @property
     def bytes(self) -> int:
         """What the rows take in memory."""
-        arrays = (self.states_NS, self.actions_NA, self.rewards_N, self.left_N, self.shown_N)
+        arrays = (
+            *(self.states_NS, self.actions_NA, self.rewards_N, self.returns_N),
+            *(self.left_N, self.shown_N),
+        )
         return sum(each.nbytes for each in (*arrays, self.terminated_N, self.episodes_N, self.priorities_N))
 
     def append(
@@ -65,6 +72,7 @@ class Ring:
         *,
         terminated: bool,
         priorities: np.ndarray,
+        gamma: float,
         shown_T: np.ndarray | None = None,
     ) -> np.ndarray:
         """Appends an episode, for which there must be room; the places of its rows."""
@@ -73,6 +81,10 @@ class Ring:
         self.states_NS[at] = states
         self.actions_NA[at[:-1]], self.actions_NA[at[-1]] = actions, 0
         self.rewards_N[at[:-1]], self.rewards_N[at[-1]] = rewards, 0
+        returns = [0.0]
+        for reward in rewards[::-1].tolist():
+            returns.append(reward + gamma * returns[-1])
+        self.returns_N[at] = returns[::-1]
         self.left_N[at] = np.arange(length, -1, -1)
         self.terminated_N[at], self.episodes_N[at] = terminated, episode
         self.shown_N[at] = False
@@ -107,4 +119,5 @@ class Ring:
             np.where(ended_B, 0.0, gamma**span_B).astype(np.float32),
             self.states_NS[next_B],
             weights_B.astype(np.float32),
+            self.returns_N[at_B],
         )

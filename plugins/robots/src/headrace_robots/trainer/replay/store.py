@@ -302,6 +302,7 @@ class ReplayStore:
             *self._split(body, kept.chunks),
             terminated=bool(kept.terminated),
             priorities=priorities,
+            gamma=self.sampling.gamma,
             shown_T=np.frombuffer(kept.shown, np.bool_) if kept.shown else None,
         )
         self._drawer.changed(at)
