@@ -324,13 +324,16 @@ NIGHTLY = [
         timeout_s=2400,
         needs="integration_tests/engines",
     ),
-    Part(
-        "simulator-robot",
-        (
-            *("env", "BACKEND_UNDER_TEST=robot", sys.executable, "-m", "pytest", "-m", ""),
-            "services/simulator/tests/test_simulator_contract.py",
-        ),
-        timeout_s=900,
+    *(
+        Part(
+            f"simulator-{name}",
+            (
+                *("env", f"BACKEND_UNDER_TEST={name}", sys.executable, "-m", "pytest", "-m", ""),
+                "services/simulator/tests/test_simulator_contract.py",
+            ),
+            timeout_s=900,
+        )
+        for name in ("robot", "world")
     ),
     *(_simulator(name, "-m", "", timeout_s=3600) for name in ("metaworld", "maniskill", "libero")),
     _RESOLUTION,

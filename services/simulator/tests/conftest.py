@@ -221,6 +221,39 @@ def tmp_path(tmp_path):
     return tmp_path
 
 
+def write_world(directory: Path) -> None:
+    """A world model of random weights, of states and actions like a pendulum's."""
+    from headrace_robots.world.model import CONFIG, WEIGHTS, Space, WorldConfig, described
+    from safetensors.numpy import save_file
+
+    space = Space(dtype="float32", shape=(3,), low=(-1.0, -1.0, -8.0), high=(1.0, 1.0, 8.0))
+    config = WorldConfig(
+        number=1,
+        backend="gymnasium",
+        task="Pendulum-v1",
+        observations=(space,),
+        action=Space(dtype="float32", shape=(1,), low=(-2.0,), high=(2.0,)),
+        members=3,
+        hidden=8,
+        terminates=False,
+        longest=200,
+        threshold=1e6,
+        data={"episodes": 2},
+        errors={},
+    )
+    random = np.random.default_rng(0)
+    tensors = {name: random.normal(size=shape) * 0.3 for name, shape in config.shapes().items()}
+    tensors |= {
+        "input_std": np.ones(4),
+        "output_std": np.full(4, 0.1),
+        "starts": random.uniform(-1, 1, (64, 3)),
+    }
+    tensors = {name: each.astype(np.float32) for name, each in tensors.items()}
+    directory.mkdir(parents=True)
+    (directory / CONFIG).write_text(described(config))
+    save_file(tensors | {"first": np.arange(64, dtype=np.uint8) % 32 == 0}, directory / WEIGHTS)
+
+
 @pytest.fixture
 def environment_file(tmp_path) -> str:
     """The name of the test environment's file."""
@@ -245,6 +278,8 @@ async def instance(tmp_path, monkeypatch, reset_timeout_s):
     if os.environ.get("BACKEND_UNDER_TEST") == "robot":
         file = Path(__file__).parents[3] / "examples/robots/stand_in.py"
         monkeypatch.setenv("HEADRACE_SIMULATOR_ROBOT", f"{file}:pendulum")
+    if os.environ.get("BACKEND_UNDER_TEST") == "world":
+        write_world(tmp_path / "worlds" / "pendulum")
     made = Instance(InstanceConfig(kind="simulator", shm_dir=tmp_path / "shm", data_dir=tmp_path / "data"))
     close = await mount(made)
     await made.start()

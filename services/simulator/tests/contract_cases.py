@@ -24,6 +24,8 @@ class Case:
     """Its environments are stepped in one call."""
     alone: bool = False
     """There is one of it: the environments of a pool take turns by the episode."""
+    listed: bool = True
+    """Its backend knows its names, where it is none of a directory."""
     variant: dict[str, Any] = field(default_factory=lambda: {"execution": {"random_start": [2, 4]}})
 
 
@@ -98,6 +100,19 @@ CASES.append(
         variant={"execution": {"observation_noise": 0.1}},
     )
 )
+CASES += [
+    # Of a directory that conftest writes: in float32, whose noise a variant adds to.
+    Case(
+        "world",
+        "worlds/pendulum",
+        "worlds/pendulun",
+        has_success=False,
+        together=together,
+        listed=False,
+        variant={"execution": {"observation_noise": 0.1}},
+    )
+    for together in (False, True)
+]
 TESTED = [case for case in CASES if case.backend == UNDER_TEST]
 PIXELS = [case for case in TESTED if case.pixels]
 EXPERTS = [case for case in TESTED if case.expert]

@@ -289,10 +289,11 @@ async def test_a_thing_on_a_plate_has_an_instruction_and_models_need_a_folder(si
 
 
 @every
-async def test_it_is_listed(simulator, case):
+async def test_it_is_listed(simulator, case, instance):
     request = simulator_pb2.ListEnvironmentsRequest(page_size=10_000)
     listed = (await simulator.stub.ListEnvironments(request)).environments
-    assert (case.backend, case.name) in {(each.backend, each.name) for each in listed}
+    assert case.backend in instance.capabilities["backends"]
+    assert ((case.backend, case.name) in {(each.backend, each.name) for each in listed}) == case.listed
 
 
 @ours

@@ -143,7 +143,14 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 async def _collect_task(wanted: Collection, task: str, stub: Any, found: Collected) -> None:
     count = min(wanted.environment.count, wanted.episodes)
-    pool = await _open(wanted.environment, task, count, stub)
+    fix = "demonstrations are collected of environments with the option `expert`, such as Meta-World's"
+    pool = await open_pool(wanted.environment, task, count, stub, {"expert": True}, fix)
+    if EXPERT_ACTION not in {space.name for space in pool.observation_spaces}:
+        raise user_error(
+            "environment.tasks",
+            f"{task} of {wanted.environment.backend} has no observation {EXPERT_ACTION!r}",
+            "choose a task with a scripted policy, such as Meta-World's",
+        )
     player = _Player(wanted, task, pool, stub)
     kept: list[EpisodeData] = []
     for first in range(0, MOST_TRIES * wanted.episodes, count):
@@ -165,7 +172,10 @@ async def _collect_task(wanted: Collection, task: str, stub: Any, found: Collect
     found.image_shapes.update(player.image_shapes)
 
 
-async def _open(environment: EnvironmentSection, task: str, count: int, stub: Any) -> Any:
+async def open_pool(
+    environment: EnvironmentSection, task: str, count: int, stub: Any, more: Mapping[str, Any], fix: str
+) -> Any:
+    """Environments of a task, with `more` options. Raises CommandError, which ends with `fix`."""
     modes = {"dense": simulator_pb2.REWARD_MODE_DENSE, "sparse": simulator_pb2.REWARD_MODE_SPARSE}
     request = simulator_pb2.OpenPoolRequest(
         header=_header(task),
@@ -173,27 +183,19 @@ async def _open(environment: EnvironmentSection, task: str, count: int, stub: An
             backend=environment.backend, name=environment.variant_of(task)[0]
         ),
         count=count,
-        options_json=json.dumps({**environment.options_of(task), "expert": True}),
+        options_json=json.dumps({**environment.options_of(task), **more}),
         max_episode_steps=environment.max_episode_steps,
         # The simulator's own choice is for long runs: starting a process takes longer than these episodes.
-        processes=environment.processes or os.cpu_count() or 1,
+        processes=min(count, environment.processes or os.cpu_count() or 1),
         reward_mode=modes.get(environment.reward, simulator_pb2.REWARD_MODE_UNSPECIFIED),
     )
     request.step_timeout.FromTimedelta(_seconds(environment.step_timeout_s))
     try:
-        pool = await stub.OpenPool(request, timeout=OPEN_S)
+        return await stub.OpenPool(request, timeout=OPEN_S)
     except grpc.aio.AioRpcError as error:
         cause = (error.details() or "").removeprefix(f"{metadata_of(error).get('key')}: ")
-        fix = "demonstrations are collected of environments with the option `expert`, such as Meta-World's"
         refusal = f"{environment.backend} does not open {task}: {fix}"
         raise _caused(cause, refusal, "environment.tasks") from error
-    if EXPERT_ACTION not in {space.name for space in pool.observation_spaces}:
-        raise user_error(
-            "environment.tasks",
-            f"{task} of {environment.backend} has no observation {EXPERT_ACTION!r}",
-            "choose a task with a scripted policy, such as Meta-World's",
-        )
-    return pool
 
 
 def _caused(cause: str, effect: str, key: str) -> CommandError:

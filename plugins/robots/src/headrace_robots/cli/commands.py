@@ -56,7 +56,7 @@ def collect(
     """Play the scripted policy of a spec's environment and write a LeRobot v3 data set."""
     from headrace_cli.launcher.plan import SIMULATORS, simulator_python
 
-    spec = _spec(file, sets or [])
+    spec = embodied_spec(file, sets or [])
     assert spec.environment is not None
     target = to or Path(spec.trainer.warmup.demonstrations or "-")
     if str(target) == "-":
@@ -142,7 +142,8 @@ def show(
         console().print(table(keys, rows))
 
 
-def _spec(file: Path, sets: list[str]) -> RunSpec:
+def embodied_spec(file: Path, sets: list[str]) -> RunSpec:
+    """The spec of a run with environments. Raises CommandError."""
     from headrace.client import HeadraceError, load_spec
     from headrace_cli.dry_run import check_schema
     from headrace_schema.spec import RunSpec
@@ -154,7 +155,7 @@ def _spec(file: Path, sets: list[str]) -> RunSpec:
     check_schema(document)
     spec = RunSpec.model_validate(document)
     if spec.environment is None:
-        raise user_error("environment", "the spec has none", "demonstrations are of embodied runs")
+        raise user_error("environment", "the spec has none", "give the spec of an embodied run")
     return spec
 
 

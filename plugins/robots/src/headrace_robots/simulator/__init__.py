@@ -10,6 +10,7 @@ MANISKILL = Plugin(
 )
 ISAACLAB = Plugin(f"{__name__}.isaaclab:build", description="Isaac Lab's tasks, many in one process on a GPU")
 LIBERO = Plugin(f"{__name__}.libero:build", description="LIBERO's five suites with their initial states")
+WORLD = Plugin(f"{__name__}.world:build", description="dynamics that were learned from real episodes")
 ROBOT = Plugin(
     f"{__name__}.robot.backend:build",
     description="the real robot of a simulator's host",

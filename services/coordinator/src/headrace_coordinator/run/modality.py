@@ -89,7 +89,7 @@ class Modality(ABC):
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of the simulators, by package."""
+        """Of what environments are made of, by name."""
         return {}
 
     def rollouts_opened(self) -> None:
@@ -197,8 +197,7 @@ class Episodes(Modality):
     @property
     @override
     def versions(self) -> dict[str, str]:
-        described = self._pools.described.values()
-        return {name: version for each in described for name, version in each.versions.items()}
+        return self._pools.versions
 
     @override
     def rollouts_opened(self) -> None:

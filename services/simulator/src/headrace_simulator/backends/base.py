@@ -46,7 +46,11 @@ class Transition:
 
 
 class Described(Protocol):
-    """What one environment takes and shows."""
+    """What one environment takes and shows.
+
+    It may have an attribute `versions` beside these: by name, the version of what was learned or made for it, which a
+    run records beside those of simulators' packages.
+    """
 
     @property
     def observation_spaces(self) -> list[ArraySpace]:

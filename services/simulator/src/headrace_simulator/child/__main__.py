@@ -101,7 +101,7 @@ class Host:
             action_space=to_message(first.action_space),
             init_state_count=first.init_state_count,
             instruction=first.instruction,
-            versions=_versions(),
+            versions={**_versions(), **getattr(first, "versions", {})},
         )
 
     def operate(

@@ -36,6 +36,7 @@ class Member:
         """What its next reset returns, where it was reset together with others."""
         self.observation_spaces, self.action_space = vector.observation_spaces, vector.action_space
         self.init_state_count, self.instruction = vector.init_state_count, vector.instruction
+        self.versions = getattr(vector, "versions", {})
 
     def reset(
         self, seed: int | None, options: Mapping[str, Any], init_state: int | None

@@ -121,6 +121,7 @@ class VariedEnvironment:
         self.inner, self._spans, self._knobs = environment, variant.spans, knobs
         self.action_space, self.init_state_count = environment.action_space, environment.init_state_count
         self.instruction = variant.semantic.instruction or environment.instruction
+        self.versions = getattr(environment, "versions", {})
         noisy = "execution.observation_noise" in self._spans
         self.observation_spaces = [
             replace(space, low=None, high=None) if noisy and space.dtype.kind == "f" else space

@@ -178,6 +178,8 @@ class PolicyFitted(RunEvent, frozen=True, kw_only=True):
     state: list[str] | None
     cameras: dict[str, str] | None
     """Observations that are its state and its cameras' images."""
+    versions: dict[str, str] = {}
+    """Of what its environments are made of, by name."""
 
 
 class Evaluated(RunEvent, frozen=True, kw_only=True):

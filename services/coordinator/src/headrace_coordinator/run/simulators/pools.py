@@ -94,6 +94,11 @@ class Pools:
         said = described.instruction if described is not None else ""
         return self._environment.instruction_of(task) or said
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of what the environments are made of, by name."""
+        return {name: version for each in self.described.values() for name, version in each.versions.items()}
+
     def count_environments(self) -> None:
         """Rollouts act in all environments that they have."""
         for worker in self._workers.rollouts:
@@ -125,8 +130,9 @@ class Pools:
     async def staff(self, only: RolloutClient | None = None) -> None:
         """Every granted rollout has environments; while rollouts act, those of `only` one may move.
 
-        The first time also says, by an event, what the policy reads and does. Raises Unstaffed where no simulator
-        comes, InstanceDown when none answers, and CallRefused for what one refuses to open.
+        The first time, and where what the environments are made of has another version, also says by an event what the
+        policy reads and does. Raises Unstaffed where no simulator comes, InstanceDown when none answers, and
+        CallRefused for what one refuses to open.
         """
         workers = self._workers
         self._check_deaths()
@@ -135,7 +141,9 @@ class Pools:
         async with self._moving:
             await self._staff(rollouts, rollouts if only is None else [only.incarnation])
         self.count_environments()
-        if workers.state.fitted is None and self.described and workers.spec.workflow != CONVERSATIONS:
+        fitted = workers.state.fitted
+        robots = self.described and workers.spec.workflow != CONVERSATIONS
+        if robots and (fitted is None or fitted.versions != self.versions):
             await self._fit()
 
     async def _fit(self) -> None:
@@ -147,7 +155,12 @@ class Pools:
             raise CallRefused("simulator", "INVALID", str(impossible)) from impossible
         await self._fleet.event_log.commit(
             ev.PolicyFitted(
-                at=now, run=self._run, policy=found.policy, state=found.state, cameras=found.cameras
+                at=now,
+                run=self._run,
+                policy=found.policy,
+                state=found.state,
+                cameras=found.cameras,
+                versions=self.versions,
             )
         )
 

@@ -164,7 +164,7 @@ def step_view(
             **timer.figures,
             **draft_figures(timer.figures),
             **agent_figures(trained, trajectories),
-            **success_figure(trained, trajectories),
+            **episode_figures(trained, trajectories),
             **({GENERATE_OPEN: generate_open} if "generate" in stages else {}),
             **(online.figures() if (online := context.fleet.online.get(context.run_id)) else {}),
         },
@@ -177,11 +177,16 @@ def draft_figures(told: Mapping[str, float]) -> dict[str, float]:
     return {"draft_acceptance": told.get("accepted_tokens", 0.0) / drafted} if drafted else {}
 
 
-def success_figure(slots: Iterable[Slot], trajectories: Trajectories) -> dict[str, float]:
-    """The share of trained episodes that succeeded, of those whose environment says so; none without."""
-    records = (trajectories.get(slot.key) for slot in slots)
-    said = [each.success for each in records if each is not None and each.success is not None]
-    return {"success_rate": fmean(said)} if said else {}
+def episode_figures(slots: Iterable[Slot], trajectories: Trajectories) -> dict[str, float]:
+    """Shares of trained episodes: that succeeded, of those whose environment says so, and that it cut before the
+    run's limit, as a world model does where it does not know the way; nothing of what is not known.
+    """
+    records = [each for slot in slots if (each := trajectories.get(slot.key)) is not None]
+    said = {
+        "success_rate": [each.success for each in records if each.success is not None],
+        "cut_early": [each.cut_early for each in records if each.cut_early is not None],
+    }
+    return {name: fmean(values) for name, values in said.items() if values}
 
 
 def agent_figures(slots: Iterable[Slot], trajectories: Trajectories) -> dict[str, float]:

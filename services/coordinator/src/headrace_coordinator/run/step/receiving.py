@@ -195,6 +195,9 @@ class Receiver:
             trajectory.figures = dict(message.conversation.figures)
         if (told := told_of(message.completion_text)) is not None:
             trajectory.success = told.success
+            if (section := self._context.spec.environment) is not None and section.max_episode_steps:
+                cut = message.finish_reason == common.FINISH_REASON_TRUNCATED
+                trajectory.cut_early = cut and trajectory.tokens < section.max_episode_steps
         shown = is_shown(self._context, trajectory.slot)
         trajectory.shown = Shown.of(message) if shown else None
         message.ClearField("branch_texts")  # Nobody reads them behind this.

@@ -104,6 +104,8 @@ class Trajectory:
     """What a conversation's agent says that it was, such as turns and tokens, by name."""
     success: bool | None = None
     """Of an episode: whether it succeeded; None where its environment never says so."""
+    cut_early: bool | None = None
+    """Of an episode: whether its environment cut it before environment.max_episode_steps; None without that limit."""
     stage_rewards: dict[str, float] | None = None
     """What each stage gave it, in a workflow with several reward stages."""
 
