@@ -54,7 +54,7 @@ rollout:
   {engine: vllm, helpers: 1, chunk_tokens: 4, install: drain, instances: 2, max_concurrency: 3, enable_lora: true,
    engine_options: {hosts: 2, speculative: {method: ngram}, engine_args: {enable_expert_parallel: true}}}
 reward:
-  {give: [tokens], truncated_reward: 0.5, scorers: [{name: exact}], evaluation: [{name: exact}],
+  {give: [tokens], pictures: 1, truncated_reward: 0.5, scorers: [{name: exact}], evaluation: [{name: exact}],
    stages: {s: [{name: exact}]}}
 placement: {flow: pipelined, joint: {rollout: 0.5, simulator: 0.5}, simulator: "1", reward: "1", measure_steps: 3,
    rollout: "0"}

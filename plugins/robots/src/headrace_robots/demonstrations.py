@@ -44,6 +44,8 @@ class Demonstration:
     state_TS: Tensor | None
     images: Mapping[str, Tensor]
     reward_T: Tensor | None = None
+    success_T: Tensor | None = None
+    """Whether each action led to success, where it is stated."""
     terminated: bool = False
     """Whether it ended by itself: next.done is true at its last step, and next.success too where there is one."""
 
@@ -122,6 +124,7 @@ class Demonstrations:
                 for camera, feature in self._cameras.items()
             },
             reward_T=self._numbers(table, REWARD, where)[:, 0] if REWARD in told else None,
+            success_T=self._numbers(table, SUCCESS, where)[:, 0] if SUCCESS in told else None,
             terminated=DONE in told
             and all(
                 bool(np.asarray(table[name].to_pylist()[-1]).reshape(-1)[0])

@@ -111,3 +111,11 @@ def test_the_expected_gradient_is_that_of_the_return():
                 found[chunk, action] += weight * float(given.advantages[0, chunk, action]) * slope
                 wanted[chunk, action] += weight * math.fsum(map(math.fsum, earned)) * slope
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("score", "returns"), [("none", [2, 1]), ("add", [4, 3]), ("replace", [2, 2])])
+def test_a_score_is_earned_by_the_last_action_that_was_executed(score, returns):
+    """Scorers say the sum of rewards, 2; the second chunk's second action was not executed."""
+    episode: Episode = ([[1.0, 0.0], [1.0]], [0.0, 0.0], None)
+    found = credit("action", [episode], 2, gamma=1.0, lam=1.0, score=score)
+    assert found.returns_BT is not None and found.returns_BT[0].tolist() == returns

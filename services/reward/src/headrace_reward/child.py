@@ -22,7 +22,7 @@ from headrace_servicekit.process.worker_pipes import (
 from headrace_servicekit.registry import PluginError
 
 from headrace_reward import judge, scorers
-from headrace_reward.scorers.base import Answer, ScorerError, Unavailable
+from headrace_reward.scorers.base import ScorerError, Unavailable
 
 Sets = dict[str, list[judge.LoadedScorer]]
 
@@ -72,7 +72,7 @@ def open_sets(loaded: Sets, message: dict[str, Any], writer: BinaryIO) -> dict[s
                 _write(writer, {"at": place | {"doing": "loaded"}})
                 each = judge.load(entry["name"], entry["options"], entry["part"], directory, message["give"])
                 _write(writer, {"at": place | {"doing": "probed with a blank answer"}})
-                _check_limits(each, message)
+                _check_limits(each, message, set_name)
                 judge.probe(each)
             except ScorerError as error:
                 away = isinstance(error, Unavailable)
@@ -90,7 +90,7 @@ def open_sets(loaded: Sets, message: dict[str, Any], writer: BinaryIO) -> dict[s
     }
 
 
-def _check_limits(each: judge.LoadedScorer, message: dict[str, Any]) -> None:
+def _check_limits(each: judge.LoadedScorer, message: dict[str, Any], set_name: str) -> None:
     """Raises ScorerError where a scorer's own limits do not fit the run's section."""
     longest_s, timeout_s = getattr(each.scorer, "longest_s", 0.0), message["timeout_s"]
     if longest_s > timeout_s:
@@ -99,6 +99,14 @@ def _check_limits(each: judge.LoadedScorer, message: dict[str, Any]) -> None:
             f"{longest_s:g} s are more than reward.timeout_s = {timeout_s:g}, after which the process is killed; "
             f"set reward.timeout_s: {longest_s + 10:g}, or a shorter deadline_s",
         )
+    if getattr(each.scorer, "needs_pictures", False):
+        if not message["pictures"]:
+            raise ScorerError("name", f"{each.part} reads pictures of episodes; set reward.pictures: 1")
+        if set_name == "evaluation":
+            reason = f"{each.part} reads pictures, and scorers get those of training episodes alone"
+            raise ScorerError(
+                "name", f"{reason}; judge held-out ones by their outcome: leave reward.evaluation out"
+            )
     if getattr(each.scorer, "needs_group", False) and "group" not in message["give"]:
         raise ScorerError("name", f"{each.part} compares answers of a group; set reward.give: [group]")
 
@@ -106,7 +114,7 @@ def _check_limits(each: judge.LoadedScorer, message: dict[str, Any]) -> None:
 def score(loaded: Sets, answers: list[dict[str, Any]], writer: BinaryIO) -> None:
     """Judges answers {set, and the fields of `Answer`}; a reply frame each, in their order."""
     for name, group in groupby(answers, lambda fields: str(fields.pop("set"))):
-        asked = [Answer(**fields) for fields in group]
+        asked = [judge.answer_of(fields) for fields in group]
         begin = time.perf_counter()
         scorers_of_set = loaded[name]
         count = len(asked) if at_once(scorers_of_set) else 1

@@ -6,6 +6,7 @@ Scorers are other people's code and may raise anything: `_call` is the one place
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import inspect
 import json
@@ -18,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
 from headrace_schema.references import Unread, resolved
 from headrace_servicekit.causes import cause_first, first_of, raised
 from headrace_servicekit.process.confine import explained
@@ -96,6 +98,18 @@ class Judgement:
     """Scores by turn, of scorers that gave them, by part name."""
     fault: Fault = ""
     detail: str = ""
+
+
+def answer_of(fields: Mapping[str, Any]) -> Answer:
+    """An answer by its fields as JSON, in which pictures are their shape and their bytes in base64."""
+    pictures = fields.get("pictures")
+    if not pictures:
+        return Answer(**fields)
+    decoded = {
+        camera: np.frombuffer(base64.b64decode(each["data"]), np.uint8).reshape(each["shape"])
+        for camera, each in pictures.items()
+    }
+    return Answer(**{**fields, "pictures": decoded})
 
 
 def load(

@@ -21,7 +21,7 @@ from headrace_servicekit.process.worker_pipes import JsonMessage as Message
 from headrace_reward import judge
 from headrace_reward.config import PoolSettings
 from headrace_reward.place import Place
-from headrace_reward.scorers.base import Answer, ScorerError, Unavailable
+from headrace_reward.scorers.base import ScorerError, Unavailable
 
 # A child that died may have been killed from outside: its answer is tried in a second one before it counts as failed.
 _TRIES = 2
@@ -381,7 +381,7 @@ class InlinePool(Pool):
     def find(self, answer: dict[str, Any]) -> asyncio.Future[Finding]:
         """Judges one answer, at once."""
         fields = dict(answer)
-        (judged,) = judge.judge(self._loaded[fields.pop("set")], [Answer(**fields)])
+        (judged,) = judge.judge(self._loaded[fields.pop("set")], [judge.answer_of(fields)])
         found: asyncio.Future[Finding] = asyncio.get_running_loop().create_future()
         found.set_result(
             Finding(judged.fault, judged.detail, dict(judged.scores), dict(judged.turns), dict(judged.parts))

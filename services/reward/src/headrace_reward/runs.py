@@ -244,6 +244,7 @@ class Run:
             "directory": str(directory),
             "sets": sets,
             "give": list(self.section.give),
+            "pictures": self.section.pictures,
             "env": list(self.section.env),
             "timeout_s": self.section.timeout_s,
         }

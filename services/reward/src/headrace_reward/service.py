@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -10,15 +11,19 @@ from contextlib import ExitStack
 from typing import Any
 
 import grpc
+import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace_schema.sections.scoring import RewardSection
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.instance import Instance, host_memory
 from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.memory.blobs import BlobReader
+from headrace_servicekit.rpc.episodes import MAX_EPISODE_BYTES
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_at_least, check_enum, check_name, check_page, json_object
 from headrace_servicekit.rpc.streams import unordered, until
+from headrace_servicekit.rpc.tensors import decode_tensor
 from headrace_servicekit.rpc.trajectories import turn_roles
 from headrace_servicekit.stores.files import localized
 from headrace_servicekit.stores.problems import StoreProblem
@@ -45,6 +50,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     def __init__(self, instance: Instance, runs: Runs, catalogue: list[dict[str, Any]]) -> None:
         self._instance, self._runs = instance, runs
+        self._blobs = BlobReader(instance.config.shm_dir, instance.token)
         self._catalogue = [
             reward_pb2.Scorer(
                 name=entry["name"],
@@ -113,6 +119,24 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         await self._instance.close_run(request.header)
         return reward_pb2.CloseRunResponse()
 
+    async def _with_pictures(
+        self, requests: AsyncIterator[reward_pb2.ScoreRequest]
+    ) -> AsyncIterator[reward_pb2.ScoreRequest]:
+        """The requests; pictures that stay with their producers are fetched from there, as the trainer does."""
+        async for request in requests:
+            for item in request.items:
+                for field in (item.pictures, item.last_picture):
+                    for tensor in field.values():
+                        if tensor.WhichOneof("body") == "blob":
+                            try:
+                                body = await self._blobs.read(tensor.blob)
+                            except ServiceError:  # its producer is lost: the episode is made again
+                                item.ClearField("pictures")
+                                item.ClearField("last_picture")
+                                break
+                            tensor.data = bytes(body)
+            yield request
+
     async def Score(
         self, request_iterator: AsyncIterator[reward_pb2.ScoreRequest], context: Context
     ) -> AsyncIterator[reward_pb2.ScoreResponse]:
@@ -126,14 +150,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             if run is None:
                 run = self._admit(request.header)
                 stack.enter_context(self._instance.open_runs.until_closed(request.header.run, closed.set))
-            items = list(map(_item, request.items))
+            items = [_item(each, run.section.pictures) for each in request.items]
             for item in items:
                 _check_stage(item.stage, run)
             return map(run.score, items)
 
         try:
             with stack:
-                requests = until(closed, request_iterator)
+                requests = until(closed, self._with_pictures(request_iterator))
                 async for verdicts in unordered(requests, expand, _IN_FLIGHT, _LINGER_S):
                     count += len(verdicts)
                     yield reward_pb2.ScoreResponse(results=map(_result, verdicts))
@@ -157,7 +181,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._instance.report(metrics)
 
 
-def _item(message: reward_pb2.ScoreItem) -> Item:
+def _item(message: reward_pb2.ScoreItem, pictures: int) -> Item:
     check_at_least("items.sample.prompt_ordinal", message.sample.prompt_ordinal, 0)
     check_at_least("items.sample.sample_index", message.sample.sample_index, 0)
     check_at_least("items.token_count", message.token_count, 0)
@@ -180,6 +204,10 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
             "prompt_ids": list(message.prompt_ids),
             "completion_ids": list(message.completion_ids),
         }
+    if message.pictures:
+        answer["pictures"] = {
+            camera: _chosen(camera, message, pictures) for camera in sorted(message.pictures)
+        }
     if message.group:
         answer["group"] = list(message.group)
     if message.HasField("conversation"):
@@ -193,6 +221,21 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
         answer=answer,
         stage=message.stage,
     )
+
+
+def _chosen(camera: str, message: reward_pb2.ScoreItem, count: int) -> dict[str, Any]:
+    """The last of an episode's pictures and others evenly before it, as `judge.answer_of` reads them."""
+    frames = decode_tensor(message.pictures[camera], max_bytes=MAX_EPISODE_BYTES)
+    if camera in message.last_picture:
+        last = decode_tensor(message.last_picture[camera], max_bytes=MAX_EPISODE_BYTES)
+        frames = np.concatenate([frames, last[None]])
+    places = np.linspace(len(frames) - 1, 0, count).round().astype(int)[::-1]
+    kept = frames[np.unique(places)]
+    if kept.dtype != np.uint8 or kept.ndim != 4:
+        raise invalid(
+            f"items.pictures: {camera!r} is {kept.dtype} of shape {list(kept.shape)}, and no pictures"
+        )
+    return {"shape": list(kept.shape), "data": base64.b64encode(kept.tobytes()).decode()}
 
 
 def _of_conversation(conversation: common_pb2.Conversation) -> dict[str, Any]:

@@ -157,6 +157,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.NOT_ROBOT: {
         key("model.policy", ""): _OF_EMBODIED,
         key("trainer.warmup.demonstrations", ""): _OF_EMBODIED,
+        key("reward.pictures"): _OF_EMBODIED,
         f.JOINT: "only simulators of robots compute on devices",
     },
     f.NOT_AGENTIC: {

@@ -40,6 +40,11 @@ class RewardSection(Section):
         description="what scorers get beside text. tokens: ids, and prompt and answer with special tokens; group: all "
         "answers to the prompt, in stages behind an edge of granularity group",
     )
+    pictures: Annotated[int, Field(strict=True, ge=0, le=FEW)] = Field(
+        default=0,
+        description="pictures of each camera that scorers of an embodied run get of a training episode: the last one, "
+        "and others evenly before it",
+    )
     env: list[VariableName] = Field(
         max_length=FEW,
         default_factory=list,

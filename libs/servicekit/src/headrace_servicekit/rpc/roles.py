@@ -62,7 +62,7 @@ TABLE: Mapping[str, frozenset[str]] = {
         "common.v1.WeightService",
         _each("GetManifest FetchWeights JoinBroadcast ShareDeviceMemory", ROLLOUT, TRAINER),
     ),
-    **_rows("common.v1.BlobService", _each("FetchBlob", ROLLOUT, TRAINER)),
+    **_rows("common.v1.BlobService", _each("FetchBlob", ROLLOUT, TRAINER, REWARD)),
     "/grpc.health.v1.Health/Check": frozenset(ROLES),
     "/grpc.health.v1.Health/Watch": frozenset(ROLES),
     "/grpc.health.v1.Health/List": frozenset(ROLES),

@@ -26,17 +26,21 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from headrace.common.v1 import common_pb2 as headrace_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fheadrace/reward/v1/reward.proto\x12\x12headrace.reward.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fheadrace/common/v1/common.proto\";\n\x12ListScorersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x13ListScorersResponse\x12+\n\x07scorers\x18\x01 \x03(\x0b\x32\x1a.headrace.reward.v1.Scorer\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"H\n\x06Scorer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x1b\n\x13options_schema_json\x18\x03 \x01(\t\"h\n\x0eOpenRunRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.headrace.common.v1.CommandHeader\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x0e\n\x06leased\x18\x03 \x01(\x08\"(\n\x0fOpenRunResponse\x12\x15\n\rscorer_digest\x18\x01 \x01(\t\"D\n\x0f\x43loseRunRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.headrace.common.v1.CommandHeader\"\x12\n\x10\x43loseRunResponse\"o\n\x0cScoreRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.headrace.common.v1.CommandHeader\x12,\n\x05items\x18\x02 \x03(\x0b\x32\x1d.headrace.reward.v1.ScoreItem\"\xda\x03\n\tScoreItem\x12+\n\x06sample\x18\x01 \x01(\x0b\x32\x1b.headrace.common.v1.SlotKey\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0e\n\x06prompt\x18\x03 \x01(\t\x12\x12\n\ncompletion\x18\x04 \x01(\t\x12\x11\n\treference\x18\x05 \x01(\t\x12\x15\n\rmetadata_json\x18\x06 \x01(\t\x12\x37\n\rfinish_reason\x18\x07 \x01(\x0e\x32 .headrace.common.v1.FinishReason\x12\x13\n\x0btoken_count\x18\x08 \x01(\x05\x12\x12\n\nevaluation\x18\t \x01(\x08\x12\r\n\x05stage\x18\n \x01(\t\x12\x31\n\x08messages\x18\x0b \x03(\x0b\x32\x1f.headrace.common.v1.ChatMessage\x12\x36\n\x0c\x63onversation\x18\x0c \x01(\x0b\x32 .headrace.common.v1.Conversation\x12\x12\n\nraw_prompt\x18\r \x01(\t\x12\x16\n\x0eraw_completion\x18\x0e \x01(\t\x12\x12\n\nprompt_ids\x18\x0f \x03(\x05\x12\x16\n\x0e\x63ompletion_ids\x18\x10 \x03(\x05\x12\r\n\x05group\x18\x11 \x03(\t\"A\n\rScoreResponse\x12\x30\n\x07results\x18\x01 \x03(\x0b\x32\x1f.headrace.reward.v1.ScoreResult\"\xe5\x02\n\x0bScoreResult\x12+\n\x06sample\x18\x01 \x01(\x0b\x32\x1b.headrace.common.v1.SlotKey\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12/\n\x06status\x18\x03 \x01(\x0e\x32\x1f.headrace.reward.v1.ScoreStatus\x12\x0e\n\x06reward\x18\x04 \x01(\x01\x12\x39\n\x05parts\x18\x05 \x03(\x0b\x32*.headrace.reward.v1.ScoreResult.PartsEntry\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12,\n\twall_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nevaluation\x18\x08 \x01(\x08\x12\r\n\x05stage\x18\t \x01(\t\x12\r\n\x05turns\x18\n \x03(\x01\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*\x9e\x01\n\x0bScoreStatus\x12\x1c\n\x18SCORE_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0fSCORE_STATUS_OK\x10\x01\x12\x1e\n\x1aSCORE_STATUS_ANSWER_FAILED\x10\x02\x12\x1e\n\x1aSCORE_STATUS_SCORER_BROKEN\x10\x03\x12\x1c\n\x18SCORE_STATUS_UNAVAILABLE\x10\x04\x32\xec\x02\n\rRewardService\x12^\n\x0bListScorers\x12&.headrace.reward.v1.ListScorersRequest\x1a\'.headrace.reward.v1.ListScorersResponse\x12R\n\x07OpenRun\x12\".headrace.reward.v1.OpenRunRequest\x1a#.headrace.reward.v1.OpenRunResponse\x12U\n\x08\x43loseRun\x12#.headrace.reward.v1.CloseRunRequest\x1a$.headrace.reward.v1.CloseRunResponse\x12P\n\x05Score\x12 .headrace.reward.v1.ScoreRequest\x1a!.headrace.reward.v1.ScoreResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fheadrace/reward/v1/reward.proto\x12\x12headrace.reward.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fheadrace/common/v1/common.proto\";\n\x12ListScorersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x13ListScorersResponse\x12+\n\x07scorers\x18\x01 \x03(\x0b\x32\x1a.headrace.reward.v1.Scorer\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"H\n\x06Scorer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x1b\n\x13options_schema_json\x18\x03 \x01(\t\"h\n\x0eOpenRunRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.headrace.common.v1.CommandHeader\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x0e\n\x06leased\x18\x03 \x01(\x08\"(\n\x0fOpenRunResponse\x12\x15\n\rscorer_digest\x18\x01 \x01(\t\"D\n\x0f\x43loseRunRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.headrace.common.v1.CommandHeader\"\x12\n\x10\x43loseRunResponse\"o\n\x0cScoreRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.headrace.common.v1.CommandHeader\x12,\n\x05items\x18\x02 \x03(\x0b\x32\x1d.headrace.reward.v1.ScoreItem\"\xfc\x05\n\tScoreItem\x12+\n\x06sample\x18\x01 \x01(\x0b\x32\x1b.headrace.common.v1.SlotKey\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0e\n\x06prompt\x18\x03 \x01(\t\x12\x12\n\ncompletion\x18\x04 \x01(\t\x12\x11\n\treference\x18\x05 \x01(\t\x12\x15\n\rmetadata_json\x18\x06 \x01(\t\x12\x37\n\rfinish_reason\x18\x07 \x01(\x0e\x32 .headrace.common.v1.FinishReason\x12\x13\n\x0btoken_count\x18\x08 \x01(\x05\x12\x12\n\nevaluation\x18\t \x01(\x08\x12\r\n\x05stage\x18\n \x01(\t\x12\x31\n\x08messages\x18\x0b \x03(\x0b\x32\x1f.headrace.common.v1.ChatMessage\x12\x36\n\x0c\x63onversation\x18\x0c \x01(\x0b\x32 .headrace.common.v1.Conversation\x12\x12\n\nraw_prompt\x18\r \x01(\t\x12\x16\n\x0eraw_completion\x18\x0e \x01(\t\x12\x12\n\nprompt_ids\x18\x0f \x03(\x05\x12\x16\n\x0e\x63ompletion_ids\x18\x10 \x03(\x05\x12\r\n\x05group\x18\x11 \x03(\t\x12=\n\x08pictures\x18\x12 \x03(\x0b\x32+.headrace.reward.v1.ScoreItem.PicturesEntry\x12\x44\n\x0clast_picture\x18\x13 \x03(\x0b\x32..headrace.reward.v1.ScoreItem.LastPictureEntry\x1aK\n\rPicturesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.headrace.common.v1.Tensor:\x02\x38\x01\x1aN\n\x10LastPictureEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.headrace.common.v1.Tensor:\x02\x38\x01\"A\n\rScoreResponse\x12\x30\n\x07results\x18\x01 \x03(\x0b\x32\x1f.headrace.reward.v1.ScoreResult\"\xe5\x02\n\x0bScoreResult\x12+\n\x06sample\x18\x01 \x01(\x0b\x32\x1b.headrace.common.v1.SlotKey\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12/\n\x06status\x18\x03 \x01(\x0e\x32\x1f.headrace.reward.v1.ScoreStatus\x12\x0e\n\x06reward\x18\x04 \x01(\x01\x12\x39\n\x05parts\x18\x05 \x03(\x0b\x32*.headrace.reward.v1.ScoreResult.PartsEntry\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12,\n\twall_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nevaluation\x18\x08 \x01(\x08\x12\r\n\x05stage\x18\t \x01(\t\x12\r\n\x05turns\x18\n \x03(\x01\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*\x9e\x01\n\x0bScoreStatus\x12\x1c\n\x18SCORE_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0fSCORE_STATUS_OK\x10\x01\x12\x1e\n\x1aSCORE_STATUS_ANSWER_FAILED\x10\x02\x12\x1e\n\x1aSCORE_STATUS_SCORER_BROKEN\x10\x03\x12\x1c\n\x18SCORE_STATUS_UNAVAILABLE\x10\x04\x32\xec\x02\n\rRewardService\x12^\n\x0bListScorers\x12&.headrace.reward.v1.ListScorersRequest\x1a\'.headrace.reward.v1.ListScorersResponse\x12R\n\x07OpenRun\x12\".headrace.reward.v1.OpenRunRequest\x1a#.headrace.reward.v1.OpenRunResponse\x12U\n\x08\x43loseRun\x12#.headrace.reward.v1.CloseRunRequest\x1a$.headrace.reward.v1.CloseRunResponse\x12P\n\x05Score\x12 .headrace.reward.v1.ScoreRequest\x1a!.headrace.reward.v1.ScoreResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.reward.v1.reward_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SCOREITEM_PICTURESENTRY']._loaded_options = None
+  _globals['_SCOREITEM_PICTURESENTRY']._serialized_options = b'8\001'
+  _globals['_SCOREITEM_LASTPICTUREENTRY']._loaded_options = None
+  _globals['_SCOREITEM_LASTPICTUREENTRY']._serialized_options = b'8\001'
   _globals['_SCORERESULT_PARTSENTRY']._loaded_options = None
   _globals['_SCORERESULT_PARTSENTRY']._serialized_options = b'8\001'
-  _globals['_SCORESTATUS']._serialized_start=1604
-  _globals['_SCORESTATUS']._serialized_end=1762
+  _globals['_SCORESTATUS']._serialized_start=1894
+  _globals['_SCORESTATUS']._serialized_end=2052
   _globals['_LISTSCORERSREQUEST']._serialized_start=120
   _globals['_LISTSCORERSREQUEST']._serialized_end=179
   _globals['_LISTSCORERSRESPONSE']._serialized_start=181
@@ -54,13 +58,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREREQUEST']._serialized_start=586
   _globals['_SCOREREQUEST']._serialized_end=697
   _globals['_SCOREITEM']._serialized_start=700
-  _globals['_SCOREITEM']._serialized_end=1174
-  _globals['_SCORERESPONSE']._serialized_start=1176
-  _globals['_SCORERESPONSE']._serialized_end=1241
-  _globals['_SCORERESULT']._serialized_start=1244
-  _globals['_SCORERESULT']._serialized_end=1601
-  _globals['_SCORERESULT_PARTSENTRY']._serialized_start=1557
-  _globals['_SCORERESULT_PARTSENTRY']._serialized_end=1601
-  _globals['_REWARDSERVICE']._serialized_start=1765
-  _globals['_REWARDSERVICE']._serialized_end=2129
+  _globals['_SCOREITEM']._serialized_end=1464
+  _globals['_SCOREITEM_PICTURESENTRY']._serialized_start=1309
+  _globals['_SCOREITEM_PICTURESENTRY']._serialized_end=1384
+  _globals['_SCOREITEM_LASTPICTUREENTRY']._serialized_start=1386
+  _globals['_SCOREITEM_LASTPICTUREENTRY']._serialized_end=1464
+  _globals['_SCORERESPONSE']._serialized_start=1466
+  _globals['_SCORERESPONSE']._serialized_end=1531
+  _globals['_SCORERESULT']._serialized_start=1534
+  _globals['_SCORERESULT']._serialized_end=1891
+  _globals['_SCORERESULT_PARTSENTRY']._serialized_start=1847
+  _globals['_SCORERESULT_PARTSENTRY']._serialized_end=1891
+  _globals['_REWARDSERVICE']._serialized_start=2055
+  _globals['_REWARDSERVICE']._serialized_end=2419
 # @@protoc_insertion_point(module_scope)

@@ -85,7 +85,21 @@ class ScoreRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., items: _Optional[_Iterable[_Union[ScoreItem, _Mapping]]] = ...) -> None: ...
 
 class ScoreItem(_message.Message):
-    __slots__ = ("sample", "attempt", "prompt", "completion", "reference", "metadata_json", "finish_reason", "token_count", "evaluation", "stage", "messages", "conversation", "raw_prompt", "raw_completion", "prompt_ids", "completion_ids", "group")
+    __slots__ = ("sample", "attempt", "prompt", "completion", "reference", "metadata_json", "finish_reason", "token_count", "evaluation", "stage", "messages", "conversation", "raw_prompt", "raw_completion", "prompt_ids", "completion_ids", "group", "pictures", "last_picture")
+    class PicturesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _common_pb2.Tensor
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    class LastPictureEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _common_pb2.Tensor
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +117,8 @@ class ScoreItem(_message.Message):
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_IDS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    PICTURES_FIELD_NUMBER: _ClassVar[int]
+    LAST_PICTURE_FIELD_NUMBER: _ClassVar[int]
     sample: _common_pb2.SlotKey
     attempt: int
     prompt: str
@@ -120,7 +136,9 @@ class ScoreItem(_message.Message):
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     completion_ids: _containers.RepeatedScalarFieldContainer[int]
     group: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, sample: _Optional[_Union[_common_pb2.SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., prompt: _Optional[str] = ..., completion: _Optional[str] = ..., reference: _Optional[str] = ..., metadata_json: _Optional[str] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., token_count: _Optional[int] = ..., evaluation: _Optional[bool] = ..., stage: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.ChatMessage, _Mapping]]] = ..., conversation: _Optional[_Union[_common_pb2.Conversation, _Mapping]] = ..., raw_prompt: _Optional[str] = ..., raw_completion: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., completion_ids: _Optional[_Iterable[int]] = ..., group: _Optional[_Iterable[str]] = ...) -> None: ...
+    pictures: _containers.MessageMap[str, _common_pb2.Tensor]
+    last_picture: _containers.MessageMap[str, _common_pb2.Tensor]
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SlotKey, _Mapping]] = ..., attempt: _Optional[int] = ..., prompt: _Optional[str] = ..., completion: _Optional[str] = ..., reference: _Optional[str] = ..., metadata_json: _Optional[str] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., token_count: _Optional[int] = ..., evaluation: _Optional[bool] = ..., stage: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.ChatMessage, _Mapping]]] = ..., conversation: _Optional[_Union[_common_pb2.Conversation, _Mapping]] = ..., raw_prompt: _Optional[str] = ..., raw_completion: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., completion_ids: _Optional[_Iterable[int]] = ..., group: _Optional[_Iterable[str]] = ..., pictures: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., last_picture: _Optional[_Mapping[str, _common_pb2.Tensor]] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("results",)

@@ -39,6 +39,10 @@ class Answer:
     """Ids of the sampled tokens, and in an exchange of those between them."""
     group: Sequence[str] = ()
     """All answers to the prompt, by sample: with `reward.give: [group]`, in a stage that waits for whole groups."""
+    pictures: Mapping[str, Any] | None = None
+    """Of a robot's training episode, with `reward.pictures`: uint8 arrays (N, height, width, channels) by camera, in
+    their order.
+    """
     episode: Mapping[str, Any] | None = None
     """Of a conversation with an environment: `return`, `success`, `steps` and `rewards`, one a turn; with several
     roles, `roles`, who took each turn.
@@ -65,7 +69,8 @@ class Scorer(Protocol):
         is, and nothing is probed.
 
         What else it may have: `longest_s`, the seconds that one answer may take; `needs_group`, that answers come with
-        their group; `one_process`, that it is too large for more than one child of a run.
+        their group; `needs_pictures`, that episodes come with theirs; `one_process`, that it is too large for more than
+        one child of a run.
         """
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace_trainer.algorithms.functional.advantages.returns import whiten
 from headrace_trainer.algorithms.ppo import Ppo
+from torch import Tensor
 
 from headrace_robots.trainer.algorithms._base import Credit, EpisodeOutcomes
 from headrace_robots.trainer.algorithms._terms import EpisodeTerms
@@ -12,9 +13,18 @@ from headrace_robots.trainer.algorithms.plugins import EpisodePpoOptions
 
 
 class EpisodePpo(EpisodeTerms, Ppo):
-    """The loss is `Ppo`'s; the advantages are those of the environment's rewards."""
+    """The loss is `Ppo`'s; the advantages are those of the environment's rewards, or of the scorers'."""
 
     options: EpisodePpoOptions
+
+    def _earned(self, outcomes: EpisodeOutcomes) -> Tensor:
+        """(B, T, C) rewards of the environment, of the scorers, or of both, as `score` says."""
+        if self.options.score == "none":
+            return outcomes.rewards_BTC
+        valid_BN = outcomes.valid_BTC.flatten(1)
+        last_BN = valid_BN & (valid_BN.flip(1).long().cumsum(1).flip(1) == 1)
+        scored_BTC = (last_BN * outcomes.rewards_B[:, None]).view(outcomes.rewards_BTC.shape)
+        return scored_BTC if self.options.score == "replace" else outcomes.rewards_BTC + scored_BTC
 
     def credit(self, outcomes: EpisodeOutcomes) -> Credit:
         """GAE over chunks: an action has its chunk's advantage (RLinf's reward_type chunk_level, at any logprob_type).
@@ -23,7 +33,7 @@ class EpisodePpo(EpisodeTerms, Ppo):
         action would need the part of it that was expected, too: alone it would leave that part as noise.
         """
         chosen, mask_BTC = self.options, outcomes.learned_BTC
-        rewards_BTC = outcomes.rewards_BTC * chosen.reward_scale
+        rewards_BTC = self._earned(outcomes) * chosen.reward_scale
         chunks_BT = outcomes.valid_BTC.any(-1)
         ends_BT = chunks_BT & (chunks_BT.flip(1).long().cumsum(1).flip(1) == 1)
         advantages_BT, returns_BT = episode_advantages(

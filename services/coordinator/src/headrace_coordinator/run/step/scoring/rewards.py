@@ -19,7 +19,7 @@ from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.reward_flow import Question, RewardFlow
 from headrace_coordinator.domain.ledger.slot_index import FILTERED, FINISHED
-from headrace_coordinator.run.step.scoring.scoring import Scoring, score_item
+from headrace_coordinator.run.step.scoring.scoring import Scoring, add_pictures, score_item
 from headrace_coordinator.run.step.state import AttemptState
 from headrace_coordinator.run.step.trajectories import Trajectory
 from headrace_coordinator.run.step.warnings import UNJUDGED
@@ -63,6 +63,8 @@ class Rewards:
         """Asks for the reward of a finished trajectory, an answer to `question`."""
         key = trajectory.slot.key
         item = score_item(question, message, trajectory.tokens, evaluation=False)
+        if self._context.spec.reward.pictures:
+            add_pictures(item, message)
         if self._flow is None:
             self.scoring.put(item)
             return

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace_servicekit.causes import cause_first
+from headrace_servicekit.rpc.episodes import IMAGE
 from headrace_servicekit.rpc.trajectories import chat_message, segments_of
 
 from headrace_coordinator.data.items import DataItem
@@ -65,6 +66,18 @@ def score_item(
         message.ClearField("raw_prompt_text")
         message.ClearField("raw_completion_text")
     return asked
+
+
+def add_pictures(item: reward.ScoreItem, message: common.Trajectory) -> None:
+    """Adds what an episode's cameras showed: references, where the bodies stay with its producer."""
+    for segment in segments_of(message):
+        for found, target in (
+            (segment.actions.observation, item.pictures),
+            (segment.actions.final_observation, item.last_picture),
+        ):
+            for name, tensor in found.items():
+                if name.startswith(IMAGE):
+                    target[name.removeprefix(IMAGE)].CopyFrom(tensor)
 
 
 class Scoring:

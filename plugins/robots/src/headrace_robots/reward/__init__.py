@@ -1,0 +1,1 @@
+"""The reward service's side: scorers that read the pictures of episodes."""
