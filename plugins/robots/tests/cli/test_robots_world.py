@@ -56,7 +56,7 @@ def test_a_model_is_learned_from_a_data_set_shown_and_followed_by_a_version(head
     ("environment", "words"),
     [
         ({"tasks": ["CartPole-v1"]}, "numbers of a state"),
-        ({"tasks": ["Pendulum-v1", "CartPole-v1"]}, "a model is of one"),
+        ({"tasks": ["Pendulum-v1", "CartPole-v1"], "count": 2}, "a model is of one"),
         ({"state": ["height"]}, "'height' is no observation of numbers"),
         ({"tasks": ["Pendulun-v1"]}, "Pendulum-v1"),
     ],

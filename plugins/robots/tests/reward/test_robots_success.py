@@ -9,7 +9,6 @@ from headrace.reward.v1 import reward_pb2
 from headrace_reward.scorers.base import Answer, AnswerFailed
 from headrace_reward.scorers.contract import check_scorer
 from headrace_robots.reward.network import ClassifierProblem, Labelled, train
-from headrace_robots.reward.success import SuccessClassifier
 from headrace_servicekit.memory.blobs import BlobStore
 from headrace_servicekit.rpc.errors import message_of
 from headrace_servicekit.rpc.tensors import write_tensor
@@ -58,9 +57,9 @@ def item(reward, seen, ordinal=None, hold=None):
     return made
 
 
-async def test_an_episode_is_worth_what_its_last_picture_shows(reward, instance, classifier, tmp_path):
+async def test_an_episode_is_worth_what_its_last_picture_shows(reward, classifier, tmp_path):
     await reward.open(scorers(classifier), pictures=2, timeout_s=30)
-    (tmp_path / "shm" / "rollout").mkdir()
+    (tmp_path / "shm" / "rollout").mkdir(parents=True)
     store = BlobStore(tmp_path / "shm" / "rollout")
     seeds = range(100, 110)
     items = [
@@ -109,7 +108,6 @@ def test_a_damaged_classifier_or_another_camera_is_named(classifier, tmp_path):
     seen = frames(0, reached=True)
     right = Answer("", "{}", pictures={"front": seen})
     scorer = check_scorer("success_classifier", {"path": str(classifier), "of": "probability"}, right)
-    assert isinstance(scorer, SuccessClassifier)
     for pictures, words in (
         ({"wrist": seen}, "reads camera 'front'"),
         ({"front": seen[..., :1]}, "have 1 channels"),

@@ -8,6 +8,7 @@ N environments.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,8 +69,10 @@ class WorldBackend:
 
         chosen, directory = parse(WorldOptions, options), Path(name)
         if not directory.is_dir():
-            near = directory.parent.iterdir() if directory.parent.is_dir() else ()
-            raise unknown("world model", name, [str(each) for each in near if each.is_dir()])
+            near: list[str] = []
+            with suppress(OSError):  # this process may look into no other folder
+                near = [str(each) for each in directory.parent.iterdir() if each.is_dir()]
+            raise unknown("world model", name, near)
         try:
             model = load_world(directory)
         except WorldNotReadable as error:

@@ -87,6 +87,10 @@ def train(
     order = np.random.default_rng(how.seed).permutation(len(episodes))
     count = min(len(episodes) - 1, max(1, round(how.heldout * len(episodes))))
     held, learned = ([episodes[place] for place in part] for part in (order[:count], order[count:]))
+    if not all(any(len(each.states_TS) > 1 for each in part) for part in (held, learned)):
+        raise DataProblem(
+            "no action of the learned or of the held-out episodes has a known outcome; collect more"
+        )
     parts = _fitted(real.action, learned, how, progress)
     starts_NS, first_N = _starts(episodes, how.seed)
     steps = sum(len(each.actions_TA) for each in episodes)
