@@ -50,13 +50,15 @@ class Moments(Chunks):
     cameras: Sequence[str]
     firsts: Sequence[int]
     stacked: int
+    key: str
+    """Which names the data set in the spec."""
 
     def number(self, episode: int, step: int) -> int:
         """Of the moment at a step of an episode. Raises Refusal INVALID where there is none."""
         known = 0 <= episode < len(self.firsts) - 1
         if not known or not 0 <= step < self.firsts[episode + 1] - self.firsts[episode]:
             reason = f"has no moment {step} of episode {episode}, which a row names: it has changed"
-            raise refused(reason, SOURCE_KEY)
+            raise refused(reason, self.key)
         return self.firsts[episode] + step
 
     @override
@@ -75,7 +77,7 @@ class Moments(Chunks):
                 taken = taken.view(-1, self.stacked, *taken.shape[1:])
                 images[camera] = taken.permute(0, 2, 3, 1, 4).flatten(3)
         except DemonstrationsNotReadable as error:
-            raise refused(str(error)) from error
+            raise refused(str(error), self.key) from error
         return self._taken(index, replace(self.observation.take(index), images=images), device)
 
 
@@ -145,6 +147,7 @@ def read_demonstrations(config: TrainerConfig, policy: RobotPolicy) -> Moments:
         cameras=policy.config.cameras,
         firsts=[0, *accumulate(lengths)],
         stacked=stacked,
+        key=key_of(config),
     )
 
 
