@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import yaml
 from harness.fleet import Fleet
 from harness.ledger import audit
+from harness.processes import ROOT, clean_environment
 from harness.waiting import wait_for
 from headrace.client import HeadraceError
 
@@ -54,7 +57,17 @@ def test_a_run_learns_in_a_model_of_real_episodes_and_says_which(fleet: Fleet, t
     (tmp_path / "real.yaml").write_text(yaml.safe_dump(spec()))
     world, store = tmp_path / "worlds" / "pendulum", fleet.data_dir / "runs" / real.id / "replay"
     command = ("world", "train", str(tmp_path / "real.yaml"), str(store), "--output", str(world))
-    told = fleet.json(*command, "--steps", "300", "--hidden", "32")
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace_cli", *command, "--steps", "300", "--hidden", "32", "--json"],
+        env=clean_environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
     assert (told["number"], told["data"]["episodes"], told["data"]["steps"]) == (1, 12, 12 * LENGTH)
     assert told["errors"]["change"][0] < 1.0
     # Nearly every action is beyond so small a threshold.

@@ -7,6 +7,7 @@ N environments.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -68,7 +69,7 @@ class WorldBackend:
         from headrace_robots.world.model import WorldNotReadable, load_world
 
         chosen, directory = parse(WorldOptions, options), Path(name)
-        if not directory.is_dir():
+        if not os.path.isdir(directory):  # nor where this process may not look
             near: list[str] = []
             with suppress(OSError):  # this process may look into no other folder
                 near = [str(each) for each in directory.parent.iterdir() if each.is_dir()]
