@@ -280,14 +280,14 @@ async def test_answers_are_refused_where_episodes_are_learned(client, robot_conf
 
 def test_the_facets_name_what_learns_from_episodes(client):
     facets = client.instance.capabilities
-    assert facets["episode_algorithms"] == sorted(("grpo", "ppo", *OFF_POLICY))
+    assert facets["episode_algorithms"] == sorted(("grpo", "ppo", "sft", *OFF_POLICY))
     schemas = dict(text.split("=", 1) for text in facets["episode_algorithm_options"])
     assert "minibatch_size" in json.loads(schemas["ppo"])["properties"]
     assert "kl_loss_coef" not in json.loads(schemas["ppo"])["properties"]
 
 
 def test_the_algorithms_correct_for_older_samples():
-    for name in EPISODE_ALGORITHMS.names():
+    for name in {*EPISODE_ALGORITHMS.names()} - {"sft"}:  # whose actions are the data's
         section = AlgorithmSection(name=name, group_size=2).model_copy(update={"max_staleness": 1})
         algorithm = build_episode_algorithm(section)
         assert "off_policy" in EPISODE_ALGORITHMS.find(name).features
