@@ -66,7 +66,10 @@ class Pictures:
                 blocks += len(image.slots)
         plain = by_tower["image"][0].positions_3N is None
         return cls(
-            {tower: together([image.tower_inputs for image in images]) for tower, images in by_tower.items()},
+            {
+                tower: inputs_of_all([image.tower_inputs for image in images])
+                for tower, images in by_tower.items()
+            },
             torch.from_numpy(np.concatenate(places)),
             torch.from_numpy(np.concatenate(features)),
             None if plain else torch.from_numpy(positions_3RL),
@@ -87,7 +90,7 @@ class Pictures:
         return replace(self, inputs=inputs, **moved)
 
 
-def together(files: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def inputs_of_all(files: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Inputs of several files by name, each filled up to the longest in sounds and in patches of an image."""
     found = {}
     for name in dict.fromkeys(name for file in files for name in file):

@@ -55,7 +55,7 @@ class Push(gymnasium.Env):
     def step(self, action):
         self.place = np.clip(self.place + 0.2 * np.asarray(action, np.float64), -2, 2)
         off = float(np.linalg.norm(self.place - self.goal))
-        done = off < 0.5
+        done = off < 0.9
         return self.seen(), -off, done, False, {"success": done, "is_success": done}
 
     def seen(self):

@@ -34,7 +34,7 @@ from headrace_modelkit.loading import save_model
 from headrace_modelkit.pictures import ImageReader, Pixels, Span
 from headrace_modelkit.presets.families import FAMILIES
 from headrace_modelkit.presets.tiny import character_tokenizer, is_complete
-from headrace_modelkit.vision import rope_positions, together
+from headrace_modelkit.vision import inputs_of_all, rope_positions
 
 _Configs: Any = CONFIG_MAPPING
 _Models: Any = AutoModelForImageTextToText
@@ -252,7 +252,7 @@ def plain_inputs(
     """
     if not images:
         return {}
-    found: dict[str, Any] = together([image.inputs for image in images])
+    found: dict[str, Any] = inputs_of_all([image.inputs for image in images])
     if reader.family in (OMNI, OMNI_3):
         return found | {"attention_mask": torch.ones_like(ids_BL)}
     if "pixel_values_videos" in found and "second_per_grid_ts" in found:
