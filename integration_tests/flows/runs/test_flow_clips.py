@@ -42,6 +42,7 @@ def spec_of(clips: Path, kind: str, **overrides: Any) -> dict[str, Any]:
 def test_the_trainer_sees_the_clips_that_the_engine_saw(fleet: Fleet, clips: Path, kind: str) -> None:
     spec = spec_of(clips, kind, steps=2, algorithm={"name": "grpo", "prompts_per_step": 4, "group_size": 4})
     spec["trainer"]["warmup"]["steps"] = 2
+    del spec["optimizer"]["schedule"]  # which rises over more steps
     found = audit(fleet, run := fleet.succeed(fleet.submit(spec)))
     assert len(found.live) == 2
     assert max(item.log_prob_mismatch_mean for item in found.live) < 1e-3
