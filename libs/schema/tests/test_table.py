@@ -152,7 +152,7 @@ UNDO: dict[str, dict[str, Any]] = {
     "no `trainer.reference`": {"trainer.reference": OTHER_MODEL},
     "no `algorithm.options.top_k`": {"algorithm.options.top_k": 8},
     "no KL term": {"algorithm.options.kl_loss_coef": 0.1},
-    "no `trainer.warmup.steps`": {"trainer.warmup.steps": 2},
+    "no `trainer.warmup.steps` with no `algorithm.options.demonstrations_share`": {"trainer.warmup.steps": 2},
     "no `trainer.warmup.demonstrations` with `workflow: embodied`": {"trainer.warmup.demonstrations": "d"},
     "no `trainer.lora`": LORA,
     "no `data.heldout`": {"data.heldout": 4},

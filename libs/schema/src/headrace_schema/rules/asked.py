@@ -301,7 +301,10 @@ REFERENCE = key("trainer.reference")
 NO_REFERENCE = missing("trainer.reference", "give the teacher's path")
 NO_KL = when("no KL term", NAME, _idle_reference, "set algorithm.options.kl_loss_coef above 0")
 WARMUP = key("trainer.warmup.steps")
-NO_WARMUP = missing("trainer.warmup.steps", "set trainer.warmup.steps")
+NO_WARMUP = also(
+    missing("trainer.warmup.steps", "set trainer.warmup.steps"),
+    missing("algorithm.options.demonstrations_share", "set algorithm.options.demonstrations_share"),
+)
 DEMONSTRATIONS = key("trainer.warmup.demonstrations")
 COLLECTED = "a directory that `headrace demonstrations collect` writes"
 UNSHOWN = missing("trainer.warmup.demonstrations", f"give trainer.warmup.demonstrations, {COLLECTED}")

@@ -195,7 +195,7 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     f.ROLES: {key("environment.on_overflow"): ("a role has one branch", "remove it")},
     f.NO_ENVIRONMENT: {f.SIMULATORS: ("the run has no environment, and so no simulator", "remove it")},
     f.UNSHOWN_ROBOT: {f.WARMUP: "a robot policy imitates demonstrations, and there are none"},
-    f.NO_WARMUP: {f.DEMONSTRATIONS: "they are not imitated in 0 steps"},
+    f.NO_WARMUP: {f.DEMONSTRATIONS: "they are not imitated in 0 steps, nor drawn in updates"},
     f.STRICT: {f.INSTALL: "with algorithm.max_staleness: 0 no answer is in hand when a version is installed"},
     f.STALE: {
         f.SHARE: f"{_ONE_SIDE}, so nothing is generated while it learns",
