@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,18 +10,9 @@ from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("one_simulator")
 STEPS, BATCH = 2, 4
 SUITE = {"starts": 4}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def simulator(fleet: Fleet) -> Iterator[None]:
-    """The fleet that modules share has a simulator meanwhile."""
-    fleet.client.scale("simulator", 1)
-    fleet.ready("simulator-0")
-    yield
-    fleet.client.scale("simulator", 0)
-    wait_for(lambda: all(item.kind != "simulator" for item in fleet.client.instances()), "it to leave")
 
 
 def spec(kind: str, task: str, algorithm: str, **more: Any) -> dict[str, Any]:

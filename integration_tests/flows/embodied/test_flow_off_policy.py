@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from harness.fleet import Fleet
 from harness.ledger import audit
-from harness.waiting import wait_for
 from headrace_robots.trainer.replay.records import read_uses
 
+pytestmark = pytest.mark.usefixtures("one_simulator")
 STEPS, BATCH, LENGTH = 6, 4, 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def simulator(fleet: Fleet) -> Iterator[None]:
-    """The fleet that modules share has a simulator meanwhile."""
-    fleet.client.scale("simulator", 1)
-    fleet.ready("simulator-0")
-    yield
-    fleet.client.scale("simulator", 0)
-    wait_for(lambda: all(item.kind != "simulator" for item in fleet.client.instances()), "it to leave")
 
 
 def spec(**more: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,8 @@ from harness.processes import ROOT, clean_environment
 from harness.waiting import wait_for
 from headrace.client import HeadraceError
 
+pytestmark = pytest.mark.usefixtures("one_simulator")
 STEPS, LENGTH = 3, 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def simulator(fleet: Fleet) -> Iterator[None]:
-    """The fleet that modules share has a simulator meanwhile."""
-    fleet.client.scale("simulator", 1)
-    fleet.ready("simulator-0")
-    yield
-    fleet.client.scale("simulator", 0)
-    wait_for(lambda: all(item.kind != "simulator" for item in fleet.client.instances()), "it to leave")
 
 
 def spec(**environment: Any) -> dict[str, Any]:
