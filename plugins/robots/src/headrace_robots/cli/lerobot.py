@@ -69,7 +69,9 @@ def write_data_set(
     With `videos` the pictures of a camera are one H.264 file.
     """
     aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.partial")
-    tasks = list(dict.fromkeys(episode.task for episode in episodes))  # numbered as LeRobot does: as they come
+    tasks = list(
+        dict.fromkeys(episode.task for episode in episodes)
+    )  # numbered as LeRobot does: as they come
     try:
         for folder in ("data/chunk-000", "meta/episodes/chunk-000"):
             (aside / folder).mkdir(parents=True)

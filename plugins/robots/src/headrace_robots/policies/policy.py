@@ -16,6 +16,7 @@ from headrace_schema.sections.base import Count, Section
 from pydantic import Field
 from torch import Tensor, nn
 
+from headrace_robots.policies import gaussian
 from headrace_robots.policies.normalizer import Normalizer
 from headrace_robots.policies.scaling import ActionBounds
 
@@ -189,6 +190,27 @@ class RobotPolicy(nn.Module, ABC):
 
         For plans of memory: zeros.
         """
+
+
+def chunk_around(
+    mean_BCA: Tensor,
+    log_std: Tensor,
+    seeds: Sequence[int] | None,
+    scaling: Callable[[Tensor], Tensor],
+    values_B: Tensor,
+) -> ActionChunk:
+    """A chunk drawn from a Gaussian by the environments' seeds; None: its means."""
+    drawn_BCA = mean_BCA
+    if seeds is not None:
+        noise_BCA = gaussian.row_noise(seeds, tuple(log_std.shape), mean_BCA.device)
+        drawn_BCA = mean_BCA + log_std.exp() * noise_BCA
+    return ActionChunk(
+        sampled={ACTIONS: drawn_BCA},
+        executed_BCA=scaling(drawn_BCA),
+        valid_BC=torch.ones(drawn_BCA.shape[:2], dtype=torch.bool, device=drawn_BCA.device),
+        log_probs_BCA=gaussian.log_density(drawn_BCA, mean_BCA, log_std),
+        values_B=values_B,
+    )
 
 
 def at_level(values_BCA: Tensor, valid_BC: Tensor, level: Level) -> tuple[Tensor, Tensor]:

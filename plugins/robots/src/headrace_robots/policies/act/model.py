@@ -29,6 +29,7 @@ from headrace_robots.policies.policy import (
     PolicyShape,
     RobotPolicy,
     check_seeds,
+    chunk_around,
     image_of,
     seen_example,
     state_of,
@@ -122,17 +123,8 @@ class ActPolicy(RobotPolicy):
     ) -> ActionChunk:
         check_seeds(observation, seeds)
         mean_BCA, values_B = self._means(observation)
-        drawn_BCA, log_std = mean_BCA, self.log_std.float()
-        if not deterministic:
-            noise_BCA = gaussian.row_noise(seeds, tuple(log_std.shape), mean_BCA.device)
-            drawn_BCA = mean_BCA + log_std.exp() * noise_BCA
-        return ActionChunk(
-            sampled={ACTIONS: drawn_BCA},
-            executed_BCA=self.scaling(drawn_BCA),
-            valid_BC=torch.ones(drawn_BCA.shape[:2], dtype=torch.bool, device=drawn_BCA.device),
-            log_probs_BCA=gaussian.log_density(drawn_BCA, mean_BCA, log_std),
-            values_B=values_B,
-        )
+        drawing = None if deterministic else seeds
+        return chunk_around(mean_BCA, self.log_std.float(), drawing, self.scaling, values_B)
 
     @override
     def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:

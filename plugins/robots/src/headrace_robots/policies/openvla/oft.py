@@ -26,6 +26,7 @@ from headrace_robots.policies.policy import (
     Evaluation,
     Observation,
     check_seeds,
+    chunk_around,
     state_of,
 )
 from headrace_robots.policies.scaling import ActionScaling
@@ -56,7 +57,8 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
         hidden_BND = self.slots(observation)
         values_B = self.value_head(hidden_BND[:, 0])
         if self.config.head == "l1":
-            return self._around(hidden_BND, values_B, None if deterministic else seeds)
+            drawing = None if deterministic else seeds
+            return chunk_around(self.means(hidden_BND), self.log_std.float(), drawing, self.scaling, values_B)
         log_probs_BNK = self._log_probs(hidden_BND)
         ids_BN = self.tokens.draw(
             log_probs_BNK, None if deterministic else seeds, slice(0, hidden_BND.shape[1])
@@ -120,20 +122,6 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
         state_BS = self.proprio_scaling.drawn(state_BS).clamp(-1, 1).to(seen_BPD.dtype)
         state_B1D = self.proprio_projector(state_BS)[:, None]
         return torch.cat([seen_BPD, state_B1D], 1)
-
-    def _around(self, hidden_BND: Tensor, values_B: Tensor, seeds: Sequence[int] | None) -> ActionChunk:
-        mean_BCA, log_std = self.means(hidden_BND), self.log_std.float()
-        drawn_BCA = mean_BCA
-        if seeds is not None:
-            noise_BCA = gaussian.row_noise(seeds, tuple(log_std.shape), mean_BCA.device)
-            drawn_BCA = mean_BCA + log_std.exp() * noise_BCA
-        return ActionChunk(
-            sampled={ACTIONS: drawn_BCA},
-            executed_BCA=self.scaling(drawn_BCA),
-            valid_BC=torch.ones(drawn_BCA.shape[:2], dtype=torch.bool, device=drawn_BCA.device),
-            log_probs_BCA=gaussian.log_density(drawn_BCA, mean_BCA, log_std),
-            values_B=values_B,
-        )
 
 
 class DiffusionOftPolicy(OpenVlaOftPolicy):
