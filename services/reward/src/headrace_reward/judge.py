@@ -19,7 +19,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-import numpy as np
 from headrace_schema.references import Unread, resolved
 from headrace_servicekit.causes import cause_first, first_of, raised
 from headrace_servicekit.process.confine import explained
@@ -105,6 +104,8 @@ def answer_of(fields: Mapping[str, Any]) -> Answer:
     pictures = fields.get("pictures")
     if not pictures:
         return Answer(**fields)
+    import numpy as np  # whose threads a confined child, which may begin few, would not survive
+
     decoded = {
         camera: np.frombuffer(base64.b64decode(each["data"]), np.uint8).reshape(each["shape"])
         for camera, each in pictures.items()
