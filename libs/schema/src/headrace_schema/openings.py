@@ -154,11 +154,11 @@ class TrainerConfig(Opening):
         more["installed"] = spec.generates or spec.trainer.helpers > 0
         if spec.trains_robots and spec.has_given_answers:  # what a warm-up says of its demonstrations
             options = spec.data.options
-            told: dict[str, Any] = {
-                key: options[key] for key in ("cameras", "fps", "cache_mib") if key in options
+            told: dict[str, Any] = spec.trainer.warmup.model_dump() | {
+                "demonstrations": options.get("path", "")
             }
-            told["demonstrations"] = options.get("path", "")
-            more["trainer"] = spec.trainer.model_dump() | {"warmup": spec.trainer.warmup.model_dump() | told}
+            told |= {key: options[key] for key in ("cameras", "fps", "cache_mib") if key in options}
+            more["trainer"] = spec.trainer.model_dump() | {"warmup": told}
         return super().of(spec, played=spec.played, **more)
 
     def of_policy(self, name: str) -> TrainerConfig:
