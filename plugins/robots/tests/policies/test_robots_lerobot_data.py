@@ -81,7 +81,7 @@ def test_lerobot_reads_what_is_written_here(both):
 
 
 def test_statistics_are_lerobots(both):
-    """Of numbers and of pictures, of which it counts some pixels; its quantiles are read off histograms."""
+    """Of numbers and of pictures, whose squares it adds up in fp32; its quantiles are read off histograms."""
     told = json.loads((both[0] / "told.json").read_text())
     ours, theirs = told["ours"]["statistics"], told["theirs"]["statistics"]
     assert ours.keys() == theirs.keys()
@@ -89,7 +89,7 @@ def test_statistics_are_lerobots(both):
         assert ours[feature].keys() == kinds.keys(), feature
         for kind, wanted in kinds.items():
             spread = np.array(kinds["max"]) - np.array(kinds["min"])
-            near = 1e-3 if "images" in feature else 1e-4
+            near = 3e-4 if "images" in feature else 1e-4
             loose = 0.15 * spread.max() if kind.startswith("q") else near * max(1.0, spread.max())
             np.testing.assert_allclose(ours[feature][kind], wanted, atol=loose, err_msg=f"{feature} {kind}")
 
