@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import socket
+import struct
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
-from headrace_containers.network.channels import MOST, WINDOW, Channels, joined
+from headrace_containers.docker import relay
+from headrace_containers.docker.engine import OWNER, UNTIL
+from headrace_containers.docker.options import DockerOptions
+from headrace_containers.docker.relay import Relay
+from headrace_containers.network.channels import MOST, READY, WINDOW, Channels, joined
 from headrace_containers.network.gate import Gate
 from headrace_containers.provider import ENDPOINT_PORT, PROXY_PORT, BadSpec, Network
 from headrace_servicekit.contained.proxy import host_and_port
@@ -161,3 +167,44 @@ async def test_an_end_that_breaks_the_protocol_ends_its_connections():
     given.feed_data(b"\0\0\0\1\1\xff\xff\xff\xff")
     async with asyncio.timeout(30):
         await serving
+
+
+class Engine:
+    """As much of a Docker engine as starts relays; each answers over one end of a pair of sockets."""
+
+    options = DockerOptions()
+
+    def __init__(self):
+        self.api, self._far = self, []
+
+    def asked(self, what):
+        return nullcontext()
+
+    def named(self, image, key):
+        return {"Id": image}
+
+    def create_host_config(self, **host):
+        return host
+
+    def create_container(self, image, **given):
+        return {"Id": "relay"}
+
+    def attach_socket(self, id, params):
+        near, far = socket.socketpair()
+        self._far.append(far)
+        return near
+
+    def start(self, id):
+        frame = struct.pack(">IBI", 0, READY, 0)
+        self._far[-1].sendall(struct.pack(">BxxxI", 1, len(frame)) + frame)
+
+    def remove_container(self, id, **how):
+        pass
+
+
+def test_relays_that_begin_as_others_end_are_all_read(monkeypatch):
+    # A socket that is closed under its event loop leaves its number there, and the next socket of that number is deaf.
+    monkeypatch.setattr(relay, "_READY_S", 5.0)
+    engine = Engine()
+    for _ in range(200):
+        Relay(engine, engine, "container", {OWNER: "", UNTIL: ""}).close()

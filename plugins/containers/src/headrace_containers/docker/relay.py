@@ -89,7 +89,9 @@ class Relay:
             self._engine.api.remove_container(self._id, force=True, v=True)
 
     async def _open(self) -> None:
-        given = self._stream.socket
+        # The loop closes its own descriptor. Were `close` to do so from another thread, the loop would still know the
+        # number when the next relay's socket gets it, and never read that one.
+        given = self._stream.socket.dup()
         given.setblocking(False)
         raw, writer = await asyncio.open_connection(sock=given)
         reader = asyncio.StreamReader(limit=1 << 20)
