@@ -13,7 +13,7 @@ import pytest
 from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.specs import small_spec
-from headrace.client import HeadraceError
+from headrace.client import HeadraceError, Run
 
 pytestmark = [
     pytest.mark.nightly,  # Each crossing that failed once has a test of its own.
@@ -86,9 +86,107 @@ OF_SAMPLED: dict[str, tuple[Any, ...]] = {
 }
 
 
+# What acts: an algorithm, the head that it needs, and options that only it has.
+ACTING: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
+    "ppo": ("gaussian", {"epochs": (2,), "minibatch_size": (8,), "target_kl": (0.01,)}),
+    "grpo": ("gaussian", {}),
+    "sac": ("squashed", {"temperature": (0.1,), "target_entropy": (-2.0,), "critics": (3,)}),
+    "rlpd": ("squashed", {"demonstrations_share": (0.0,), "critics": (3,)}),
+    "crossq": ("squashed", {"norm_warmup": (10,)}),
+    "td3_bc": ("deterministic", {"bc_alpha": (None,), "target_noise": (0.1,)}),
+    "iql": ("gaussian", {"expectile": (0.9,)}),
+    "recap": ("gaussian", {"better_share": (0.5,), "dropped_share": (0.0,)}),
+    "success_cloning": ("squashed", {"weigh": ("return",), "inverse_temperature": (0.5,)}),
+}
+REPLAYED: dict[str, tuple[Any, ...]] = {
+    "draws": ("prioritised", "recent"),
+    "capacity": (96,),
+    "updates_per_action": (2.0, 0.1),
+    "learning_starts": (0, 40),
+    "reward_scale": (0.1,),
+}
+EMBODIED: dict[str, tuple[Any, ...]] = {
+    "model__policy__activation": ("relu",),
+    "model__policy__normalizer": (None,),
+    "environment__horizon": (4,),
+    "environment__vectorized": (True,),
+    "environment__processes": (2,),
+    "environment__alternating": (2,),
+    "environment__count": (2, 3),
+    "environment__max_episode_steps": (5, 16),
+    "environment__stop_on_success": (False,),
+    "environment__videos": ({"every": 1},),
+    "environment__variants": ({"heavy": {"g": 12.0}, "light": {"g": 8.0}},),
+    "algorithm__group_size": (2,),
+    "algorithm__max_staleness": (1, 2),
+    "optimizer__name": ("adamw_8bit", "muon"),
+    "optimizer__grad_clip": (0.1,),
+    "trainer__ranks": (2,),
+    "trainer__micro_batch_tokens": (8,),
+    "trainer__backend_options": ({"shard": "weights"}, {"compile": True}),
+    "rollout__instances": (2,),
+    "weights__transports": (["grpc"], ["delta", "grpc"]),
+    "weights__publish": ("ranks",),
+    "placement__mode": ("disaggregated", "hybrid", "auto"),
+    "placement__flow": ("pipelined", "sequential"),
+    "checkpoint__interval_steps": (0, 2),
+    "evaluation__every": (1, 2),
+    "deterministic": (True,),
+    "data__heldout": (0, 3),
+    "limits__in_flight_bytes": (4096,),
+}
+
+
+def acting(seed: int) -> tuple[dict[str, Any], set[str]]:
+    """A spec of a robot policy, and the keys that a refusal may name."""
+    drawn = random.Random(seed)
+    algorithm = drawn.choice(sorted(ACTING))
+    head, own = ACTING[algorithm]
+    replays = algorithm not in ("ppo", "grpo")
+    own = own | (REPLAYED if replays else {})
+    options = {
+        key: drawn.choice(own[key]) for key in drawn.sample(sorted(own), min(len(own), drawn.randint(0, 2)))
+    }
+    if replays:
+        options |= {"batch_size": 16}
+    if algorithm in ("sac", "rlpd", "crossq", "td3_bc", "iql"):
+        options |= {"critic_hidden": [8]}
+    spec: dict[str, Any] = {
+        "name": f"acts-{seed}",
+        "workflow": "embodied",
+        "steps": 4,
+        "export": True,
+        "model": {
+            "policy": {"kind": "mlp", "head": head, "hidden": [8], "conditioned": algorithm == "recap"}
+        },
+        "environment": {"tasks": ["Pendulum-v1"], "count": 4, "max_episode_steps": 8},
+        "data": {"heldout": 2, "options": {"starts": 64}},
+        "algorithm": {
+            "name": algorithm,
+            "group_size": 2 if algorithm == "grpo" else 1,
+            "prompts_per_step": 4,
+            "options": options,
+        },
+        "checkpoint": {"interval_steps": 2},
+    }
+    keys = drawn.sample(sorted(EMBODIED), drawn.randint(2, 5))
+    for key in keys:
+        *sections, last = key.split("__")
+        section = spec
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[last] = drawn.choice(EMBODIED[key])
+    if spec["algorithm"].get("max_staleness"):
+        spec.setdefault("placement", {}).setdefault("mode", "disaggregated")
+    told = {key.replace("__", ".") for key in keys} | {f"algorithm.options.{key}" for key in options}
+    return spec, told | {"algorithm.name", "workflow"}
+
+
 @pytest.fixture(scope="module")
 def two_of_each(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with Fleet(tmp_path_factory.mktemp("crossed") / "data", "--rollout", "2", "--trainer", "2") as fleet:
+    with Fleet(
+        tmp_path_factory.mktemp("crossed") / "data", "--rollout", "2", "--trainer", "2", "--simulator", "2"
+    ) as fleet:
         yield fleet
 
 
@@ -125,20 +223,33 @@ def crossed(seed: int, model: Path, folder: Path) -> tuple[dict[str, Any], set[s
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_crossing_is_refused_by_its_keys_or_ends(two_of_each, tiny_model, tmp_path, seed):
-    spec, keys = crossed(seed, tiny_model, tmp_path)
+    ended = made(two_of_each, seed, *crossed(seed, tiny_model, tmp_path), ("trainer", "rollout"))
+    assert ended is None or (Path(ended.export_path) / "config.json").is_file()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_crossing_of_a_robot_policy_is_refused_by_its_keys_or_ends(two_of_each, seed):
+    ended = made(two_of_each, seed, *acting(seed), ("trainer", "rollout", "simulator"))
+    assert ended is None or any(Path(ended.export_path).iterdir())
+
+
+def made(
+    fleet: Fleet, seed: int, spec: dict[str, Any], keys: set[str], struck: tuple[str, ...]
+) -> Run | None:
+    """The run once it has ended, with a kill where the seed says so; None where one of `keys` refused it."""
     try:
-        run = two_of_each.submit(spec)
+        run = fleet.submit(spec)
     except HeadraceError as error:
         named = [problem.key for problem in error.problems]
         assert named and all(problem.fix for problem in error.problems), f"{spec}\n{error}"
         assert any(one.startswith(key) or key.startswith(one) for one in named for key in keys), (
             f"{named} of {keys}: {error.problems}"
         )
-        return
+        return None
     if strikes := seed % 3 == 0:
-        two_of_each.reach(run, 1)
-        two_of_each.kill(f"{random.Random(seed).choice(('trainer', 'rollout'))}-0")
-    ended = two_of_each.succeed(run)
-    audit(two_of_each, ended)
+        fleet.reach(run, 1)
+        fleet.kill(f"{random.Random(seed).choice(struck)}-0")
+    ended = fleet.succeed(run)
+    audit(fleet, ended)
     assert strikes or not ended.recoveries, "nothing was killed"
-    assert (Path(ended.export_path) / "config.json").is_file()
+    return ended

@@ -33,7 +33,7 @@ from headrace_containers.provider import (
 )
 
 _WRITE_S, _KILLED = 300.0, 137
-_LOOKS, _LOOK_S = 10, 0.1
+_LOOKS, _LOOK_S = 100, 0.1
 _PROXY = f"http://127.0.0.1:{PROXY_PORT}"
 _PROXIED = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), _PROXY)
 _PROXIED |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
@@ -183,10 +183,13 @@ class DockerContainer(Container):
             return False
 
     def _is_ending(self) -> bool:
-        """Whether it has ended, or does within a moment: the engine says so after its processes are dead."""
+        """Whether it has ended, or does within a moment: a busy engine says so seconds after its processes are dead."""
         for _ in range(_LOOKS):
             if not self.is_alive():
                 return True
+            with suppress(BadSpec, ContainerLost):
+                if self._execs.run(["/bin/sh", "-c", ":"], b"", "/", {}, "", 30.0, 100, None).exit_code == 0:
+                    return False
             time.sleep(_LOOK_S)
         return False
 
