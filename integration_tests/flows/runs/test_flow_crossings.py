@@ -91,7 +91,7 @@ ACTING: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
     "ppo": ("gaussian", {"epochs": (2,), "minibatch_size": (8,), "target_kl": (0.01,)}),
     "grpo": ("gaussian", {}),
     "sac": ("squashed", {"temperature": (0.1,), "target_entropy": (-2.0,), "critics": (3,)}),
-    "rlpd": ("squashed", {"demonstrations_share": (0.0,), "critics": (3,)}),
+    "rlpd": ("squashed", {"critics": (3,)}),
     "crossq": ("squashed", {"norm_warmup": (10,)}),
     "td3_bc": ("deterministic", {"bc_alpha": (None,), "target_noise": (0.1,)}),
     "iql": ("gaussian", {"expectile": (0.9,)}),
@@ -115,7 +115,6 @@ EMBODIED: dict[str, tuple[Any, ...]] = {
     "environment__count": (2, 3),
     "environment__max_episode_steps": (5, 16),
     "environment__stop_on_success": (False,),
-    "environment__videos": ({"every": 1},),
     "environment__variants": ({"heavy": {"g": 12.0}, "light": {"g": 8.0}},),
     "algorithm__group_size": (2,),
     "algorithm__max_staleness": (1, 2),
@@ -151,6 +150,8 @@ def acting(seed: int) -> tuple[dict[str, Any], set[str]]:
         options |= {"batch_size": 16}
     if algorithm in ("sac", "rlpd", "crossq", "td3_bc", "iql"):
         options |= {"critic_hidden": [8]}
+    if algorithm == "rlpd":
+        options["demonstrations_share"] = 0.0
     spec: dict[str, Any] = {
         "name": f"acts-{seed}",
         "workflow": "embodied",
@@ -178,6 +179,7 @@ def acting(seed: int) -> tuple[dict[str, Any], set[str]]:
         section[last] = drawn.choice(EMBODIED[key])
     if spec["algorithm"].get("max_staleness"):
         spec.setdefault("placement", {}).setdefault("mode", "disaggregated")
+        keys.append("placement__mode")
     told = {key.replace("__", ".") for key in keys} | {f"algorithm.options.{key}" for key in options}
     return spec, told | {"algorithm.name", "workflow"}
 
