@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.fleet import Fleet
+from harness.fleet import RUN_S, Fleet
 from harness.ledger import audit
 from harness.specs import small_spec
+from harness.waiting import wait_for
 from headrace.client import HeadraceError, Run
 
 pytestmark = [
@@ -248,10 +249,19 @@ def made(
             f"{named} of {keys}: {error.problems}"
         )
         return None
+    began = wait_for(lambda: begun(fleet, run), f"{run.id} to make a step", RUN_S)
+    if began.state == "FAILED" and not began.step:  # refused by a worker that opened it
+        assert any(began.reason.startswith(f"OpenRun: {key}:") for key in keys), f"{began.reason}\nof {keys}"
+        return None
     if strikes := seed % 3 == 0:
-        fleet.reach(run, 1)
         fleet.kill(f"{random.Random(seed).choice(struck)}-0")
     ended = fleet.succeed(run)
     audit(fleet, ended)
     assert strikes or not ended.recoveries, "nothing was killed"
     return ended
+
+
+def begun(fleet: Fleet, run: Run) -> Run | None:
+    """The run once it has committed a step, or has ended."""
+    now = fleet.client.get(run.id)
+    return now if now.step or now.ended else None
