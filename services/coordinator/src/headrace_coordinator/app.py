@@ -21,7 +21,7 @@ from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.reading.past import Past
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.reading.suites import SuiteEvaluations
-from headrace_coordinator.api.recordings import Demonstrations, Recordings, Videos
+from headrace_coordinator.api.recordings import Recordings, Videos
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.api.submission.submissions import Submissions
 from headrace_coordinator.aside import READING
@@ -70,7 +70,6 @@ class Coordinator:
         self.past = Past(event_log, self.reads)
         self.suites = SuiteEvaluations(event_log, self.reads)
         self.videos = Videos(self.reads)
-        self.demonstrations = Demonstrations(self.reads)
         keys = Keys(event_log)
         self.tokens, self.quotas = Tokens(event_log), Quotas(event_log, data_dir / "runs")
         self.submissions = Submissions(
