@@ -299,18 +299,6 @@ class RunContext:
         """Tells the run's user; as of trouble, unless it is `plain`."""
         self.workers.note(text, plain=plain)
 
-    def distribution(self, temperature: float) -> common.SamplingDistribution:
-        """The spec's sampling distribution at `temperature` (0: greedy)."""
-        sampling = self.spec.sampling
-        return common.SamplingDistribution(
-            temperature=temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            log_prob_kind=common.LOG_PROB_KIND_PROCESSED,
-        )
-
     async def lost(self, worker: WorkerClient, why: str) -> None:
         """A call failed: waits a little to learn whether the instance is gone."""
         alive = await self.fleet.fate(worker.incarnation)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.sections.running import FromCheckpointSection
 from headrace_schema.stores import is_remote
@@ -150,7 +149,7 @@ async def _record_commit(context: RunContext, state: trainer.GetStepStateRespons
         base=base.number,
         number=number,
     )
-    published = Published(state.version, common.WeightManifest(), common.WeightSource())
+    published = Published(state.version)
     generation = Generation(context, published, StepTimer(context.event_log.monotonic))
     await Step(generation).record(opened, state.commit)
 

@@ -30,7 +30,7 @@ from headrace_coordinator.run.evaluation.evaluate import Answers, Questions, Too
 from headrace_coordinator.run.evaluation.suite_figures import result_of
 from headrace_coordinator.run.leaving import Outcome
 from headrace_coordinator.run.loop import RunLoop
-from headrace_coordinator.run.modality import Sampling
+from headrace_coordinator.run.modality import Sampling, distribution_of
 from headrace_coordinator.run.step.step import RunFailed
 from headrace_coordinator.run.step.trajectories import read_of, said, sampled, told
 from headrace_coordinator.run.step.videos import episode_of
@@ -101,9 +101,7 @@ class SuiteLoop(RunLoop):
         await context.staffing.staff_rollouts()
         self._published = Published(
             common.PolicyVersion(number=VERSION, digest=evaluation.digest),
-            common.WeightManifest(),
-            common.WeightSource(),
-            rollout.PolicyFiles(checkpoint=evaluation.checkpoint_directory, policy=evaluation.policy),
+            files=rollout.PolicyFiles(checkpoint=evaluation.checkpoint_directory, policy=evaluation.policy),
         )
         if context.state.state in (run_states.PLANNING, run_states.RECOVERING):
             self._move(run_states.RUNNING, "evaluating")
@@ -205,14 +203,7 @@ class SuiteLoop(RunLoop):
         return Sampling(
             policy_number=VERSION,
             seed=asked.seed,
-            distribution=common.SamplingDistribution(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                repetition_penalty=sampling.repetition_penalty,
-                log_prob_kind=common.LOG_PROB_KIND_PROCESSED,
-            ),
+            distribution=distribution_of(sampling, sampling.temperature),
             max_new_tokens=sampling.max_new_tokens,
             stop=sampling.stop,
             greedy=not sampling.temperature,

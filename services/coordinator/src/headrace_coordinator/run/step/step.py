@@ -78,7 +78,7 @@ class Attempt:
             await gather_all(self._generate(), helping.run(), self._sharing.run(), borrowing.run())
             began = self._clock()
             await self._switch_to_trainers()
-            tail.switched(self._clock() - began)
+            tail.switched.add(self._clock() - began)
             await self._begin()
         tail.end(moved=helping.moved or borrowing.moved)
         await helping.contribute()
