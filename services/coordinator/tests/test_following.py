@@ -30,7 +30,7 @@ def end(state, run, how, at=9.0, path=""):
 
 
 def settle(state):
-    for events in [*settled_followers(state, 10.0)]:
+    for events in [*settled_followers(state)]:
         for event in events:
             state.apply(event)
 

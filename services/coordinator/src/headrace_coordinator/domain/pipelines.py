@@ -14,14 +14,14 @@ EXPORT = "export"
 """Directory of a run's exported model, below the run's own."""
 
 
-def settled_followers(state: State, now: float) -> Iterator[list[ev.Event]]:
+def settled_followers(state: State) -> Iterator[list[ev.Event]]:
     """The events of each run that waits for one that has ended, those of the longest wait first."""
     for run in sorted(state.active_runs(), key=lambda run: (run.created_at, run.id)):
-        if run.awaited and (events := _settled(state, run, now)):
+        if run.awaited and (events := _settled(state, run)):
             yield events
 
 
-def _settled(state: State, run: RunState, now: float) -> list[ev.Event]:
+def _settled(state: State, run: RunState) -> list[ev.Event]:
     name = run.awaited
     live, ended = state.runs.get(name), state.ended.get(name)
     before = live.state if live is not None else ended.state if ended is not None else ""
@@ -30,13 +30,11 @@ def _settled(state: State, run: RunState, now: float) -> list[ev.Event]:
     if before == run_states.SUCCEEDED:
         # Runs lie beside each other; what is archived is not in memory.
         path = live.export_path if live is not None else str(Path(run.directory).parent / name / EXPORT)
-        return [ev.RunFollowed(at=now, run=run.id, origin=name, path=path)]
+        return [ev.RunFollowed(run=run.id, origin=name, path=path)]
     why = f"is {before}" if before else "was deleted"
     if live is not None and before == run_states.FAILED:
         why += f" ({live.reason})"
-    return runs.plan_move(
-        run, run_states.CANCELLED, f"run {name}, with whose export it would begin, {why}", now
-    )
+    return runs.plan_move(run, run_states.CANCELLED, f"run {name}, with whose export it would begin, {why}")
 
 
 def pipeline(state: State, run: str, follows: Sequence[str]) -> list[str]:

@@ -179,7 +179,6 @@ class RunContext:
         ledger = self.state.ledger
         await self.event_log.commit(
             ev.StepAborted(
-                at=self.event_log.now(),
                 run=self.run_id,
                 step=ledger.step,
                 attempt=ledger.attempt,

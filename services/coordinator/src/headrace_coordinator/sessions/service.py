@@ -240,8 +240,7 @@ class SessionService:
     async def _resume(self, run: RunState) -> None:
         """A session that has paused because nobody called goes on; one that its user paused does not."""
         if run.intent == run_states.PAUSE and run.state == run_states.PAUSED and run.reason.startswith(IDLE):
-            now = self._event_log.now()
-            await self._event_log.commit(*runs.plan_intent(run, run_states.RUN, "system", "called", now))
+            await self._event_log.commit(*runs.plan_intent(run, run_states.RUN, "system", "called"))
 
     def _waits_for(self, session: str, kind: str, name: str) -> Any:
         run = self._event_log.state.runs[session]

@@ -286,7 +286,7 @@ class Calls:
             return Failure(category="user", message=str(unknown), key="checkpoint")
         await self._drop("LOADED")
         number, log = run.lineage.last_number + 1, context.event_log
-        await log.commit(ev.NumberBurnt(at=log.now(), run=run.id, number=number))
+        await log.commit(ev.NumberBurnt(run=run.id, number=number))
         source = "" if directory == own else str(directory)
         leader, before = context.workers.leader, run.lineage.head
         try:

@@ -126,23 +126,20 @@ class AskedStep(Step):
     def _account(self, opened: ev.StepOpened) -> None:
         """The ledger gets the step's slots, all of them at once."""
         ledger, log, run = self._ledger, self._event_log, self._context.run_id
-        now, made = log.now(), self.gradients
+        made = self.gradients
         if (more := len(made) - 1 - ledger.refilled) > 0:
-            log.post(ev.StepRefilled(at=now, run=run, step=opened.step, groups=more))
+            log.post(ev.StepRefilled(run=run, step=opened.step, groups=more))
         slots = [(each.prompt, 0, each.attempt) for each in made]
         prompts = [each.prompt for each in made]
         if ledger.unsettled():
             log.post(
-                ev.SlotsAssigned(at=now, run=run, slots=[(*slot, LOOP) for slot in slots]),
+                ev.SlotsAssigned(run=run, slots=[(*slot, LOOP) for slot in slots]),
                 ev.SlotsFinished(
-                    at=now,
                     run=run,
                     slots=[(*slot, each.digest, each.tokens) for slot, each in zip(slots, made, strict=True)],
                 ),
-                ev.GroupsSettled(at=now, run=run, groups=[(prompt, [0.0]) for prompt in prompts]),
-                ev.GroupsAccumulated(
-                    at=now, run=run, step=opened.step, attempt=opened.attempt, prompts=prompts
-                ),
+                ev.GroupsSettled(run=run, groups=[(prompt, [0.0]) for prompt in prompts]),
+                ev.GroupsAccumulated(run=run, step=opened.step, attempt=opened.attempt, prompts=prompts),
             )
 
     @override

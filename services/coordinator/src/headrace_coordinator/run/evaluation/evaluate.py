@@ -235,7 +235,7 @@ async def evaluate_if_due(context: RunContext, published: Published, timer: Step
             context.without_figure.add((kind, published.version.number))
             continue
         log, figures = context.event_log, view.model_dump(mode="json")
-        await log.commit(ev.Evaluated(at=log.now(), run=context.run_id, view=figures))
+        await log.commit(ev.Evaluated(run=context.run_id, view=figures))
         context.projection.evaluation(view)
         context.keep_time("evaluation", ordinal, timer)
 

@@ -74,9 +74,7 @@ class SuiteLoop(RunLoop):
             self._check_answered()
             self._steps += 1
         result = result_of(self._asked, self._suite, self._answers, self._items).model_dump(mode="json")
-        await self._event_log.commit(
-            ev.SuiteEvaluated(at=self._event_log.now(), run=self.context.run_id, result=result)
-        )
+        await self._event_log.commit(ev.SuiteEvaluated(run=self.context.run_id, result=result))
         unanswered = f", {result['unanswered']} not answered" if result["unanswered"] else ""
         return Outcome(
             run_states.SUCCEEDED, f"{result['answers']} answers to {len(self._items)} items{unanswered}"
@@ -142,7 +140,6 @@ class SuiteLoop(RunLoop):
         assert self._published is not None
         await self._event_log.commit(
             ev.EvaluationProgressed(
-                at=self._event_log.now(),
                 run=self.context.run_id,
                 answers=len(self._answers),
                 digest=self._published.version.digest,
