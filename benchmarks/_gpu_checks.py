@@ -295,9 +295,9 @@ def _refused_twice() -> bool:
     from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, LeaseTable, plan_grant
 
     table = LeaseTable()
-    table.apply(plan_grant(table, [LeaseRequest("a", "r", "generate", ("GPU-1/gpu:0",), "one")], 0.0)[0])
+    table.apply(plan_grant(table, [LeaseRequest("a", "r", "generate", ("GPU-1/gpu:0",), "one")])[0])
     try:
-        plan_grant(table, [LeaseRequest("b", "s", "learn", ("GPU-1/gpu:0",), "two")], 0.0)
+        plan_grant(table, [LeaseRequest("b", "s", "learn", ("GPU-1/gpu:0",), "two")])
     except Blocked:
         return True
     return False

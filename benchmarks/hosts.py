@@ -32,7 +32,7 @@ import yaml
 from _harness import emit, machine, say
 from headrace.common.v1 import common_pb2
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.run.workers.weight_paths import sources_of
+from headrace_coordinator.run.devices.leasing import sources_of
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "integration_tests"))

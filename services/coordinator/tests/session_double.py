@@ -76,7 +76,7 @@ class Run:
 
 
 class Sessions:
-    """`headrace_coordinator.sessions.interface.Sessions` without devices; `asked` are the requests for samples."""
+    """`headrace_coordinator.sessions.service.SessionService` without devices; `asked` are the requests for samples."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}

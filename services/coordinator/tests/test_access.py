@@ -4,18 +4,11 @@ import asyncio
 import time
 
 import pytest
-from access_parts import OWN, PEOPLE, people_of, submitted
+from access_parts import OWN, PEOPLE, submitted
 from headrace_coordinator.access.table import TABLE, Rule
 from headrace_coordinator.access.tokens import digest_of
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import restore, snapshot
-
-
-@pytest.fixture
-async def people(served):
-    """Clients of people with tokens."""
-    async with people_of(served) as found:
-        yield found
 
 
 def operations(app):

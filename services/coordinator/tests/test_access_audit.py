@@ -4,18 +4,10 @@ import json
 import logging
 import stat
 
-import pytest
-from access_parts import OWN, people_of, submitted
+from access_parts import OWN, submitted
 from headrace_coordinator.access import audit as module
 from headrace_coordinator.access.audit import Audit
 from headrace_coordinator.domain.access import NOBODY, SYSTEM
-
-
-@pytest.fixture
-async def people(served):
-    """Clients of people with tokens."""
-    async with people_of(served) as found:
-        yield found
 
 
 def entries(served) -> list[dict]:

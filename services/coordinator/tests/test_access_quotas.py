@@ -2,20 +2,13 @@
 
 import admission_parts as parts
 import pytest
-from access_parts import people_of, submitted
+from access_parts import submitted
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import quotas
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.domain.state import State, restore, snapshot
 
 DAY, HOUR = 86400.0, 3600.0
-
-
-@pytest.fixture
-async def people(served):
-    """Clients of people with tokens."""
-    async with people_of(served) as found:
-        yield found
 
 
 def submit(state: State, run: str, owner: str, team: str = "", at: float = 0.0, **scheduling):

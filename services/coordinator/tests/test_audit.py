@@ -36,7 +36,7 @@ from ledger_parts import certificate, committed, opened, restored, run_state
 def test_terminal_states_are_final():
     for state in run_states.TERMINAL:
         with pytest.raises(run_states.IllegalTransition, match=f"run r is {state}"):
-            runs.plan_move(run_state(state=state), run_states.PLANNING, "", 0.0)
+            runs.plan_move(run_state(state=state), run_states.PLANNING, "")
 
 
 def test_every_state_can_fail_or_be_cancelled_until_it_is_terminal():

@@ -2,7 +2,8 @@
 
 import pytest
 from admission_parts import fleet, submit
-from headrace_coordinator.autoscaler import SETTLE_S, Autoscaler, Bounds, ScaleRefused, parse_bounds
+from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.autoscaler import SETTLE_S, Autoscaler, Bounds, parse_bounds
 
 COOLDOWN_S = 300.0
 
@@ -28,7 +29,7 @@ def scaler(log, refusal=""):
     async def scale(kind, count):
         asked.append((kind, count))
         if refusal:
-            raise ScaleRefused(refusal)
+            raise Refused("INVALID", refusal)
 
     return Autoscaler(log, scale, {"rollout": Bounds(1, 3)}, COOLDOWN_S), asked
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import datasets
 import numpy as np
 import pytest
+from data_parts import items_of, refusal
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.sources import open_source
 from headrace_coordinator.projections.thumbnails import thumbnails
@@ -36,25 +37,10 @@ NAMED = {"images": "image", "videos": "video", "audios": "audio"}
 
 
 @pytest.fixture
-def lines(tmp_path):
+def lines(tmp_path, lines):
     for name, data in FILES.items():
         (tmp_path / name).write_bytes(data)
-
-    def write(*rows):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / "rows.jsonl")
-
-    return write
-
-
-def items_of(path, **options):
-    return list(open_source("jsonl", {"path": path, **options}).items())
-
-
-def refusal(path, **options):
-    with pytest.raises(Impossible) as caught:
-        items_of(path, **options)
-    return str(caught.value)
+    return lines
 
 
 def prompted(path, template="{question}", **named):
@@ -67,20 +53,22 @@ def prompted(path, template="{question}", **named):
 
 def test_files_of_all_kinds_stand_where_their_marks_are(lines):
     row = {"image": "a.png", "video": ["a.mp4", "b.mp4"], "audio": "a.flac", "answer": "1"}
-    (plain,) = items_of(lines({**row, "question": "which?"}), **NAMED)
+    (plain,) = items_of("jsonl", path=lines({**row, "question": "which?"}), **NAMED)
     assert plain.images == (STILL, VIDEO, OTHER, SOUND) and plain.metadata == {"answer": "1"}
     dataset, content = prompted(lines({**row, "question": "which?"}))
     assert content.chat[0]["content"] == "<image><video><video><audio>which?"
     assert dataset.images == ("audio", "image", "video")
     asked = {**row, "question": "<audio> or <video> and <image>, <video>?"}
-    (marked,) = items_of(lines(asked), **NAMED)
+    (marked,) = items_of("jsonl", path=lines(asked), **NAMED)
     assert marked.images == (SOUND, VIDEO, STILL, OTHER)
     _, content = prompted(lines({**row, "question": "?"}), "<video><audio>{question}<image><video>")
     assert content.images == (VIDEO, SOUND, STILL, OTHER)
 
 
 def test_a_mark_of_a_kind_that_an_item_has_not_is_text(lines):
-    (item,) = items_of(lines({"video": "a.mp4", "question": "<image> in <video>"}), videos="video")
+    (item,) = items_of(
+        "jsonl", path=lines({"video": "a.mp4", "question": "<image> in <video>"}), videos="video"
+    )
     assert item.images == (VIDEO,) and item.marks == ["video"]
 
 
@@ -90,7 +78,7 @@ def test_forms_of_others_and_parts_of_messages_have_them(lines):
         "videos": [{"video": "a.mp4", "fps": 2}],
         "reward_model": {"ground_truth": "2"},
     }
-    (item,) = items_of(lines(verl), form="verl")
+    (item,) = items_of("jsonl", path=lines(verl), form="verl")
     assert (item.question, item.images) == ("<video>which?", (VIDEO,))
     parts = [
         {"type": "video", "video": "b.mp4"},
@@ -98,7 +86,7 @@ def test_forms_of_others_and_parts_of_messages_have_them(lines):
         {"type": "input_audio", "input_audio": {"path": "a.flac"}},
     ]
     row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "yes"}]}
-    (item,) = items_of(lines(row), form="openai")
+    (item,) = items_of("jsonl", path=lines(row), form="openai")
     assert (item.question, item.images) == ("<video> and <audio>", (OTHER, SOUND))
 
 
@@ -133,7 +121,7 @@ def test_columns_of_datasets_are_read_as_their_files(tmp_path):
 def test_a_wrong_file_is_refused_with_its_line(lines, tmp_path, row, words):
     (tmp_path / "cut.mp4").write_bytes(VIDEO[: len(VIDEO) // 2])
     none = {"image": None, "video": None, "audio": None, "question": "?"}
-    found = refusal(lines(none, {**none, **row}), **NAMED)
+    found = refusal("jsonl", path=lines(none, {**none, **row}), **NAMED)
     assert words in found and "line 2 of" in found
 
 

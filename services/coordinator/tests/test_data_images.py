@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_parts import items_of, refusal
 from headrace.rollout.v1 import rollout_pb2
 from headrace_coordinator.data.builtin.pictures import image_of
 from headrace_coordinator.data.builtin.values import BadRow
@@ -41,25 +42,6 @@ def transparent():
 
 def encoded(data):
     return base64.b64encode(data).decode()
-
-
-@pytest.fixture
-def lines(tmp_path):
-    def write(*rows):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / "rows.jsonl")
-
-    return write
-
-
-def items_of(name, /, **options):
-    return list(open_source(name, options).items())
-
-
-def refusal(name, /, **options):
-    with pytest.raises(Impossible) as caught:
-        items_of(name, **options)
-    return str(caught.value)
 
 
 def opened(path, template="{question}", **prompt):

@@ -6,10 +6,10 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_parts import items_of, refusal
 from headrace_coordinator.data.contract import check_source
 from headrace_coordinator.data.dataset import open_dataset
 from headrace_coordinator.data.sources import open_source
-from headrace_schema.problems import Impossible
 from headrace_schema.progress import counting
 from headrace_schema.spec import RunSpec
 
@@ -18,16 +18,6 @@ GPQA = {
     "Correct Answer": "neon ",
     **{f"Incorrect Answer {number}": name for number, name in enumerate(("iron", "oxygen", "sodium"), 1)},
 }
-
-
-def items_of(name, /, **options):
-    return list(open_source(name, options).items())
-
-
-def refusal(name, /, **options) -> str:
-    with pytest.raises(Impossible) as caught:
-        items_of(name, **options)
-    return str(caught.value)
 
 
 async def test_reading_says_how_many_rows_it_has_read(lines):
@@ -42,18 +32,6 @@ async def test_reading_says_how_many_rows_it_has_read(lines):
     with counting() as far:
         await open_dataset(spec)
         assert far.read() == (30, 0, "rows", "")
-
-
-@pytest.fixture
-def lines(tmp_path):
-    """Writes rows as JSON lines; returns the path."""
-
-    def write(*rows, name="rows.jsonl"):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
-
-    return write
 
 
 @pytest.mark.parametrize(

@@ -6,30 +6,20 @@ from importlib.metadata import EntryPoint, EntryPoints
 from types import SimpleNamespace
 
 import pytest
+from data_parts import items_of, refusal
 from headrace_coordinator.data import SOURCES, DataItem, DataSource
 from headrace_coordinator.data.contract import check_source
 from headrace_coordinator.data.sources import open_source
-from headrace_schema.problems import Impossible
 from headrace_servicekit import registry
 
 SUMS = {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 
 
-def items_of(name, options):
-    return list(open_source(name, options).items())
-
-
-def refusal(name, options) -> str:
-    with pytest.raises(Impossible) as caught:
-        items_of(name, options)
-    return str(caught.value)
-
-
 def test_chain_sum_with_two_one_digit_terms_has_200_questions():
-    items = items_of("reasoning_gym", SUMS)
+    items = items_of("reasoning_gym", **SUMS)
     assert len({item.key for item in items}) == len(items) == 200
     assert len({item.fields["expression"] for item in items}) == 200
-    assert items == items_of("reasoning_gym", {**SUMS, "limit": 5000})
+    assert items == items_of("reasoning_gym", **SUMS, limit=5000)
 
 
 def test_a_reasoning_gym_item_carries_what_its_scorer_needs():
@@ -44,11 +34,11 @@ def test_a_reasoning_gym_item_carries_what_its_scorer_needs():
 
 def test_parameters_may_stand_beside_the_generator():
     flat = {"dataset": "chain_sum", **SUMS["config"]}
-    assert items_of("reasoning_gym", flat) == items_of("reasoning_gym", SUMS)
+    assert items_of("reasoning_gym", **flat) == items_of("reasoning_gym", **SUMS)
 
 
 def test_a_large_space_is_cut_at_the_limit():
-    assert len(items_of("reasoning_gym", {"dataset": "chain_sum", "limit": 321})) == 321
+    assert len(items_of("reasoning_gym", dataset="chain_sum", limit=321)) == 321
 
 
 @pytest.mark.parametrize(
@@ -67,21 +57,21 @@ def test_a_large_space_is_cut_at_the_limit():
     ],
 )
 def test_a_wrong_reasoning_gym_option_is_named(options, words):
-    assert words in refusal("reasoning_gym", options)
+    assert words in refusal("reasoning_gym", **options)
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    assert "headrace-coordinator[reasoning-gym]" in refusal("reasoning_gym", SUMS)
+    assert "headrace-coordinator[reasoning-gym]" in refusal("reasoning_gym", **SUMS)
 
 
 def test_copy_digits_are_all_strings():
-    items = items_of("copy_digits", {})
+    items = items_of("copy_digits")
     assert len(items) == 1000
     assert (items[7].question, items[7].answer) == ("007=", "007")
-    assert len(items_of("copy_digits", {"digits": 2})) == 100
-    assert "data.options.digits: must be at most 5" in refusal("copy_digits", {"digits": 6})
-    assert "did you mean digits?" in refusal("copy_digits", {"digit": 3})
+    assert len(items_of("copy_digits", digits=2)) == 100
+    assert "data.options.digits: must be at most 5" in refusal("copy_digits", digits=6)
+    assert "did you mean digits?" in refusal("copy_digits", digit=3)
 
 
 def write(tmp_path, *lines: bytes) -> str:
@@ -94,7 +84,7 @@ def test_jsonl_reads_questions_answers_and_fields(tmp_path):
     path = write(
         tmp_path, b'{"q": "1+1", "a": 2, "level": "easy", "tags": ["x"]}', b"", b'{"q": "\\u00e9", "a": "e"}'
     )
-    items = items_of("jsonl", {"path": path, "question": "q", "answer": "a"})
+    items = items_of("jsonl", path=path, question="q", answer="a")
     assert items[0] == DataItem("1+1", "2", {"level": "easy"}, {"a": 2, "level": "easy", "tags": ["x"]})
     assert items[1].question == "é"
 
@@ -119,23 +109,23 @@ def test_jsonl_reads_questions_answers_and_fields(tmp_path):
 )
 def test_an_ill_formed_line_is_named_by_its_number(tmp_path, line, words):
     path = write(tmp_path, b'{"question": "1", "answer": "2"}', line)
-    found = refusal("jsonl", {"path": path})
+    found = refusal("jsonl", path=path)
     assert words in found
     assert "data.options.path: line 2 of" in found
 
 
 def test_an_unreadable_file_names_its_neighbour(tmp_path):
     write(tmp_path)
-    assert "did you mean items.jsonl?" in refusal("jsonl", {"path": str(tmp_path / "item.jsonl")})
-    assert "items.jsonl" not in refusal("jsonl", {"path": str(tmp_path / "x")}), "a folder is not listed"
-    assert "cannot be read" in refusal("jsonl", {"path": str(tmp_path)})
+    assert "did you mean items.jsonl?" in refusal("jsonl", path=str(tmp_path / "item.jsonl"))
+    assert "items.jsonl" not in refusal("jsonl", path=str(tmp_path / "x")), "a folder is not listed"
+    assert "cannot be read" in refusal("jsonl", path=str(tmp_path))
 
 
 def test_an_unknown_source_names_the_nearest():
     shipped = ["copy_digits", "episodes", "huggingface", "jsonl", "mixture", "parquet", "reasoning_gym"]
     assert {*shipped} <= {*SOURCES.names()}, "and those of plug-ins"
     assert "data.source: there is no data source 'reasoning-gym'; did you mean 'reasoning_gym'?" in refusal(
-        "reasoning-gym", {}
+        "reasoning-gym"
     )
 
 
@@ -160,21 +150,21 @@ def test_another_package_can_publish_a_source(monkeypatch):
     )
     monkeypatch.setattr(registry, "_published", lambda group, installed: entries.select(group=group))
     assert "squares" in SOURCES.names()
-    assert [item.answer for item in items_of("squares", {"count": 4})] == ["0", "1", "4", "9"]
-    assert "cannot be imported" in refusal("broken", {})
-    assert "is no subclass" in refusal("wrong", {})
+    assert [item.answer for item in items_of("squares", count=4)] == ["0", "1", "4", "9"]
+    assert "cannot be imported" in refusal("broken")
+    assert "is no subclass" in refusal("wrong")
 
 
 def test_a_source_gets_what_its_options_refer_to(monkeypatch, tmp_path):
     (tmp_path / "rows").write_text(f"{tmp_path}/rows.jsonl\n")
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
     options = {"parts": [{"source": "jsonl", "options": {"path": f"file:{tmp_path}/rows"}}]}
-    assert [item.answer for item in items_of("mixture", options)] == ["2"]
+    assert [item.answer for item in items_of("mixture", **options)] == ["2"]
     options["parts"][0]["options"]["path"] = "env:NO_SUCH_VARIABLE"
-    told = refusal("mixture", options)
+    told = refusal("mixture", **options)
     assert told.startswith("data.options.parts[0].options.path: ") and "no variable NO_SUCH_VARIABLE" in told
     monkeypatch.setenv("LIMIT", "secret-number")
-    told = refusal("reasoning_gym", {**SUMS, "limit": "env:LIMIT"})
+    told = refusal("reasoning_gym", **SUMS, limit="env:LIMIT")
     assert "secret" not in told
 
 

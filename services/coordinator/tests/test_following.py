@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 from admission_parts import admit_all, fleet, spec
-from headrace_coordinator.api.submission.following import following
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.demand import instances_wanted
 from headrace_coordinator.domain.devices.scheduling import plan_admission
-from headrace_coordinator.domain.pipelines import pipeline, settled_followers
+from headrace_coordinator.domain.pipelines import following, pipeline, settled_followers
 from headrace_coordinator.domain.state import restore, snapshot
 from headrace_schema.problems import Impossible, sentence
 from headrace_schema.resources.views import RunView
@@ -30,7 +29,7 @@ def end(state, run, how, at=9.0, path=""):
 
 
 def settle(state):
-    for events in [*settled_followers(state, 10.0)]:
+    for events in [*settled_followers(state)]:
         for event in events:
             state.apply(event)
 

@@ -32,7 +32,7 @@ def finish(ledger, *keys):
 
 
 def give_back(ledger, slots, **fields):
-    for event in plan_return("r", slots, 0.0, **fields):
+    for event in plan_return("r", slots, **fields):
         ledger.apply(event)
 
 

@@ -18,7 +18,7 @@ def request(holder, *devices):
 
 
 def grant(table, *requests):
-    for event in leases.plan_grant(table, requests, 0.0):
+    for event in leases.plan_grant(table, requests):
         table.apply(event)
 
 
@@ -45,7 +45,7 @@ def test_holders_of_one_run_share_a_device_as_far_as_its_memory_goes():
     assert [lease.incarnation for lease in table.holders_of("h/gpu:0")] == ["rollout", "simulator"]
     with pytest.raises(Blocked, match=r"held by rollout for run act .* and simulator for run act"):
         grant(table, part("third", 0.1))
-    table.apply(leases.plan_release(table, 2, "simulator", "released", 0.0)[0])
+    table.apply(leases.plan_release(table, 2, "simulator", "released")[0])
     for other in (part("third", 0.4), part("third", 0.1, run="other"), request("third", "h/gpu:0")):
         with pytest.raises(Blocked, match=r"held by rollout for run act \(epoch 1\)"):
             grant(table, other)
@@ -57,15 +57,15 @@ def test_holders_of_one_run_share_a_device_as_far_as_its_memory_goes():
 def test_only_the_holder_can_release_or_acknowledge():
     table = LeaseTable()
     grant(table, request("a", "h/cpu:0"))
-    assert leases.plan_release(table, 1, "b", "released", 0.0) == []
-    assert leases.plan_held(table, 1, "b", 0.0) == []
-    assert leases.plan_held(table, 1, "a", 0.0) != []
+    assert leases.plan_release(table, 1, "b", "released") == []
+    assert leases.plan_held(table, 1, "b") == []
+    assert leases.plan_held(table, 1, "a") != []
 
 
 def test_unrenewed_lease_quarantines_its_devices_until_the_exit_is_proven():
     table = LeaseTable()
     grant(table, request("a", "h/cpu:0"))
-    (expired,) = leases.plan_expire(table, {1: 0.0}, {}, ttl=30.0, now=31.0, at=1.0)
+    (expired,) = leases.plan_expire(table, {1: 0.0}, {}, ttl=30.0, now=31.0)
     table.apply(expired)
     with pytest.raises(Blocked, match="quarantined: a is not proven gone"):
         grant(table, request("b", "h/cpu:0"))
@@ -77,9 +77,9 @@ def test_unrenewed_lease_quarantines_its_devices_until_the_exit_is_proven():
 def test_renewed_lease_does_not_expire_but_an_overdue_revoke_does():
     table = LeaseTable()
     grant(table, request("a", "h/cpu:0"))
-    assert leases.plan_expire(table, {1: 25.0}, {1: 30.0}, ttl=30.0, now=31.0, at=1.0) == []
-    table.apply(leases.plan_revoke(table, 1, now=31.0)[0])
-    (overdue,) = leases.plan_expire(table, {1: 41.0}, {1: 40.0}, ttl=30.0, now=41.0, at=1.0)
+    assert leases.plan_expire(table, {1: 25.0}, {1: 30.0}, ttl=30.0, now=31.0) == []
+    table.apply(leases.plan_revoke(table, 1)[0])
+    (overdue,) = leases.plan_expire(table, {1: 41.0}, {1: 40.0}, ttl=30.0, now=41.0)
     assert overdue.cause == "revoked past notice"
 
 
@@ -101,7 +101,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(holder=st.sampled_from(HOLDERS), devices=st.sets(st.sampled_from(DEVICES), min_size=1))
     def ask(self, holder, devices):
         try:
-            events = leases.plan_grant(self.table, [request(holder, *sorted(devices))], self.now)
+            events = leases.plan_grant(self.table, [request(holder, *sorted(devices))])
         except Blocked:
             busy = {d for lease in self.table.leases.values() for d in lease.devices} | set(
                 self.table.quarantined
@@ -117,7 +117,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def release(self, data, holder):
         epoch = data.draw(st.sampled_from(sorted(self.table.leases)))
         owner = self.table.leases[epoch].incarnation
-        events = leases.plan_release(self.table, epoch, holder, "released", self.now)
+        events = leases.plan_release(self.table, epoch, holder, "released")
         assert bool(events) == (owner == holder)
         for event in events:
             self.table.apply(event)
@@ -126,12 +126,12 @@ class LeaseMachine(RuleBasedStateMachine):
     def time_passes(self, step):
         self.now += step
         renewed = dict.fromkeys(self.table.leases, self.now - step)
-        for event in leases.plan_expire(self.table, renewed, {}, 30.0, self.now, 0.0):
+        for event in leases.plan_expire(self.table, renewed, {}, 30.0, self.now):
             self.table.apply(event)
 
     @rule(holder=st.sampled_from(HOLDERS))
     def exit(self, holder):
-        for event in leases.plan_exit(self.table, holder, self.now):
+        for event in leases.plan_exit(self.table, holder):
             self.table.apply(event)
         self.table.apply(ev.InstanceLost(at=self.now, incarnation=holder, reason="exit", proven=True))
         assert not self.table.of(holder)
@@ -158,7 +158,7 @@ def test_renewals_of_other_leases_do_not_matter(order):
     table = LeaseTable()
     for index, holder in enumerate(order):
         grant(table, request(holder, DEVICES[index]))
-    expired = leases.plan_expire(table, {1: 0.0, 2: 100.0, 3: 100.0}, {}, 30.0, 100.0, 1.0)
+    expired = leases.plan_expire(table, {1: 0.0, 2: 100.0, 3: 100.0}, {}, 30.0, 100.0)
     assert [event.epoch for event in expired] == [1]
 
 
@@ -167,7 +167,7 @@ def test_a_gpu_that_still_holds_more_than_planned_is_quarantined_with_the_figure
     for used, expected, free in ((0, 100, True), (100, 100, True), (3 * 2**30, 2**30, False)):
         table = LeaseTable()
         grant(table, request("a", gpu))
-        [ended] = leases.plan_release(table, 1, "a", "released", 1.0, used=used, expected=expected)
+        [ended] = leases.plan_release(table, 1, "a", "released", used=used, expected=expected)
         table.apply(ended)
         assert (gpu not in table.quarantined) is free
     assert "3072 MiB are still in use there and 1024 are planned" in table.quarantined[gpu].reason
@@ -176,7 +176,7 @@ def test_a_gpu_that_still_holds_more_than_planned_is_quarantined_with_the_figure
 def test_a_resident_set_says_nothing_about_a_core():
     table = LeaseTable()
     grant(table, request("a", "h/cpu:0"))
-    [ended] = leases.plan_release(table, 1, "a", "released", 1.0, used=2**40)
+    [ended] = leases.plan_release(table, 1, "a", "released", used=2**40)
     table.apply(ended)
     assert not table.quarantined
 

@@ -65,9 +65,9 @@ def test_two_containers_that_see_one_gpu_compete_for_one_lease():
         LeaseRequest("rollout-0", "r", "generate", (GPU,)),
         LeaseRequest("trainer-1", "s", "learn", (GPU,)),
     )
-    state.table.apply(plan_grant(state.table, [first], 0.0)[0])
+    state.table.apply(plan_grant(state.table, [first])[0])
     with pytest.raises(Blocked, match="GPU-8f2a/gpu:0 is held by rollout-0 for r generate"):
-        plan_grant(state.table, [second], 0.0)
+        plan_grant(state.table, [second])
 
 
 def test_two_runs_in_containers_of_one_machine_are_not_admitted_to_one_gpu():
@@ -372,7 +372,7 @@ async def test_a_supervisor_proves_the_end_of_its_own_host_s_holder_of_a_shared_
     ours, other = (
         LeaseRequest(who, "r", "learn", (device,), who) for who, device in zip("ab", CORES, strict=True)
     )
-    event_log.post(*plan_grant(event_log.state.table, [ours, other], 0.0))
+    event_log.post(*plan_grant(event_log.state.table, [ours, other]))
     event_log.post(
         ev.LeaseEnded(
             at=0, epoch=event_log.state.table.holders_of(CORES[0])[0].epoch, cause="x", proven=False

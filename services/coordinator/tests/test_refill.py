@@ -33,7 +33,7 @@ def settle(ledger, prompt):
 
 
 def refill(ledger, limit=100, whole=False):
-    for event in plan_refill(ledger, "r", limit, 0.0, whole=whole):
+    for event in plan_refill(ledger, "r", limit, whole=whole):
         ledger.apply(event)
 
 
@@ -212,7 +212,7 @@ def test_the_members_of_steps_that_are_open_at_once_are_those_of_steps_one_after
     while ledger.index.open:
         prompt = order.choice(sorted(ledger.index.open))
         (drop if prompt in unkept else settle)(ledger, prompt)
-        while events := plan_refill(ledger, "r", limit, 0.0, whole=False):
+        while events := plan_refill(ledger, "r", limit, whole=False):
             for event in events:
                 ledger.apply(event)
         now = {prompt: ledger.step_of(prompt) for prompt in range(ledger.prompts_of(3).stop)}

@@ -60,7 +60,7 @@ def test_moves_end_in_a_pair_that_waits_or_works(state, intent):
     while (action := runs.next_action(run)).kind == run_states.MOVE:
         assert run.state not in visited, "a run that moves for ever"
         visited.append(run.state)
-        for event in runs.plan_move(run, action.state, action.reason, 1.0):
+        for event in runs.plan_move(run, action.state, action.reason):
             run.apply(event)
     assert len(visited) <= 2
 
@@ -72,9 +72,9 @@ def test_an_intent_is_recorded_or_refused_with_words(state, intent, wanted):
     over = state in run_states.TERMINAL or (intent == "CANCEL" and wanted != "CANCEL")
     if over:
         with pytest.raises(run_states.IllegalIntent, match="run r"):
-            runs.plan_intent(run, wanted, "user", "", 1.0)
+            runs.plan_intent(run, wanted, "user", "")
         return
-    for event in runs.plan_intent(run, wanted, "user", "", 1.0):
+    for event in runs.plan_intent(run, wanted, "user", ""):
         run.apply(event)
     assert run.intent == wanted or (intent, wanted) == ("PAUSE_NOW", "PAUSE")
 
@@ -83,12 +83,12 @@ def test_what_ended_and_what_is_not_allowed_does_not_move():
     for state, target in itertools.product(run_states.STATES, run_states.STATES):
         run = run_state(state)
         if target == state:
-            assert runs.plan_move(run, target, "", 0.0) == []
+            assert runs.plan_move(run, target, "") == []
         elif target in run_states.FOLLOWS[state]:
-            assert runs.plan_move(run, target, "", 0.0)[0].state == target
+            assert runs.plan_move(run, target, "")[0].state == target
         else:
             with pytest.raises(run_states.IllegalTransition):
-                runs.plan_move(run, target, "", 0.0)
+                runs.plan_move(run, target, "")
     assert all(not run_states.FOLLOWS[state] for state in run_states.TERMINAL)
 
 

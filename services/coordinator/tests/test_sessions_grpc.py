@@ -5,7 +5,7 @@ import json
 
 import grpc
 import pytest
-from access_parts import OWN, people_of
+from access_parts import OWN
 from headrace.sessions.v1 import sessions_pb2 as pb
 from headrace.sessions.v1.sessions_pb2_grpc import SessionServiceStub, add_SessionServiceServicer_to_server
 from headrace_coordinator.access.tokens import Doors
@@ -16,13 +16,6 @@ from headrace_servicekit.rpc.server import GrpcServer
 
 SPEC = {"workflow": "session", "name": "loop", "model": {"path": "owner/model"}}
 CALL = {"kind": "forward_backward", "data": [{"tokens": [1, 2], "targets": [2, 3]}]}
-
-
-@pytest.fixture
-async def people(served):
-    """Clients of people with tokens."""
-    async with people_of(served) as found:
-        yield found
 
 
 @pytest.fixture

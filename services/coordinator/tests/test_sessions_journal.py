@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from headrace_coordinator.run.asked.sampling import alike
-from headrace_coordinator.run.asked.step import counted
-from headrace_coordinator.sessions.checking import problem_of
+from headrace_coordinator.run.asked.step import counted, problem_of
 from headrace_coordinator.sessions.desk import AskedSample, Desk
 from headrace_coordinator.sessions.journal import Journal
 from headrace_schema.sessions import (

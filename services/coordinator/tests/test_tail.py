@@ -29,7 +29,7 @@ def measured(steps=2, moved=False):
                 tail.finished(replica, tokens, 100.0 * step + seconds, prompt=30)
         tail.end(moved=moved)
         tail.learned(6.0, 4000, 2)
-        tail.switched(0.2)
+        tail.switched.add(0.2)
     return tail
 
 
@@ -91,7 +91,7 @@ def test_a_change_costs_nothing_until_it_was_made_twice():
     """Else what was never tried would look too dear to try, and its first time has what is done once."""
     tail = measured()
     for seconds, expected in ((5.0, 0.0), (0.1, 0.1), (0.3, 0.2)):
-        tail.borrowed(seconds), tail.joined(seconds), tail.contributed(seconds)
+        tail.borrowed.add(seconds), tail.joined.add(seconds), tail.contributed.add(seconds)
         terms = tail.terms(owners=1, group_size=4, shared=False)
         costs = (terms.generate.load_s, terms.costs.notice_s, terms.costs.gradient_bytes)
         assert costs == pytest.approx((expected,) * 3)
@@ -123,7 +123,7 @@ def test_nothing_is_said_before_two_steps_and_steps_that_moved_give_lengths_alon
 
 def test_the_policy_moves_a_device_in_a_long_tail_and_not_where_learning_is_nothing():
     tail = measured()
-    tail.joined(0.1), tail.contributed(0.05)
+    tail.joined.add(0.1), tail.contributed.add(0.05)
     rollouts = (Rollout("one", 1, 6), Rollout("two", 1, 5))
     state = ElasticState(tail.terms(2, 4, shared=True), rollouts, decoded=0.5, finished=50.0)
     assert [move.role for move in plan_elastic(state, 100.0)] == [Role.HELP]

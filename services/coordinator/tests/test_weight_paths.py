@@ -2,7 +2,7 @@
 
 from headrace.common.v1 import common_pb2 as common
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.run.workers.weight_paths import CHAIN, sources_of
+from headrace_coordinator.run.devices.leasing import CHAIN, sources_of
 
 ORIGIN = common.WeightSource(incarnation="trainer", transports=[common.WEIGHT_TRANSPORT_SHM])
 

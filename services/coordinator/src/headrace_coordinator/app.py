@@ -21,11 +21,10 @@ from headrace_coordinator.api.labels import Labels
 from headrace_coordinator.api.reading.past import Past
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.reading.suites import SuiteEvaluations
-from headrace_coordinator.api.recordings import Demonstrations, Recordings, Videos
-from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.api.recordings import Recordings, Videos
 from headrace_coordinator.api.submission.submissions import Submissions
 from headrace_coordinator.aside import READING
-from headrace_coordinator.autoscaler import Autoscaler, Bounds, ScaleRefused
+from headrace_coordinator.autoscaler import Autoscaler, Bounds
 from headrace_coordinator.data.dataset import open_dataset
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.reconciler import Reconciler
@@ -70,7 +69,6 @@ class Coordinator:
         self.past = Past(event_log, self.reads)
         self.suites = SuiteEvaluations(event_log, self.reads)
         self.videos = Videos(self.reads)
-        self.demonstrations = Demonstrations(self.reads)
         keys = Keys(event_log)
         self.tokens, self.quotas = Tokens(event_log), Quotas(event_log, data_dir / "runs")
         self.submissions = Submissions(
@@ -91,10 +89,7 @@ class Coordinator:
         self.autoscaler = Autoscaler(event_log, self._scale, dict(bounds), cooldown_s)
 
     async def _scale(self, kind: str, count: int) -> None:
-        try:
-            await self.instance_changes.scale(kind, count, uuid.uuid4().hex)
-        except Refused as refused:
-            raise ScaleRefused(refused.message) from refused
+        await self.instance_changes.scale(kind, count, uuid.uuid4().hex)
 
     async def stop(self) -> None:
         """Ends the controllers where they are; a restart resumes their runs."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain.devices.demand import instances_wanted
 from headrace_coordinator.store.event_log import EventLog
 
@@ -20,11 +21,7 @@ SETTLE_S = 60.0
 """Between two changes of a kind, or the cool-down if that is shorter: a new instance shows in figures after a step."""
 KINDS = ("rollout", "trainer", "reward", "simulator")
 Scale = Callable[[str, int], Awaitable[None]]
-"""Asks for a number of instances of a kind. Raises ScaleRefused."""
-
-
-class ScaleRefused(Exception):
-    """Nobody can change the number, or not to this one; the message says why."""
+"""Asks for a number of instances of a kind. Raises Refused."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +93,8 @@ class Autoscaler:
         try:
             await self._scale(kind, wanted)
             done.asked, done.problem = wanted, ""
-        except ScaleRefused as refused:
-            done.problem = str(refused)
+        except Refused as refused:
+            done.problem = refused.message
 
     def _there(self, kind: str) -> int:
         instances = self._event_log.state.instances.values()

@@ -63,7 +63,7 @@ class Scheduler:
         while True:
             seen = self._event_log.state.scheduling_changes
             await self._settle_idle()
-            for events in [*settled_followers(self._event_log.state, self._event_log.now())]:
+            for events in [*settled_followers(self._event_log.state)]:
                 await self._event_log.commit(*events)
             await self._admit()
             for run in self._unstarted():
@@ -88,10 +88,10 @@ class Scheduler:
         for run in list(self._event_log.state.active_runs()):
             if run.grant is None and run.id not in self.tasks:
                 while (action := runs.next_action(run)).kind == run_states.MOVE:
-                    now, reason = self._event_log.now(), action.reason
+                    reason = action.reason
                     if action.state == run_states.CANCELLED:
                         reason += f"; {runs.checkpoint_words(run)}"
-                    await self._event_log.commit(*runs.plan_move(run, action.state, reason, now))
+                    await self._event_log.commit(*runs.plan_move(run, action.state, reason))
 
     async def _admit(self) -> None:
         """Appends grants one at a time, so that each equals the rule applied to the log before it."""
@@ -103,9 +103,7 @@ class Scheduler:
             run = self._event_log.state.runs[grant.run]
             events: list[ev.Event] = [grant]
             if run.state == run_states.QUEUED:
-                events += runs.plan_move(
-                    run, run_states.PLANNING, "its instances are being prepared", grant.at
-                )
+                events += runs.plan_move(run, run_states.PLANNING, "its instances are being prepared")
             await self._event_log.commit(*events)
 
     async def _control(self, run: RunState) -> None:
@@ -166,10 +164,7 @@ class Scheduler:
         what = f"the coordinator's host to have room again: {lack}"
         log.warning("run %s waits for %s", run.id, what)
         if run.state in (run_states.PLANNING, run_states.RUNNING):
-            now = self._event_log.now()
-            await self._event_log.commit(
-                *runs.plan_move(run, run_states.RECOVERING, f"waits for {what}", now)
-            )
+            await self._event_log.commit(*runs.plan_move(run, run_states.RECOVERING, f"waits for {what}"))
         with self._fleet.waits.named(run.id, what):
             await asyncio.sleep(LACK_S)
 
@@ -178,23 +173,20 @@ class Scheduler:
         if run.state in run_states.TERMINAL:
             return
         await self._fleet.lease_manager.release_all(run.id)
-        now = self._event_log.now()
-        await self._event_log.commit(
-            ev.RunReleased(at=now, run=run.id), *runs.plan_move(run, run_states.FAILED, reason, now)
-        )
+        released = ev.RunReleased(run=run.id)
+        await self._event_log.commit(released, *runs.plan_move(run, run_states.FAILED, reason))
 
     async def _same_data(self, run: RunState, dataset: Dataset) -> bool:
         """The items are those that the run began with; else it is paused, since its slots would mean other prompts."""
-        now = self._event_log.now()
         if not run.dataset_digest:
-            events: list[ev.Event] = [ev.DatasetOpened(at=now, run=run.id, digest=dataset.digest)]
+            events: list[ev.Event] = [ev.DatasetOpened(run=run.id, digest=dataset.digest)]
             if dataset.contradicting:
                 text = (
                     f"data.source: {dataset.repeated} items repeat an earlier question and are left out; "
                     f"{dataset.contradicting} questions are answered in more than one way, and their first answer "
                     "counts"
                 )
-                events.append(ev.Noted(at=now, run=run.id, text=text))
+                events.append(ev.Noted(run=run.id, text=text))
             await self._event_log.commit(*events)
         if run.dataset_digest == dataset.digest or run.state == run_states.CANCELLING:
             return True
@@ -203,11 +195,10 @@ class Scheduler:
             "or submit a new run"
         )
         await self._fleet.lease_manager.release_all(run.id)
-        now = self._event_log.now()
         await self._event_log.commit(
-            *runs.plan_intent(run, run_states.PAUSE, "system", reason, now),
-            ev.RunReleased(at=now, run=run.id),
-            *runs.plan_move(run, run_states.PAUSED, reason, now),
+            *runs.plan_intent(run, run_states.PAUSE, "system", reason),
+            ev.RunReleased(run=run.id),
+            *runs.plan_move(run, run_states.PAUSED, reason),
         )
         return False
 

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,9 @@ from headrace_servicekit.tracing import (
     stop_tracing,
 )
 
-from headrace_coordinator.access.issuer import BadIssuer, Issuer, read_issuer
+from headrace_coordinator.access.issuer import Issuer, read_issuer
 from headrace_coordinator.access.tokens import Doors
-from headrace_coordinator.access.trust import BadTrust, Trust, read_trust
+from headrace_coordinator.access.trust import read_trust
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.http.over_grpc import SERVICE, SessionServicer
 from headrace_coordinator.api.http.routes.service import joining_routes
@@ -77,11 +77,19 @@ def _secret(path: Path | None) -> str | None:
         raise Refusal(error.message) from error
 
 
+@contextlib.contextmanager
+def _reading(options: str) -> Iterator[None]:
+    """Refuses what is wrong with the value of an option by the option's name."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refusal(f"{options}: {error}") from error
+
+
 def _trace(endpoint: str) -> None:
     try:
-        start_tracing(check_endpoint(endpoint), "coordinator", "coordinator")
-    except ValueError as error:
-        raise Refusal(f"--otlp-endpoint (HEADRACE_OTLP_ENDPOINT): {error}") from error
+        with _reading("--otlp-endpoint (HEADRACE_OTLP_ENDPOINT)"):
+            start_tracing(check_endpoint(endpoint), "coordinator", "coordinator")
     except TracingMissing as error:
         raise Refusal(str(error)) from error
 
@@ -106,20 +114,6 @@ def _http_token(arguments: argparse.Namespace) -> str | None:
         raise Refusal(f"cannot write {path} ({error.strerror}); set another --data-dir") from error
 
 
-def _issuer(arguments: argparse.Namespace) -> Issuer | None:
-    try:
-        return read_issuer(arguments.oidc) if arguments.oidc else None
-    except BadIssuer as error:
-        raise Refusal(f"--oidc (HEADRACE_OIDC): {error}") from error
-
-
-def _trust(arguments: argparse.Namespace) -> Trust:
-    try:
-        return read_trust(arguments.trust, arguments.trust_allow)
-    except BadTrust as error:
-        raise Refusal(f"--trust, --trust-allow (HEADRACE_TRUST, HEADRACE_TRUST_ALLOW): {error}") from error
-
-
 def _keep_own_closed(arguments: argparse.Namespace, issuer: Issuer | None) -> None:
     """No reference of a spec reads the coordinator's own files."""
     files = (
@@ -138,15 +132,14 @@ async def serve(arguments: argparse.Namespace) -> None:
     raise_limit()
     reuse_freed_memory()
     http_token = _http_token(arguments)
-    try:
+    with _reading("--autoscale (HEADRACE_AUTOSCALE)"):
         bounds = parse_bounds(arguments.autoscale)
-    except ValueError as error:
-        raise Refusal(f"--autoscale (HEADRACE_AUTOSCALE): {error}") from error
-    try:
+    with _reading("--tinker-models (HEADRACE_TINKER_MODELS)"):
         arguments.tinker_models = read_models(arguments.tinker_models)
-    except ValueError as error:
-        raise Refusal(f"--tinker-models (HEADRACE_TINKER_MODELS): {error}") from error
-    issuer, trust = _issuer(arguments), _trust(arguments)
+    with _reading("--oidc (HEADRACE_OIDC)"):
+        issuer = read_issuer(arguments.oidc) if arguments.oidc else None
+    with _reading("--trust, --trust-allow (HEADRACE_TRUST, HEADRACE_TRUST_ALLOW)"):
+        trust = read_trust(arguments.trust, arguments.trust_allow)
     _keep_own_closed(arguments, issuer)
     _trace(arguments.otlp_endpoint)
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))

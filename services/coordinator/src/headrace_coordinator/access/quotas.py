@@ -50,9 +50,7 @@ class Quotas:
     async def set(self, asked: QuotaRequest) -> QuotaView:
         """Sets what a user or team may use, in place of what was set before."""
         limits = asked.model_dump(exclude_none=True, exclude={"subject"})
-        await self._event_log.commit(
-            ev.QuotaSet(at=self._event_log.now(), subject=asked.subject, limits=limits)
-        )
+        await self._event_log.commit(ev.QuotaSet(subject=asked.subject, limits=limits))
         return QuotaView(subject=asked.subject, limits=limits)
 
     def all(self) -> list[QuotaView]:

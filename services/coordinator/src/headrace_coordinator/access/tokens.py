@@ -82,7 +82,7 @@ class Tokens:
         """Ends a token, and what is open under it. NOT_FOUND where there is none."""
         if all(token.name != name for token in self._event_log.state.tokens.values()):
             raise Refused("NOT_FOUND", f"there is no token {name[:60]!r}; see headrace token list")
-        await self._event_log.commit(ev.TokenRevoked(at=self._event_log.now(), name=name))
+        await self._event_log.commit(ev.TokenRevoked(name=name))
 
     def _view(self, token: Token) -> TokenView:
         expired = bool(token.expires_at) and token.expires_at <= self._event_log.now()

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 from headrace_schema.problems import explain, problem
 from headrace_schema.resources.views import KeyProblemView
@@ -39,6 +39,9 @@ NAMES = re.compile(r"(?:.*\.)?(?:name|source|backend|engine|tasks?(?:\[\d+\])?)"
 """Keys whose value may be MODULE:NAME, which is imported."""
 CLASSES = re.compile(r"(?:.*\.)?(?:\w+_cls|\w*plugins?|logits_processors?)(?:\[\d+\])?")
 """Options of engines whose value is imported, with a colon or a dot."""
+OWN = "name a file or folder that is yours"
+_FOLDERS = re.compile(r"(?:.*\.)?(?:\w*_)?(?:path|dataset|folder|dir|directory)s?(?:\[\d+\])?")
+"""Keys whose folder is read with all that lies below it."""
 _PATHS = re.compile(r"(?:.*\.)?(?:\w*_)?(?:path|file|folder|dir|directory)s?(?:\[\d+\])?")
 _UP = re.compile(r"(?:^|/)\.\.(?:/|$)")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -159,3 +162,38 @@ def _is_here(key: str, value: str) -> bool:
     """Whether a value names something in the folder that the fleet was started in: a file, and no model of a hub."""
     named = "/" in value or "." in value or _PATHS.fullmatch(key)
     return bool(named) and len(value) < 1024 and not value.startswith(("/", "~")) and os.path.exists(value)
+
+
+def foreign_paths(spec: Any, data_dir: Path, sees: Callable[[str], bool]) -> Iterator[KeyProblemView]:
+    """A problem for each text that, as a path, leads into another's run or the fleet's own files, over links too."""
+    for key, value in _leaves(spec, ""):
+        if not _is_path(value) or "/" not in value or (place := _place(value, data_dir)) is None:
+            continue
+        if place[:1] == ("runs",) and len(place) > 1:
+            if not sees(place[1]):
+                yield problem(key, f"there is no {value[:200]}", OWN)
+        elif place[:1] != ("models",):
+            yield problem(key, f"{value[:200]} is the fleet's own", OWN)
+
+
+def holding_paths(spec: Any, data_dir: Path) -> Iterator[KeyProblemView]:
+    """A problem for each folder of a spec in which the data directory lies: what reads it would find all runs there."""
+    for key, value in _leaves(spec, ""):
+        if _is_path(value) and _FOLDERS.fullmatch(key):
+            found = os.path.realpath(os.path.expanduser(value)).rstrip("/") + "/"
+            if os.path.realpath(data_dir).startswith(found):
+                yield problem(key, f"the fleet's own files are below {value[:200]}", OWN)
+
+
+def _is_path(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and 0 < len(value) < 4096 and "\0" not in value
+
+
+def _place(text: str, data_dir: Path) -> tuple[str, ...] | None:
+    """The parts of a path, `file:` before it or not, behind the data directory; None for one that leads elsewhere."""
+    path, _, _ = text.removeprefix("file:").partition(".py:")
+    base = os.path.realpath(data_dir)
+    found = os.path.realpath(os.path.expanduser(path if os.path.isabs(path) else os.path.abspath(path)))
+    if found != base and not found.startswith(base + os.sep):
+        return None
+    return Path(found).relative_to(base).parts

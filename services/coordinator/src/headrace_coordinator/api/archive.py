@@ -56,7 +56,6 @@ class Archive:
                 await asyncio.sleep(RETRY_S)  # The next attempt waits in `synced` for a disk that refuses.
                 continue
             archived = ev.RunArchived(
-                at=self._event_log.now(),
                 run=run.id,
                 state=run.state,
                 created_at=run.created_at,

@@ -84,7 +84,7 @@ class RunChanges:
                 reason = f"{others} may still read {what}; wait for its end, or cancel it"
                 raise Refused("CONFLICT", reason)
             directory = self._event_log.history.directory(run_id).parent
-            deleted = ev.RunDeleted(at=self._event_log.now(), run=run_id)
+            deleted = ev.RunDeleted(run=run_id)
             await self._event_log.commit(deleted, self._keys.used(idempotency_key, body, run_id))
             self._labels.forget(run_id)
             try:
@@ -114,7 +114,7 @@ class RunChanges:
             return self._reads.run(run_id)
         run = self._reads.find(run_id)
         try:
-            events = runs.plan_intent(run, intent, "user", f"{intent} asked for", self._event_log.now())
+            events = runs.plan_intent(run, intent, "user", f"{intent} asked for")
         except run_states.IllegalIntent as error:
             raise Refused("CONFLICT", str(error)) from error
         await self._event_log.commit(*events, self._keys.used(key, body, run_id))
@@ -159,7 +159,7 @@ class RunChanges:
                 if visibility == TEAM and not run.team:
                     reason = f"run {run_id} belongs to no team: its owner's token has none"
                     raise Refused("CONFLICT", f"{reason}; share it with the fleet")
-                shared = ev.RunShared(at=self._event_log.now(), run=run_id, visibility=visibility)
+                shared = ev.RunShared(run=run_id, visibility=visibility)
                 await self._event_log.commit(shared, self._keys.used(idempotency_key, body, run_id))
         return self._reads.run(run_id)
 
@@ -188,7 +188,7 @@ def plan_ranks(state: State, run: RunState, ranks: int, fleet: FleetView, now: f
     if ranks != run.ranks:
         _check_fits(state, run, ranks, fleet, now)
     reason = f"{KEY}: {ranks} is wanted"
-    return [ev.RanksWanted(at=now, run=run.id, ranks=ranks, author="user", reason=reason)]
+    return [ev.RanksWanted(run=run.id, ranks=ranks, author="user", reason=reason)]
 
 
 def _check_fits(state: State, run: RunState, ranks: int, fleet: FleetView, now: float) -> None:

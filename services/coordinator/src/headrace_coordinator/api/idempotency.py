@@ -52,7 +52,7 @@ class Keys:
 
     def used(self, key: str, body: str, resource: str) -> ev.KeyUsed:
         """The event that records a key, to be committed together with what the request makes."""
-        return ev.KeyUsed(at=self._event_log.now(), key=of_caller(key), body=body, resource=resource)
+        return ev.KeyUsed(key=of_caller(key), body=body, resource=resource)
 
 
 def conflict(key: str) -> Refused:

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from headrace_schema.resources.evaluations import DemonstrationListView, EpisodeView, VideoListView, VideoView
+from headrace_schema.resources.evaluations import EpisodeView, VideoListView, VideoView
 from headrace_schema.resources.views import RecordingListView, RecordingView
-from headrace_schema.stores import is_remote
-from headrace_schema.workflow import LEROBOT
 from headrace_servicekit.recording.files import SUFFIX, BadRecording, read_header
 from headrace_servicekit.recording.recorder import Recorder, read_wanted, write_wanted
 
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.refusal import Refused
 from headrace_coordinator.domain.run_states import TERMINAL
-from headrace_coordinator.projections.demonstrations import DemonstrationSet, NotReadable
 from headrace_coordinator.projections.videos import FOLDER as VIDEOS
 from headrace_coordinator.projections.videos import episode_name, list_videos, read_episode
 from headrace_coordinator.run.recording import FOLDER
 
 if TYPE_CHECKING:
     from headrace_servicekit.rpc.episodes import Episode
-
-T = TypeVar("T")
 
 
 class Recordings:
@@ -117,56 +112,6 @@ def _views(directory: Path) -> Iterator[RecordingView]:
             checkpoint=header.base.checkpoint,
             incomplete=header.incomplete,
         )
-
-
-class Demonstrations:
-    """The demonstrations that runs' policies imitate, where the coordinator's host has them."""
-
-    def __init__(self, reads: Reads) -> None:
-        self._reads = reads
-
-    async def list(self, run_id: str, size: int, first: int) -> DemonstrationListView:
-        """So many from one on. Refused NOT_FOUND without a data set that can be read."""
-
-        def look(found: DemonstrationSet) -> DemonstrationListView:
-            last = min(first + size, len(found))
-            return DemonstrationListView(
-                directory=str(found.directory),
-                fps=found.fps,
-                total=len(found),
-                demonstrations=[found.view(place) for place in range(first, last)],
-                next_page_token=str(last) if last < len(found) else "",
-            )
-
-        return await self._of(run_id, look)
-
-    async def steps(self, run_id: str, episode: int) -> EpisodeView:
-        """What was done in one; NOT_FOUND as `list`."""
-        return await self._of(run_id, lambda found: found.steps(episode))
-
-    async def picture(self, run_id: str, episode: int, camera: str, step: int) -> bytes:
-        """What a camera saw before an action; NOT_FOUND as `list`."""
-        return await self._of(run_id, lambda found: found.picture(episode, camera, step))
-
-    async def film(self, run_id: str, episode: int, camera: str) -> tuple[Path, Path]:
-        """The data set's directory, and the file of a film below it; NOT_FOUND as `list`."""
-        return await self._of(run_id, lambda found: (found.directory, found.film(episode, camera)))
-
-    async def _of(self, run_id: str, look: Callable[[DemonstrationSet], T]) -> T:
-        spec = self._reads.run(run_id).spec
-        named = (spec.get("trainer") or {}).get("warmup", {}).get("demonstrations")
-        if (data := spec.get("data") or {}).get("source") == LEROBOT:
-            named = data["options"].get("path")
-        if not named or is_remote(named):
-            reason = f"its demonstrations are at {named}" if named else "imitates no demonstrations"
-            raise Refused(
-                "NOT_FOUND",
-                f"run {run_id} {reason}: trainer.warmup.demonstrations or data.options.path names no directory",
-            )
-        try:
-            return await asyncio.to_thread(lambda: look(DemonstrationSet(Path(named))))
-        except NotReadable as error:
-            raise Refused("NOT_FOUND", str(error)) from error
 
 
 class Videos:

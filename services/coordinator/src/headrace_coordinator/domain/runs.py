@@ -388,7 +388,7 @@ def _ordinal_of(key: str) -> int:
     return int(key.rpartition("@")[2])
 
 
-def plan_intent(run: RunState, intent: str, author: str, reason: str, now: float) -> list[ev.Event]:
+def plan_intent(run: RunState, intent: str, author: str, reason: str) -> list[ev.Event]:
     """The event that changes what is wanted of a run; nothing when that is wanted already.
 
     Raises `IllegalIntent`: the run has ended, is being cancelled, or only its user can resume it.
@@ -399,13 +399,13 @@ def plan_intent(run: RunState, intent: str, author: str, reason: str, now: float
         raise IllegalIntent(f"run {run.id} is being cancelled, which cannot be taken back")
     if run.intent == intent or (run.intent == PAUSE_NOW and intent == PAUSE):
         return []
-    return [ev.RunIntentChanged(at=now, run=run.id, intent=intent, author=author, reason=reason)]
+    return [ev.RunIntentChanged(run=run.id, intent=intent, author=author, reason=reason)]
 
 
-def plan_move(run: RunState, state: str, reason: str, now: float) -> list[ev.Event]:
+def plan_move(run: RunState, state: str, reason: str) -> list[ev.Event]:
     """The event that moves a run; nothing when it is there already; raises `IllegalTransition`."""
     if run.state == state:
         return []
     if state not in FOLLOWS[run.state]:
         raise IllegalTransition(f"run {run.id} is {run.state}; it cannot become {state}")
-    return [ev.RunStateChanged(at=now, run=run.id, state=state, reason=reason)]
+    return [ev.RunStateChanged(run=run.id, state=state, reason=reason)]

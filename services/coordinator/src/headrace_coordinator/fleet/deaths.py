@@ -175,11 +175,7 @@ class Deaths:
         count = self._in_a_row(run, kind) + 1
         text = f"{name} died while code of this run alone was at work in it ({count} of {MOST_DEATHS})"
         progress = self._event_log.state.runs[run].progress
-        self._event_log.post(
-            ev.DeathCharged(
-                at=self._event_log.now(), run=run, text=text, kind=kind, count=count, progress=progress
-            )
-        )
+        self._event_log.post(ev.DeathCharged(run=run, text=text, kind=kind, count=count, progress=progress))
 
     def _in_a_row(self, run: str, kind: str) -> int:
         """Deaths that were charged to the run since its last step; also those that an earlier coordinator charged."""

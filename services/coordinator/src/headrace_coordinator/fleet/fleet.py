@@ -90,7 +90,7 @@ class Fleet:
         instance.draining = known is not None and known.draining
         if known != instance:
             fields = {name: getattr(instance, name) for name in ev.InstanceRegistered.__struct_fields__[1:]}
-            await self.event_log.commit(ev.InstanceRegistered(at=self.event_log.now(), **fields))
+            await self.event_log.commit(ev.InstanceRegistered(**fields))
         honoured = self.lease_manager.confirm(instance.incarnation, set(held))
         return [epoch for epoch in held if epoch not in honoured]
 
@@ -161,7 +161,7 @@ class Fleet:
         state = self.event_log.state.instances.get(incarnation)
         if state is None or state.draining:
             return
-        self.event_log.post(ev.InstanceDraining(at=self.event_log.now(), incarnation=incarnation))
+        self.event_log.post(ev.InstanceDraining(incarnation=incarnation))
         if not self._hands_over(state):
             self.drained(incarnation, grace_s)
 
@@ -170,7 +170,7 @@ class Fleet:
 
         It has no deadline of its own: a trainer exits once its run has saved what it holds.
         """
-        drains = ev.InstanceDraining(at=self.event_log.now(), incarnation=incarnation)
+        drains = ev.InstanceDraining(incarnation=incarnation)
         await self.event_log.commit(drains, *events)
         self._send_due_drains()
 
@@ -207,11 +207,10 @@ class Fleet:
 
     def exited(self, incarnation: str, reason: str) -> None:
         """A supervisor saw the process end: its devices are free at once."""
-        now = self.event_log.now()
         self.deaths.died(incarnation)
         self.lease_manager.exited(incarnation)
         if incarnation in self.event_log.state.instances or incarnation in self.quarantines:
-            self.event_log.post(ev.InstanceLost(at=now, incarnation=incarnation, reason=reason, proven=True))
+            self.event_log.post(ev.InstanceLost(incarnation=incarnation, reason=reason, proven=True))
         self.sessions.pop(incarnation, None)
         self._silences.forget(incarnation)
         self._clients.pop(incarnation, None)
@@ -264,7 +263,7 @@ class Fleet:
         return incarnation in self.event_log.state.instances and incarnation in self.sessions
 
     def _stage_ended(self, run: str, what: str, seconds: float) -> None:
-        self.event_log.post(ev.StageEnded(at=self.event_log.now(), run=run, what=what, seconds=seconds))
+        self.event_log.post(ev.StageEnded(run=run, what=what, seconds=seconds))
 
     def readable(self, text: str) -> str:
         """`text` with instance names for incarnation ids, and "{host}/cpu:0" for full device names."""
@@ -382,9 +381,7 @@ class Fleet:
             since = now if alive else self._silences.begins(state.incarnation, now)
             if now - since > self.settings.lease_ttl:
                 self.kill(state.incarnation, "unheard of for a lease's lifetime")
-                lost = ev.InstanceLost(
-                    at=self.event_log.now(), incarnation=state.incarnation, reason="unheard of", proven=False
-                )
+                lost = ev.InstanceLost(incarnation=state.incarnation, reason="unheard of", proven=False)
                 self.event_log.post(lost)
                 self._silences.heard(state.incarnation)
                 self.opened.pop(state.incarnation, None)

@@ -62,14 +62,14 @@ class LeaseManager:
 
     def confirm(self, incarnation: str, held: set[int]) -> set[int]:
         """A process has registered with what it holds; returns the epochs that are honoured."""
-        table, now = self._event_log.state.table, self._event_log.now()
+        table = self._event_log.state.table
         own = {lease.epoch for lease in table.of(incarnation)}
         for epoch in own & held:
             self._renewed_at[epoch] = self._event_log.monotonic()
-            self._event_log.post(*leases.plan_held(table, epoch, incarnation, now))
+            self._event_log.post(*leases.plan_held(table, epoch, incarnation))
         for epoch in own - held:
             # Granted by a coordinator that died before the grant reached the holder.
-            self._post_ends(leases.plan_release(table, epoch, incarnation, "never held", now))
+            self._post_ends(leases.plan_release(table, epoch, incarnation, "never held"))
         return own & held
 
     def attached(self, incarnation: str) -> None:
@@ -89,28 +89,28 @@ class LeaseManager:
 
     def held(self, incarnation: str, epoch: int, refusal: str) -> None:
         """The holder has taken its memory, or says why it cannot."""
-        now, table = self._event_log.now(), self._event_log.state.table
+        table = self._event_log.state.table
         if refusal:
-            self._post_ends(leases.plan_release(table, epoch, incarnation, f"refused: {refusal}", now))
+            self._post_ends(leases.plan_release(table, epoch, incarnation, f"refused: {refusal}"))
         else:
-            self._event_log.post(*leases.plan_held(table, epoch, incarnation, now))
+            self._event_log.post(*leases.plan_held(table, epoch, incarnation))
 
     def released(self, incarnation: str, epoch: int, used_bytes: int = 0) -> None:
         """The holder has released a lease, and measured what it still uses on the devices."""
-        state, now = self._event_log.state, self._event_log.now()
+        state = self._event_log.state
         lease, expected = state.table.leases.get(epoch), leases.KEPT_BYTES
         if lease is not None and (run := state.runs.get(lease.run)) is not None:
             holder = state.instances.get(incarnation)
             memory = read_gpu_memory(holder.capabilities.get(GPU_MEMORY, ())) if holder is not None else {}
             expected = leases.kept_bytes(lease, run.spec["rollout"]["engine"], memory)
         ends = leases.plan_release(
-            state.table, epoch, incarnation, "released", now, used=used_bytes, expected=expected
+            state.table, epoch, incarnation, "released", used=used_bytes, expected=expected
         )
         self._post_ends(ends)
 
     def exited(self, incarnation: str) -> None:
         """The holder's process is proven gone."""
-        self._post_ends(leases.plan_exit(self._event_log.state.table, incarnation, self._event_log.now()))
+        self._post_ends(leases.plan_exit(self._event_log.state.table, incarnation))
 
     def _post_ends(self, events: Sequence[ev.Event]) -> None:
         for event in events:
@@ -127,7 +127,7 @@ class LeaseManager:
             run = self._event_log.state.runs.get(lease.run)
             if run is not None and run.state not in run_states.TERMINAL:
                 ended = self._ended.setdefault(lease.run, deque(maxlen=ENDED_KEPT))
-                ended.append((lease, event.at, event.cause))
+                ended.append((lease, self._event_log.now(), event.cause))
 
     # --- for a run
 
@@ -173,7 +173,7 @@ class LeaseManager:
                 self._all_granted(requests)
                 try:
                     self._turn_of(waiter)
-                    grants = leases.plan_grant(self._event_log.state.table, requests, self._event_log.now())
+                    grants = leases.plan_grant(self._event_log.state.table, requests)
                     break
                 except Blocked as blocked:
                     left = deadline - asyncio.get_running_loop().time()
@@ -286,12 +286,12 @@ class LeaseManager:
 
     async def release(self, run: str, epochs: Sequence[int], *, keep: bool = False) -> None:
         """Revokes leases with notice and waits until they are over; `keep`: what their holders loaded may stay."""
-        now, table = self._event_log.now(), self._event_log.state.table
+        table = self._event_log.state.table
         for epoch in epochs:
             lease = table.leases.get(epoch)
             if lease is None:
                 continue
-            self._event_log.post(*leases.plan_revoke(table, epoch, now))
+            self._event_log.post(*leases.plan_revoke(table, epoch))
             self._release_by.setdefault(epoch, self._event_log.monotonic() + self._notice)
             if keep:
                 self._keeping.add(epoch)
@@ -345,8 +345,7 @@ class LeaseManager:
             if lease.state == leases.REVOKING:
                 self._release_by.setdefault(lease.epoch, now + self._notice)
         if not self.lenient:
-            at = self._event_log.now()
-            self._post_ends(leases.plan_expire(table, self._renewed_at, self._release_by, self._ttl, now, at))
+            self._post_ends(leases.plan_expire(table, self._renewed_at, self._release_by, self._ttl, now))
 
     @property
     def lenient(self) -> bool:

@@ -109,6 +109,4 @@ class Quarantines:
     def _freed(
         self, device: str, quarantine: Quarantine, cause: str, author: str = "system"
     ) -> ev.DeviceFreed:
-        return ev.DeviceFreed(
-            at=self._event_log.now(), device=device, holder=quarantine.incarnation, cause=cause, author=author
-        )
+        return ev.DeviceFreed(device=device, holder=quarantine.incarnation, cause=cause, author=author)

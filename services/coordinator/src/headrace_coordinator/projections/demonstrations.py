@@ -10,7 +10,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace_schema.resources.evaluations import CameraView, DemonstrationView, EpisodeView
+from headrace_schema.resources.evaluations import (
+    CameraView,
+    DemonstrationListView,
+    DemonstrationView,
+    EpisodeView,
+)
 from headrace_servicekit.folders import read_below
 
 IMAGES, IMAGE = "observation.images.", "observation.image"
@@ -26,7 +31,7 @@ class DemonstrationSet:
 
     def __init__(self, directory: Path) -> None:
         """Raises NotReadable."""
-        self._directory = directory
+        self.directory = directory
         try:
             with read_below(directory, directory / "meta" / "info.json") as file:
                 self._info = json.load(file)
@@ -45,9 +50,16 @@ class DemonstrationSet:
         self._told = [name for name in (REWARD, SUCCESS) if name in known]
         self._rows = self._episodes()
 
-    def __len__(self) -> int:
-        """Number of episodes."""
-        return len(self._rows)
+    def page(self, first: int, size: int) -> DemonstrationListView:
+        """At most `size` episodes from one on. Raises NotReadable."""
+        last, total = min(first + size, len(self._rows)), len(self._rows)
+        return DemonstrationListView(
+            directory=str(self.directory),
+            fps=self.fps,
+            total=total,
+            demonstrations=[self.view(place) for place in range(first, last)],
+            next_page_token=str(last) if last < total else "",
+        )
 
     def view(self, place: int) -> DemonstrationView:
         """The episode at a place of the metadata, counted from 0. Raises NotReadable."""
@@ -75,7 +87,7 @@ class DemonstrationSet:
             rewards = [float(_flat(row)[0]) for row in columns.get(REWARD, [])]
             successes = [bool(_flat(row)[0]) for row in columns.get(SUCCESS, [])]
         except (TypeError, ValueError, IndexError) as error:
-            raise NotReadable(f"episode {place} of {self._directory}: {error}") from error
+            raise NotReadable(f"episode {place} of {self.directory}: {error}") from error
         return EpisodeView(
             actions=actions,
             rewards=rewards,
@@ -92,7 +104,7 @@ class DemonstrationSet:
         content = cell.get("bytes") if isinstance(cell, dict) else None
         if not content:
             raise NotReadable(
-                f"episode {place} of {self._directory} has no picture of {camera} at step {step}"
+                f"episode {place} of {self.directory} has no picture of {camera} at step {step}"
             )
         return bytes(content)
 
@@ -101,28 +113,23 @@ class DemonstrationSet:
         feature, row = self._feature(camera), self._row(place)
         try:
             where = {part: int(row[f"videos/{feature}/{part}"]) for part in ("chunk_index", "file_index")}
-            return self._directory / str(self._info["video_path"]).format(video_key=feature, **where)
+            return self.directory / str(self._info["video_path"]).format(video_key=feature, **where)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise NotReadable(f"{self._directory} states no film of {camera}: {error}") from error
-
-    @property
-    def directory(self) -> Path:
-        """Where it is."""
-        return self._directory
+            raise NotReadable(f"{self.directory} states no film of {camera}: {error}") from error
 
     def _feature(self, camera: str) -> str:
         if camera not in self._cameras:
-            raise NotReadable(f"{self._directory} has no camera {camera!r}, only {[*self._cameras]}")
+            raise NotReadable(f"{self.directory} has no camera {camera!r}, only {[*self._cameras]}")
         return camera if camera == IMAGE else IMAGES + camera
 
     def _row(self, place: int) -> dict[str, Any]:
         if not 0 <= place < len(self._rows):
-            raise NotReadable(f"{self._directory} has episodes 0 to {len(self._rows) - 1}, and no {place}")
+            raise NotReadable(f"{self.directory} has episodes 0 to {len(self._rows) - 1}, and no {place}")
         return self._rows[place]
 
     def _episodes(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        for file in sorted((self._directory / "meta" / "episodes").glob("chunk-*/file-*.parquet")):
+        for file in sorted((self.directory / "meta" / "episodes").glob("chunk-*/file-*.parquet")):
             found += self._table(file, None, None).to_pylist()
         return found
 
@@ -133,7 +140,7 @@ class DemonstrationSet:
         if step is not None:
             only.append(("frame_index", "==", step))
         where = {"chunk_index": int(row["data/chunk_index"]), "file_index": int(row["data/file_index"])}
-        file = self._directory / str(self._info["data_path"]).format(**where)
+        file = self.directory / str(self._info["data_path"]).format(**where)
         table = self._table(file, [*names, "frame_index"], only).sort_by("frame_index")
         return {name: table[name].to_pylist() for name in names}
 
@@ -145,7 +152,7 @@ class DemonstrationSet:
             fix = "pip install 'headrace-coordinator[datasets]' where the coordinator runs"
             raise NotReadable(f"demonstrations are read by pyarrow, which is not there: {fix}") from error
         try:
-            with read_below(self._directory, file) as opened:
+            with read_below(self.directory, file) as opened:
                 if columns is None:  # without the statistics, of which there are many columns
                     known = pq.ParquetFile(opened).schema_arrow.names
                     columns = [name for name in known if not name.startswith("stats/")]

@@ -136,11 +136,7 @@ async def listed(context: RunContext) -> trainer.ListCheckpointsResponse:
     response = await context.workers.leader.list_checkpoints()
     for damaged in response.set_aside:
         reason = f"{damaged.reason}; now {damaged.set_aside_as}" if damaged.set_aside_as else damaged.reason
-        context.event_log.post(
-            ev.CheckpointSetAside(
-                at=context.event_log.now(), run=context.run_id, name=damaged.name, reason=reason
-            )
-        )
+        context.event_log.post(ev.CheckpointSetAside(run=context.run_id, name=damaged.name, reason=reason))
     return response
 
 
@@ -249,9 +245,7 @@ class Checkpointer:
             return
         context.uploads.saved(name, number, self._step)
         context.event_log.post(
-            ev.CheckpointSaved(
-                at=context.event_log.now(), run=context.run_id, name=name, number=number, step=self._step
-            )
+            ev.CheckpointSaved(run=context.run_id, name=name, number=number, step=self._step)
         )
 
     def _failed(self, reason: str) -> None:
@@ -259,6 +253,4 @@ class Checkpointer:
         if reason != self.last_failure:
             self.last_failure = reason
             context = self._context
-            context.event_log.post(
-                ev.CheckpointFailed(at=context.event_log.now(), run=context.run_id, reason=reason)
-            )
+            context.event_log.post(ev.CheckpointFailed(run=context.run_id, reason=reason))

@@ -179,7 +179,6 @@ class RunContext:
         ledger = self.state.ledger
         await self.event_log.commit(
             ev.StepAborted(
-                at=self.event_log.now(),
                 run=self.run_id,
                 step=ledger.step,
                 attempt=ledger.attempt,
@@ -298,18 +297,6 @@ class RunContext:
     def note(self, text: str, plain: bool = False) -> None:
         """Tells the run's user; as of trouble, unless it is `plain`."""
         self.workers.note(text, plain=plain)
-
-    def distribution(self, temperature: float) -> common.SamplingDistribution:
-        """The spec's sampling distribution at `temperature` (0: greedy)."""
-        sampling = self.spec.sampling
-        return common.SamplingDistribution(
-            temperature=temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            log_prob_kind=common.LOG_PROB_KIND_PROCESSED,
-        )
 
     async def lost(self, worker: WorkerClient, why: str) -> None:
         """A call failed: waits a little to learn whether the instance is gone."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.sections.running import FromCheckpointSection
 from headrace_schema.stores import is_remote
@@ -58,9 +57,7 @@ async def form_trainer_group(context: RunContext) -> None:
     if same and run.trainer_group_generation:
         return
     generation = run.trainer_group_generation + 1
-    formed = ev.TrainerGroupFormed(
-        at=context.event_log.now(), run=run.id, generation=generation, trainers=incarnations
-    )
+    formed = ev.TrainerGroupFormed(run=run.id, generation=generation, trainers=incarnations)
     await context.event_log.commit(formed)
     host = trainers[0].instance.address.rpartition(":")[0].strip("[]")
     # Port 0 lets rank 0 choose; with several ranks it must be known to all before they meet. Each run and
@@ -97,9 +94,7 @@ async def _holds_base(context: RunContext) -> bool:
         context.note(f"the state of the trainer group before is not used: {refused.message}")
         return False
     if layout and layout != context.state.layout:
-        await context.event_log.commit(
-            ev.LayoutChosen(at=context.event_log.now(), run=context.run_id, layout=layout)
-        )
+        await context.event_log.commit(ev.LayoutChosen(run=context.run_id, layout=layout))
     return True
 
 
@@ -143,14 +138,13 @@ async def _record_commit(context: RunContext, state: trainer.GetStepStateRespons
     base = context.state.lineage.base
     assert base is not None
     opened = ev.StepOpened(
-        at=context.event_log.now(),
         run=context.run_id,
         step=state.step,
         attempt=state.attempt,
         base=base.number,
         number=number,
     )
-    published = Published(state.version, common.WeightManifest(), common.WeightSource())
+    published = Published(state.version)
     generation = Generation(context, published, StepTimer(context.event_log.monotonic))
     await Step(generation).record(opened, state.commit)
 
@@ -355,5 +349,5 @@ async def _burn_number(context: RunContext, source: _Source) -> int:
     if ledger.get("coordinator_epoch", 0) > event_log.state.epoch:
         await event_log.raise_epoch(ledger["coordinator_epoch"])
     number = max(run.lineage.last_number, int(ledger.get("last_number", 0))) + 1
-    await event_log.commit(ev.NumberBurnt(at=event_log.now(), run=run.id, number=number))
+    await event_log.commit(ev.NumberBurnt(run=run.id, number=number))
     return number

@@ -71,8 +71,8 @@ async def finish(context: RunContext, checkpointer: Checkpointer) -> Outcome:
             if refused.reason != EXPORT_FAILED:
                 raise
             raise Unwritable(f"export: {refused.message}; make room and resume") from refused
-        number, now = context.state.lineage.head, context.event_log.now()
-        await context.event_log.commit(ev.ModelExported(at=now, run=context.run_id, path=path, number=number))
+        number = context.state.lineage.head
+        await context.event_log.commit(ev.ModelExported(run=context.run_id, path=path, number=number))
     steps = context.state.ledger.step if context.closed else context.spec.steps
     return Outcome(run_states.SUCCEEDED, f"{steps} step{'' if steps == 1 else 's'} done")
 
@@ -93,15 +93,15 @@ async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcom
     await context.fleet.lease_manager.release_all(context.run_id)
     if outcome.state not in (run_states.QUEUED, run_states.CANCELLED):
         await context.uploads.finish()
-    state, now = outcome.state, context.event_log.now()
+    state = outcome.state
     if context.state.state == run_states.CANCELLING and state not in (
         run_states.CANCELLED,
         run_states.FAILED,
     ):
         state, reason = run_states.CANCELLED, f"cancelled by its user while it was leaving ({reason})"
     await context.event_log.commit(
-        ev.RunReleased(at=now, run=context.run_id),
-        *runs.plan_move(context.state, state, context.fleet.readable(reason), now),
+        ev.RunReleased(run=context.run_id),
+        *runs.plan_move(context.state, state, context.fleet.readable(reason)),
     )
 
 

@@ -329,9 +329,7 @@ class RunLoop:
         )
 
     def _intend_pause(self, reason: str) -> None:
-        self._event_log.post(
-            *runs.plan_intent(self.context.state, run_states.PAUSE, "system", reason, self._event_log.now())
-        )
+        self._event_log.post(*runs.plan_intent(self.context.state, run_states.PAUSE, "system", reason))
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
         """The outcome of `work`; raises `Stopped` or `TrainerDrains`, once a commit that was sent has its reply."""
@@ -381,7 +379,6 @@ class RunLoop:
         if context.spec.placement.mode != "auto" or context.workers.placement.turns or ahead:
             return False
         plan = ev.PlanAdopted(
-            at=self._event_log.now(),
             run=context.run_id,
             from_step=context.state.ledger.step,
             mode=first_mode(ahead=False),
@@ -407,7 +404,7 @@ class RunLoop:
         log.warning("run %s recovers: %s", run.id, reason)
         if run.state in (run_states.PLANNING, run_states.RUNNING):
             self._move(run_states.RECOVERING, reason)
-        await self._event_log.commit(ev.RunRecovering(at=self._event_log.now(), run=run.id, reason=reason))
+        await self._event_log.commit(ev.RunRecovering(run=run.id, reason=reason))
         if isinstance(fault, InstanceDown):
             await self.context.fleet.fate(fault.incarnation)
         elif isinstance(fault, CallRefused) and fault.reason in GROUP_LOST:
@@ -421,4 +418,4 @@ class RunLoop:
         return None
 
     def _move(self, state: str, reason: str) -> None:
-        self._event_log.post(*runs.plan_move(self.context.state, state, reason, self._event_log.now()))
+        self._event_log.post(*runs.plan_move(self.context.state, state, reason))

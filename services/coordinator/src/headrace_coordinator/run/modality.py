@@ -13,8 +13,10 @@ from typing import Any
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_schema.evaluating import AnswerSection
 from headrace_schema.images import Kind
 from headrace_schema.sections.agent import ONLINE
+from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.requests import MAX_NUMBER
 from headrace_servicekit.rpc.trajectories import chat_message
@@ -43,6 +45,20 @@ class Sampling:
     evaluation: bool = False
     until_success: bool = False
     """Whether an episode ends with its first success."""
+
+
+def distribution_of(
+    section: SamplingSection | AnswerSection, temperature: float
+) -> common.SamplingDistribution:
+    """A spec's sampling distribution at `temperature` (0: greedy)."""
+    return common.SamplingDistribution(
+        temperature=temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+        repetition_penalty=section.repetition_penalty,
+        log_prob_kind=common.LOG_PROB_KIND_PROCESSED,
+    )
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class Regrouping:
         if isinstance(change, str):
             return False
         if run.state == RUNNING:
-            log.post(*plan_move(run, RECOVERING, change.reason, log.now()))
+            log.post(*plan_move(run, RECOVERING, change.reason))
         await log.commit(change, *self._replan(change))
         self._context.workers.adopt_leases()
         return True
@@ -117,9 +117,8 @@ class Regrouping:
             if not change.given_to:
                 raise
             # The run that the trainers were released for has them by now.
-            now = context.event_log.now()
             context.event_log.post(
-                ev.RanksWanted(at=now, run=context.run_id, ranks=before, author="system", reason=why)
+                ev.RanksWanted(run=context.run_id, ranks=before, author="system", reason=why)
             )
             raise Unstaffed(f"{back}: {why}") from refused
 

@@ -83,9 +83,7 @@ class Standstill:
     def _warn(self, found: dict[str, str]) -> None:
         kept = {key: text for key, text in self._context.state.warnings.items() if key != STALLED}
         context = self._context
-        context.event_log.post(
-            ev.Warned(at=context.event_log.now(), run=context.run_id, warnings={**kept, **found})
-        )
+        context.event_log.post(ev.Warned(run=context.run_id, warnings={**kept, **found}))
 
     def _mark(self) -> tuple[int, int]:
         ledger = self._context.state.ledger

@@ -225,4 +225,4 @@ class Uploads:
 
     def _post(self, kind: type[ev.RunEvent], **facts: Any) -> None:
         log_of = self._context.event_log
-        log_of.post(kind(at=log_of.now(), run=self._context.run_id, **facts))
+        log_of.post(kind(run=self._context.run_id, **facts))

@@ -22,6 +22,10 @@ STEPS = ("optim_step", "load")
 """Calls behind which no gradient waits for a step any more."""
 
 
+class Unknown(Exception):
+    """Weights that there are not; the message says what there is."""
+
+
 class Journal:
     """Numbers count from 1. What is read and written here is done in a thread of the caller's."""
 
@@ -142,3 +146,18 @@ class Journal:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def saved_by_name(run_directory: Path, own: Journal, checkpoint: str) -> tuple[Path, dict[str, Any]]:
+    """The directory of the session that saved a checkpoint, NAME or SESSION/NAME, and its entry. Raises Unknown.
+
+    `own`: the journal of the session with `run_directory`, which NAME alone means.
+    """
+    session, _, name = checkpoint.rpartition("/")
+    directory, journal = run_directory.parent / (session or run_directory.name), own
+    if directory != run_directory:
+        journal = Journal(directory)
+    if name not in journal.named:
+        has = f"it has {', '.join(sorted(journal.named))}" if journal.named else "it has none"
+        raise Unknown(f"session {directory.name} has no checkpoint {name!r}; {has}")
+    return directory, journal.named[name]

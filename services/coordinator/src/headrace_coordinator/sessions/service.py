@@ -1,4 +1,8 @@
-"""All session runs, as the API and the protocols of others' clients ask for them; see `interface`."""
+"""What a session run offers to whoever speaks for its loop: HTTP, gRPC, and the protocols of others' clients.
+
+Calls and results are `headrace_schema.sessions`. Every method that refuses raises `api.refusal.Refused`, whose reason
+is INVALID (key and fix in `problems`), NOT_FOUND, CONFLICT or UNAVAILABLE.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,6 @@ from headrace_schema.sessions import (
 from headrace_schema.spec import RunSpec
 from headrace_schema.workflow import SESSION
 from pydantic import ValidationError
-from typing_extensions import override
 
 from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.refusal import Refused
@@ -33,7 +36,6 @@ from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.run.asked.calls import IDLE
 from headrace_coordinator.sessions.desk import MOST_WAITING, Desk
-from headrace_coordinator.sessions.interface import Sessions
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.waits import WaitTimeout
 
@@ -42,14 +44,18 @@ FAR_AHEAD = 10_000
 """How far a call's number may be above the lowest that is not used."""
 
 
-class SessionService(Sessions):
-    """Over the event log, and the desks between callers and runs."""
+class SessionService:
+    """All session runs of the coordinator, over the event log, and the desks between callers and runs."""
 
     def __init__(self, event_log: EventLog, fleet: Fleet, reads: Reads, submissions: Submissions) -> None:
         self._event_log, self._fleet, self._reads, self._submissions = event_log, fleet, reads, submissions
 
-    @override
     async def create(self, spec: Mapping[str, Any], idempotency_key: str = "") -> str:
+        """Submits a run of `spec`, whose `workflow` is session; returns its id, at once: it may wait in the queue.
+
+        The same key gives the same session. `from_checkpoint: {run: SESSION, checkpoint: NAME}` begins from weights
+        and optimizer state that were saved by name.
+        """
         try:
             asked = RunSpec.model_validate({"workflow": SESSION, **spec})
         except ValidationError as error:
@@ -59,8 +65,8 @@ class SessionService(Sessions):
             raise Refused("INVALID", "this is no session", [fix])
         return await self._submissions.submit(asked, idempotency_key)
 
-    @override
     def info(self, session: str) -> SessionView:
+        """The session as it stands."""
         view, desk = self._view(session), self._desk(session)
         spec = view.spec
         head = self._event_log.state.runs.get(session)
@@ -80,8 +86,13 @@ class SessionService(Sessions):
             next_seq=desk.next_seq,
         )
 
-    @override
     async def submit(self, session: str, seq: int, operation: Operation) -> str:
+        """Accepts call number `seq`, durably, and returns its future.
+
+        Numbers count from 1 over all operations of a session. They are executed in their order, whichever comes first,
+        and one waits for those below it. A number that was used returns the future that it has, whatever comes with
+        it, and so does one whose call was refused by its result. A call resumes a session that was paused as idle.
+        """
         run, desk = self._open(session), self._desk(session)
         if not 1 <= seq < desk.next_seq + FAR_AHEAD:
             fix = f"calls count from 1; the next one is {desk.next_seq}"
@@ -97,8 +108,11 @@ class SessionService(Sessions):
         await self._resume(run)
         return f"{session}:{CALL}:{seq}"
 
-    @override
     async def sample(self, session: str, request: Sample, key: str = "") -> str:
+        """Accepts a request for samples and returns its future; the same `key` returns the same one.
+
+        It is bound to weights now: `latest` means the version that was published when this returns.
+        """
         run, desk = self._open(session), self._desk(session)
         self._check_seen(session, request.weights, "weights")
         if len(desk.waiting) + desk.at_work >= MOST_WAITING:
@@ -111,8 +125,12 @@ class SessionService(Sessions):
         await self._resume(run)
         return f"{session}:{SAMPLE}:{made}"
 
-    @override
     async def result(self, future: str, timeout_s: float) -> Result:
+        """The result of a future, or Pending after `timeout_s`. Raises Refused NOT_FOUND for one that is not known.
+
+        A result is kept for as long as the session can be asked for, across restarts of the coordinator; samples
+        until the coordinator ends.
+        """
         session, _, rest = future.partition(":")
         kind, _, name = rest.partition(":")
         if kind not in (CALL, SAMPLE) or (kind == CALL and not name.isdigit()):
@@ -151,8 +169,8 @@ class SessionService(Sessions):
         view = self._view(session)
         return Failure(category="server", message=f"session {session} is {view.state}: {view.reason}")
 
-    @override
     def checkpoints(self, session: str) -> list[CheckpointView]:
+        """What was saved by name, oldest first; also of a session that has ended."""
         self._view(session)
         named = self._desk(session).journal.named
         found = [
@@ -165,16 +183,16 @@ class SessionService(Sessions):
         ]
         return sorted(found, key=lambda each: each.created)
 
-    @override
     async def delete_checkpoint(self, session: str, name: str) -> None:
+        """Deletes a checkpoint, for ever."""
         self._view(session)
         journal = self._desk(session).journal
         if name not in journal.named:
             raise Refused("NOT_FOUND", f"session {session} has no checkpoint {name!r}")
         await asyncio.to_thread(journal.name, name, None)
 
-    @override
     async def close(self, session: str) -> None:
+        """Ends the session: what was accepted is executed, the last weights are saved, and the run succeeds."""
         self._view(session)
         run, desk = self._event_log.state.runs.get(session), self._desk(session)
         if run is None or run.state in run_states.TERMINAL:
@@ -183,8 +201,8 @@ class SessionService(Sessions):
         desk.wake()
         await self._resume(run)
 
-    @override
     def listed(self) -> list[str]:
+        """All sessions that have not been deleted, oldest first."""
         return [name for name in reversed(self._reads.newest_first()) if self._is_session(name)]
 
     # --- parts
@@ -222,8 +240,7 @@ class SessionService(Sessions):
     async def _resume(self, run: RunState) -> None:
         """A session that has paused because nobody called goes on; one that its user paused does not."""
         if run.intent == run_states.PAUSE and run.state == run_states.PAUSED and run.reason.startswith(IDLE):
-            now = self._event_log.now()
-            await self._event_log.commit(*runs.plan_intent(run, run_states.RUN, "system", "called", now))
+            await self._event_log.commit(*runs.plan_intent(run, run_states.RUN, "system", "called"))
 
     def _waits_for(self, session: str, kind: str, name: str) -> Any:
         run = self._event_log.state.runs[session]

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 from headrace_servicekit.lease.clock import boottime
 
 from headrace_coordinator.domain import events as ev
@@ -118,7 +119,7 @@ class EventLog:
         self._appended = stored.sequence
         self._sequence = max(stored.sequence + leap, seen.sequence + LEAP)
         self.fenced = asyncio.get_running_loop().create_future()
-        self.post(ev.CoordinatorStarted(at=self.now(), epoch=epoch, store_id=store_id, leap=leap))
+        self.post(ev.CoordinatorStarted(epoch=epoch, store_id=store_id, leap=leap))
         if self.loss:
             self._say_loss()
         self._marker.keep(store_id, Marks(epoch, seen.sequence))
@@ -126,10 +127,10 @@ class EventLog:
     def _say_loss(self) -> None:
         """Tells the users of all runs; lists runs again that had ended, and names those that are not known any more."""
         for run in list(self.state.active_runs()):
-            self.post(ev.Noted(at=self.now(), run=run.id, text=self.loss))
+            self.post(ev.Noted(run=run.id, text=self.loss))
         found, unknown = self.history.strangers({*self.state.runs, *self.state.ended})
         for summary in found:
-            self.post(ev.RunArchived(at=self.now(), **summary))
+            self.post(ev.RunArchived(**summary))
         if unknown:
             self.loss += f"; of {', '.join(unknown)} it knows nothing more: submit each one's run.json again"
             log.warning("%s", self.loss)
@@ -161,6 +162,8 @@ class EventLog:
     def post(self, *events: ev.Event) -> None:
         """Applies events now; they become durable in order, soon."""
         for event in events:
+            if not event.at:
+                msgspec.structs.force_setattr(event, "at", self.now())
             self._sequence += 1
             self.state.apply(event)
             if ev.is_public(event):
@@ -260,7 +263,7 @@ class EventLog:
             present = self.state.epoch
             if seen >= present:
                 await self._store.raise_epoch(present, seen + 1, self.state.store_id)
-                self.post(ev.EpochRaised(at=self.now(), epoch=seen + 1))
+                self.post(ev.EpochRaised(epoch=seen + 1))
 
         log.warning("coordinator epoch %d was seen; this one goes on above it", seen)
         await self._write(attempt)

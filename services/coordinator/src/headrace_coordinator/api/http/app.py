@@ -22,8 +22,7 @@ from headrace_coordinator.access.login import Login
 from headrace_coordinator.access.table import OPEN, TABLE
 from headrace_coordinator.api.http.errors import ANSWERS, add_error_handlers
 from headrace_coordinator.api.http.guard import Guard
-from headrace_coordinator.api.http.links import Links, link_routes
-from headrace_coordinator.api.http.login import login_routes
+from headrace_coordinator.api.http.links import Links, link_routes, login_routes
 from headrace_coordinator.api.http.relay import Relay
 from headrace_coordinator.api.http.routes.access import access_routes
 from headrace_coordinator.api.http.routes.dashboard import page_routes

@@ -1,7 +1,7 @@
-"""One-time links to the dashboard and to downloads.
+"""How a browser comes to a token: one-time links to the dashboard and to downloads, and a login at the fleet's issuer.
 
 Who has a token gets a code, and a browser that shows the code has the token for one request: the token itself stands in
-no address that a process list or a server's log could show. Knows no run.
+no address that a process list or a server's log could show. Knows no run; `access.login` decides about logins.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, Query, Request, Response
 from headrace_schema.resources.views import LinkView
 
+from headrace_coordinator.access.login import BEGIN, COOKIE, END, Login, LoginRefused
+from headrace_coordinator.access.login import LIFE_S as LOGIN_S
 from headrace_coordinator.api.http.errors import error_response
 from headrace_coordinator.api.http.requests import known_parameters, view_response
 
@@ -23,6 +25,7 @@ OPEN = "/open"
 DOWNLOAD = re.compile(r"/v1/runs/[^/?#]+/(?:export|checkpoints/[^?#]+)")
 LIFE_S = 60.0
 MAX_LINKS = 32  # a newer link replaces the oldest
+UNSHOWN = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
 class Links:
@@ -74,7 +77,53 @@ def link_routes(links: Links, *, asks: bool) -> APIRouter:
         parts = [f"token={quote(token, safe='')}"] if token else []
         parts += [f"/runs/{quote(run, safe='')}"] if run else []
         where = "/#" + "&".join(parts) if parts else "/"
-        headers = {"Location": where, "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+        headers = {"Location": where, **UNSHOWN}
         return Response(status_code=303, headers=headers)
 
     return routes
+
+
+def login_routes(login: Login | None) -> APIRouter:
+    """Without a `login` they are not there."""
+    routes = APIRouter(tags=["service"])
+
+    @routes.get(BEGIN, response_class=Response, status_code=303)
+    async def begin_login(request: Request) -> Response:
+        """Leads a browser to the fleet's issuer. Needs no token."""
+        if login is None:
+            return _none()
+        try:
+            url, cookie = await login.begin(str(request.base_url))
+        except LoginRefused as refused:
+            return error_response("UNAVAILABLE", str(refused))
+        response = Response(status_code=303, headers={"Location": url, **UNSHOWN})
+        secure = request.url.scheme == "https"
+        response.set_cookie(
+            COOKIE, cookie, max_age=LOGIN_S, path=BEGIN, secure=secure, httponly=True, samesite="lax"
+        )
+        return response
+
+    @routes.get(END, response_class=Response, status_code=303)
+    async def end_login(request: Request) -> Response:
+        """Takes what the issuer's redirect brought, and leads to `/#token=…`. Needs no token."""
+        if login is None:
+            return _none()
+        try:
+            token = await login.finish(
+                str(request.base_url), request.cookies.get(COOKIE, ""), request.query_params
+            )
+        except LoginRefused as refused:
+            response: Response = error_response("UNAUTHENTICATED", str(refused))
+        else:
+            where = f"/#token={quote(token, safe='')}"
+            response = Response(status_code=303, headers={"Location": where, **UNSHOWN})
+        response.delete_cookie(COOKIE, path=BEGIN)
+        return response
+
+    return routes
+
+
+def _none() -> Response:
+    return error_response(
+        "NOT_FOUND", "this fleet logs nobody in; give its --oidc file a client_id (docs/security.md)"
+    )

@@ -57,45 +57,31 @@ class FleetView:
     @classmethod
     def of(cls, instances: Iterable[InstanceView]) -> FleetView:
         """The union over instances that are at work, silent ones included."""
-        capabilities: dict[str, dict[str, frozenset[str]]] = {}
-        counts: dict[str, int] = {}
+        at_work = [each for each in instances if each.state in ("READY", "SILENT")]
+        capabilities: dict[str, dict[str, frozenset[str]]] = {each.kind: {} for each in at_work}
         hosts: dict[str, set[str]] = {}
-        simulate: set[str] = set()
-        score: set[str] = set()
-        see: list[int] = []
-        rollout_hosts: dict[str, None] = {}
         weights: dict[str, int] = {}
-        for instance in instances:
-            if instance.state not in ("READY", "SILENT"):
-                continue
+        for instance in at_work:
             for name in instance.devices:
                 hosts.setdefault(name, set()).add(instance.host)
-            if instance.kind == "simulator":
-                simulate |= {*instance.devices}
-            if instance.kind == "reward":
-                score |= {*instance.devices}
-            if instance.kind == "rollout":
-                see.append(len(instance.devices))
-                rollout_hosts[instance.host] = None
             for text in instance.capabilities.get(WEIGHTS_MEMORY, ()):
                 weights[instance.kind] = min(weights.get(instance.kind, int(text)), int(text))
-            counts[instance.kind] = counts.get(instance.kind, 0) + 1
-            facets = capabilities.setdefault(instance.kind, {})
+            facets = capabilities[instance.kind]
             for facet, names in instance.capabilities.items():
                 facets[facet] = facets.get(facet, frozenset()) | set(names)
-        listed = (text for facets in capabilities.values() for text in facets.get(GPU_MEMORY, ()))
-        memory = read_gpu_memory(listed)
+        memory = (text for facets in capabilities.values() for text in facets.get(GPU_MEMORY, ()))
+        rollouts = [each for each in at_work if each.kind == "rollout"]
         return cls(
             capabilities,
-            counts,
+            Counter(each.kind for each in at_work),
             list(hosts),
             hosts,
-            simulate,
-            score,
-            see,
-            list(rollout_hosts),
-            memory,
-            weights,
+            simulate={name for each in at_work if each.kind == "simulator" for name in each.devices},
+            score={name for each in at_work if each.kind == "reward" for name in each.devices},
+            rollouts_see=[len(each.devices) for each in rollouts],
+            rollout_hosts=list(dict.fromkeys(each.host for each in rollouts)),
+            gpu_bytes=read_gpu_memory(memory),
+            weights_bytes=weights,
         )
 
     def names(self, kind: str, facet: str) -> frozenset[str]:

@@ -17,7 +17,7 @@ from headrace_schema.stores import is_remote
 
 from headrace_coordinator.access.callers import CALLER
 from headrace_coordinator.access.quotas import Quotas
-from headrace_coordinator.access.trust import Trust
+from headrace_coordinator.access.trust import Trust, foreign_paths, holding_paths
 from headrace_coordinator.api.idempotency import Keys, digest
 from headrace_coordinator.api.reading.past import Past
 from headrace_coordinator.api.reading.reads import Reads
@@ -28,8 +28,6 @@ from headrace_coordinator.api.submission.evaluations import (
     suite_evaluation,
 )
 from headrace_coordinator.api.submission.fleet_view import FleetView
-from headrace_coordinator.api.submission.following import following
-from headrace_coordinator.api.submission.foreign import foreign_paths, holding_paths
 from headrace_coordinator.api.submission.local_rules import fork
 from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of
 from headrace_coordinator.api.submission.stores import check_stores, remote_origin
@@ -40,6 +38,7 @@ from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.access import ADMIN, PRIVATE, TEAM
+from headrace_coordinator.domain.pipelines import following
 from headrace_coordinator.fleet.deaths import RESTART_S
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.waits import WaitTimeout

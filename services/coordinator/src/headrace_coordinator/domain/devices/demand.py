@@ -11,7 +11,7 @@ from headrace_schema.spec import RunSpec
 from headrace_schema.workflow import generates, is_scored, trains_robots
 
 from headrace_coordinator.domain.devices.leases import all_gpus
-from headrace_coordinator.domain.devices.placement import placement_of
+from headrace_coordinator.domain.devices.placement import Placement, placement_of
 from headrace_coordinator.domain.run_states import RUN
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.state import State
@@ -34,20 +34,10 @@ class Demand(msgspec.Struct, frozen=True):
     """Whether the policy is a robot's, which has algorithms of its own."""
     simulator: str
     """Backend of simulators; empty: none is needed."""
-    disaggregated: bool
-    """Whether its sides have devices of their own while answers are made."""
-    joins: bool
-    """Whether the trainers have the rollouts' devices too, in turns: on GPUs a rank has one."""
+    placement: Placement
+    """How it uses its devices before any plan."""
     side_by_side: bool
     """Whether it can use devices for both sides at once."""
-    shares: bool
-    """Whether other runs that share may be granted its devices too."""
-    rollout_devices: tuple[str, ...]
-    trainer_devices: tuple[str, ...]
-    simulator_devices: tuple[str, ...] = ()
-    """Empty: simulators hold no devices."""
-    reward_devices: tuple[str, ...] = ()
-    """Empty: reward instances hold no devices."""
     engines: int = 1
     """Models with devices of their own in each rollout instance; it holds a CPU slot or more for each."""
     engine_gpus: int = 1
@@ -58,6 +48,11 @@ class Demand(msgspec.Struct, frozen=True):
     """Whether reward instances take part."""
     fair: bool = False
     """Whether it keeps at most its fair part of the devices that it has."""
+
+    @property
+    def section(self) -> PlacementSection:
+        """The names of the devices that it asks for, and whether runs that share may be granted them too."""
+        return self.placement.section
 
     @property
     def algorithms(self) -> str:
@@ -90,14 +85,8 @@ def demand_of(run: RunState) -> Demand:
         algorithm=spec["algorithm"]["name"],
         acts=trains_robots(spec["workflow"], spec["data"]["source"]),
         simulator=(spec.get("environment") or {}).get("backend", ""),
-        disaggregated=placement.apart,
-        joins=placement.joins,
+        placement=placement,
         side_by_side=placement.apart or bool(section.measured_steps(spec.get("steps", 0)) and not helpers),
-        shares=shares(run),
-        rollout_devices=tuple(section.rollout),
-        trainer_devices=tuple(section.trainer),
-        simulator_devices=tuple(section.simulator),
-        reward_devices=tuple(section.reward),
         engines=engines,
         engine_gpus=engines * instance_gpus(options),
         engine_hosts=hosts,

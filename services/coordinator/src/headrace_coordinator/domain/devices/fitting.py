@@ -45,7 +45,7 @@ class Fitting:
             return "a reward instance to register"
         if demand.simulator and not simulators(self._state.instances.values(), demand.simulator):
             return f"a simulator instance with the backend {demand.simulator} to register"
-        room = self._room(demand, grants, demand.rollout_devices)
+        room = self._room(demand, grants, demand.section.rollout)
         rollouts = self._choose(
             "rollout",
             {"engines": demand.engine},
@@ -62,19 +62,19 @@ class Fitting:
             return missing + (spread if demand.engine_hosts > 1 else "")
         decode = [i.incarnation for i in rollouts]
         facets = {"backends": demand.backend, demand.algorithms: demand.algorithm}
-        room = self._room(demand, grants, demand.trainer_devices)
-        for each in rollouts if demand.disaggregated and not demand.joins else ():
+        room = self._room(demand, grants, demand.section.trainer)
+        for each in rollouts if demand.placement.apart and not demand.placement.joins else ():
             if (machine := self._machines[each.incarnation]) in room:
                 room[machine] -= demand.engine_gpus
         trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers, room)
         if len(trainers) < demand.trainers:
             return self._missing("trainer", demand.trainers, len(trainers), grants)
         seeing = self._simulators_on(demand)
-        if demand.simulator_devices and not seeing:
-            return f"a simulator instance that has {', '.join(demand.simulator_devices)} to register"
+        if demand.section.simulator and not seeing:
+            return f"a simulator instance that has {', '.join(demand.section.simulator)} to register"
         scoring = self._scorers_on(demand)
-        if demand.reward_devices and not scoring:
-            return f"a reward instance that has {', '.join(demand.reward_devices)} to register"
+        if demand.section.reward and not scoring:
+            return f"a reward instance that has {', '.join(demand.section.reward)} to register"
         seeing += scoring
         members = (*rollouts, *trainers, *seeing)
         devices = self._devices(demand, members, grants, kept.devices)
@@ -147,7 +147,7 @@ class Fitting:
         """Devices that a run cannot have beside others, and the runs that were granted them."""
         busy: dict[str, list[str]] = {}
         for name, grant in grants.items():
-            if not (demand.shares and shares(self._state.runs[name])):
+            if not (demand.section.share and shares(self._state.runs[name])):
                 for device in grant.devices:
                     busy.setdefault(device, []).append(name)
         return busy
@@ -176,13 +176,13 @@ class Fitting:
             everything = self._devices_of(here)
             on_gpus = all_gpus(everything)
             engines = generate * (demand.engine_gpus if on_gpus else demand.engines)
-            beside = demand.disaggregated and not (demand.joins and on_gpus)
+            beside = demand.placement.apart and not (demand.placement.joins and on_gpus)
             needed = engines + learn if beside else max(engines, learn)
             free = [device for device in everything if device not in busy]
-            names = (*demand.rollout_devices, *demand.trainer_devices) if generate or learn else ()
+            names = [*demand.section.rollout, *demand.section.trainer] if generate or learn else []
             kinds = {each.kind for each in here}
-            names += demand.simulator_devices if "simulator" in kinds else ()
-            names += demand.reward_devices if "reward" in kinds else ()
+            names += demand.section.simulator if "simulator" in kinds else []
+            names += demand.section.reward if "reward" in kinds else []
             named = named_devices(names, everything, hosts_of(here))
             named += self._doubtful(names, here)
             if named:
@@ -195,13 +195,13 @@ class Fitting:
                 continue  # Simulators or scorers are here alone, and none of these devices is named for them.
             # What an admitted run has beyond its need it keeps: its leases may cover it until a step has ended.
             mine = sum(device in own for device in free)
-            part = len(everything) // (1 if demand.shares else self._parts(demand))
+            part = len(everything) // (1 if demand.section.share else self._parts(demand))
             if own:
                 part = min(mine, part) if demand.fair else mine
             fair = max(needed, part)
             if on_gpus:
                 # An engine computes on the GPUs that its parallel sizes need, a rank on one: more would be idle.
-                fair = engines + learn if demand.side_by_side and not demand.joins else needed
+                fair = engines + learn if demand.side_by_side and not demand.placement.joins else needed
             # Also a run that shares takes first what no other run was granted.
             free.sort(key=lambda device: (device not in own, users[device], everything.index(device)))
             if len(free) < needed:
@@ -223,13 +223,13 @@ class Fitting:
         """Simulators that see one of the devices that are named for simulators."""
         found = simulators(self._state.instances.values(), demand.simulator)
         hosts = hosts_of(found)
-        return [i for i in found if named_devices(demand.simulator_devices, i.devices, hosts)]
+        return [i for i in found if named_devices(demand.section.simulator, i.devices, hosts)]
 
     def _scorers_on(self, demand: Demand) -> list[InstanceState]:
         """Reward instances that see one of the devices that are named for scorers."""
         found = [i for i in self._state.instances.values() if i.kind == "reward" and not i.draining]
         hosts = hosts_of(found)
-        return [i for i in found if named_devices(demand.reward_devices, i.devices, hosts)]
+        return [i for i in found if named_devices(demand.section.reward, i.devices, hosts)]
 
     def _devices_of(self, instances: Iterable[InstanceState]) -> list[str]:
         """Devices that the instances can use and that are not in quarantine, by name."""

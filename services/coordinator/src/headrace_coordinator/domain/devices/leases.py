@@ -143,7 +143,7 @@ class LeaseTable(msgspec.Struct):
             self.quarantined[device] = Quarantine(lease.incarnation, event.cause, lease.host, lease.boot_id)
 
 
-def plan_grant(table: LeaseTable, requests: Iterable[LeaseRequest], now: float) -> list[ev.LeaseGranted]:
+def plan_grant(table: LeaseTable, requests: Iterable[LeaseRequest]) -> list[ev.LeaseGranted]:
     """All of `requests` or none: raises `Blocked` naming each busy device and its holder."""
     requests = list(requests)
     wanted = {device for request in requests for device in request.devices}
@@ -152,7 +152,6 @@ def plan_grant(table: LeaseTable, requests: Iterable[LeaseRequest], now: float) 
         raise Blocked("; ".join(problems))
     return [
         ev.LeaseGranted(
-            at=now,
             epoch=table.last_epoch + 1 + index,
             incarnation=request.incarnation,
             run=request.run,
@@ -183,12 +182,12 @@ def _busy(table: LeaseTable, device: str, requests: Sequence[LeaseRequest]) -> s
     return ""
 
 
-def plan_held(table: LeaseTable, epoch: int, incarnation: str, now: float) -> list[ev.Event]:
+def plan_held(table: LeaseTable, epoch: int, incarnation: str) -> list[ev.Event]:
     """A holder's acknowledgement; a stale one changes nothing (G4)."""
     lease = table.leases.get(epoch)
     if lease is None or lease.incarnation != incarnation or lease.state != GRANTED:
         return []
-    return [ev.LeaseHeld(at=now, epoch=epoch)]
+    return [ev.LeaseHeld(epoch=epoch)]
 
 
 def plan_release(
@@ -196,7 +195,6 @@ def plan_release(
     epoch: int,
     incarnation: str,
     cause: str,
-    now: float,
     *,
     used: int = 0,
     expected: int = KEPT_BYTES,
@@ -211,8 +209,8 @@ def plan_release(
         return []
     if used > expected and any(is_gpu(device) for device in lease.devices):
         cause = f"{cause}, but {used / 2**20:.0f} MiB are still in use there and {expected / 2**20:.0f} are planned"
-        return [ev.LeaseEnded(at=now, epoch=epoch, cause=cause, proven=False)]
-    return [ev.LeaseEnded(at=now, epoch=epoch, cause=cause, proven=True)]
+        return [ev.LeaseEnded(epoch=epoch, cause=cause, proven=False)]
+    return [ev.LeaseEnded(epoch=epoch, cause=cause, proven=True)]
 
 
 def kept_bytes(lease: Lease, engine: str, memory: Mapping[str, int]) -> int:
@@ -235,12 +233,12 @@ def all_gpus(devices: Sequence[str]) -> bool:
     return bool(devices) and all(map(is_gpu, devices))
 
 
-def plan_revoke(table: LeaseTable, epoch: int, now: float) -> list[ev.Event]:
+def plan_revoke(table: LeaseTable, epoch: int) -> list[ev.Event]:
     """Asks a holder to release."""
     lease = table.leases.get(epoch)
     if lease is None or lease.state == REVOKING:
         return []
-    return [ev.LeaseRevoking(at=now, epoch=epoch)]
+    return [ev.LeaseRevoking(epoch=epoch)]
 
 
 def plan_expire(
@@ -249,25 +247,24 @@ def plan_expire(
     release_by: Mapping[int, float],
     ttl: float,
     now: float,
-    at: float,
 ) -> list[ev.LeaseEnded]:
     """Leases not renewed for a TTL, and revoked ones past their deadline: over, devices quarantined.
 
-    `renewed_at`, `release_by` and `now` are on one clock; `at` is the wall clock, for the events.
+    `renewed_at`, `release_by` and `now` are on one clock.
     """
     expired = []
     for lease in table.leases.values():
         if now - renewed_at.get(lease.epoch, now) > ttl:
-            expired.append(ev.LeaseEnded(at=at, epoch=lease.epoch, cause="not renewed", proven=False))
+            expired.append(ev.LeaseEnded(epoch=lease.epoch, cause="not renewed", proven=False))
         elif lease.state == REVOKING and now > release_by.get(lease.epoch, now):
-            expired.append(ev.LeaseEnded(at=at, epoch=lease.epoch, cause="revoked past notice", proven=False))
+            expired.append(ev.LeaseEnded(epoch=lease.epoch, cause="revoked past notice", proven=False))
     return expired
 
 
-def plan_exit(table: LeaseTable, incarnation: str, now: float) -> list[ev.Event]:
+def plan_exit(table: LeaseTable, incarnation: str) -> list[ev.Event]:
     """A process is proven gone: its leases are over and its devices free."""
     return [
-        ev.LeaseEnded(at=now, epoch=lease.epoch, cause="process exited", proven=True)
+        ev.LeaseEnded(epoch=lease.epoch, cause="process exited", proven=True)
         for lease in table.of(incarnation)
     ]
 

@@ -69,10 +69,7 @@ def plan_regroup(
     return ev.TrainersChanged(
         at=now,
         run=run.id,
-        rollouts=list(grant.rollouts),
-        trainers=list(grant.trainers),
-        devices=list(grant.devices),
-        helpers=list(grant.helpers),
+        **msgspec.structs.asdict(grant),
         ranks=ranks,
         step=run.ledger.step,
         reason=reason,
@@ -158,16 +155,7 @@ class _Planner:
 
     def _admit(self, run: RunState, grant: Grant, plan: Plan) -> None:
         self._grants[run.id] = grant
-        plan.grants.append(
-            ev.RunAdmitted(
-                at=self._now,
-                run=run.id,
-                rollouts=list(grant.rollouts),
-                trainers=list(grant.trainers),
-                devices=list(grant.devices),
-                helpers=list(grant.helpers),
-            )
-        )
+        plan.grants.append(ev.RunAdmitted(at=self._now, run=run.id, **msgspec.structs.asdict(grant)))
 
     def _refill(self, run: RunState, plan: Plan, *, grow: bool) -> None:
         """Replaces what an admitted run has lost; with `grow`, adds rollouts up to what it asked for."""

@@ -7,7 +7,6 @@ from typing import Any, TypeGuard, Union
 
 import msgspec
 
-from headrace_coordinator.domain.events.access import *  # noqa: F403
 from headrace_coordinator.domain.events.base import *  # noqa: F403
 from headrace_coordinator.domain.events.base import Event, RunEvent
 from headrace_coordinator.domain.events.fleet import *  # noqa: F403

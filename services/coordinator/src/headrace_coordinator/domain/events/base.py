@@ -6,9 +6,10 @@ import msgspec
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
-    """A fact that has happened; `at` is seconds since the Unix epoch."""
+    """A fact that has happened."""
 
-    at: float
+    at: float = 0.0
+    """Seconds since the Unix epoch; of an event that does not say it, when the log takes it."""
 
 
 class RunEvent(Event, frozen=True, kw_only=True):

@@ -88,10 +88,9 @@ def credit(ledger: SlotLedger, lineage: Lineage, installed: int, max_staleness: 
     return ledger.prompts_of(ledger.step + max_staleness - lag).stop
 
 
-def plan_assign(ledger: SlotLedger, run: str, slots: list[Slot], holder: str, now: float) -> ev.SlotsAssigned:
+def plan_assign(ledger: SlotLedger, run: str, slots: list[Slot], holder: str) -> ev.SlotsAssigned:
     """Gives each of `slots` a fresh attempt number, higher than any ever used in the run."""
     return ev.SlotsAssigned(
-        at=now,
         run=run,
         slots=[
             (slot.prompt, slot.sample, ledger.last_attempt + 1 + index, holder)
@@ -100,13 +99,13 @@ def plan_assign(ledger: SlotLedger, run: str, slots: list[Slot], holder: str, no
     )
 
 
-def plan_return(run: str, slots: Iterable[Slot], now: float, *, failed: bool = False) -> list[ev.Event]:
+def plan_return(run: str, slots: Iterable[Slot], *, failed: bool = False) -> list[ev.Event]:
     """These slots are to be made again; `failed` when their attempts ended with an error. Nothing for no slot."""
     keys = [(slot.prompt, slot.sample, slot.attempt) for slot in slots]
-    return [ev.SlotsReturned(at=now, run=run, slots=keys, failed=failed)] if keys else []
+    return [ev.SlotsReturned(run=run, slots=keys, failed=failed)] if keys else []
 
 
-def plan_refill(ledger: SlotLedger, run: str, limit: int, now: float, *, whole: bool) -> list[ev.Event]:
+def plan_refill(ledger: SlotLedger, run: str, limit: int, *, whole: bool) -> list[ev.Event]:
     """The next groups in place of those that were dropped before they settled, at most `limit` of them in a step.
 
     For the first step that lacks some: what it takes changes what the steps behind it have.
@@ -120,7 +119,7 @@ def plan_refill(ledger: SlotLedger, run: str, limit: int, now: float, *, whole: 
     for step, open_step in ledger.steps.items():
         groups = min(ledger.lacking(step), limit - open_step.refilled)
         if groups > 0:
-            return [ev.StepRefilled(at=now, run=run, step=step, groups=groups)]
+            return [ev.StepRefilled(run=run, step=step, groups=groups)]
     return []
 
 

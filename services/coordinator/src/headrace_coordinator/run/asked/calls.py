@@ -34,15 +34,14 @@ from headrace_schema.sessions import (
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.fleet.instance_client import USER_ERRORS, CallRefused
 from headrace_coordinator.run.asked.sampling import FOREVER_S, Sampling
-from headrace_coordinator.run.asked.step import AskedStep, computed, counted, loss_request
+from headrace_coordinator.run.asked.step import AskedStep, computed, counted, loss_request, problem_of
 from headrace_coordinator.run.checkpointing import Checkpointer, listed
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.step.step import RunFailed
 from headrace_coordinator.run.step.timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
-from headrace_coordinator.sessions.checking import problem_of
-from headrace_coordinator.sessions.journal import FOLDER, NAMED, Journal
+from headrace_coordinator.sessions.journal import Unknown, saved_by_name
 from headrace_coordinator.waits import WaitTimeout
 
 IDLE = "idle"
@@ -280,25 +279,19 @@ class Calls:
 
     async def _loaded(self, load: Load) -> Result:
         context, run = self._context, self._context.state
-        session, _, name = load.checkpoint.rpartition("/")
-        own = session in ("", context.run_id)
-        directory = Path(run.directory) if own else Path(run.directory).parent / session
-        named = self._journal.named
-        if not own:
-            exists = (directory / FOLDER / NAMED).exists()
-            named = (await asyncio.to_thread(Journal, directory)).named if exists else {}
-        if name not in named:
-            has = f"it has {', '.join(sorted(named))}" if named else "it has none"
-            what = f"session {directory.name} has no checkpoint {name!r}; {has}"
-            return Failure(category="user", message=what, key="checkpoint")
+        own = Path(run.directory)
+        try:
+            directory, saved = await asyncio.to_thread(saved_by_name, own, self._journal, load.checkpoint)
+        except Unknown as unknown:
+            return Failure(category="user", message=str(unknown), key="checkpoint")
         await self._drop("LOADED")
         number, log = run.lineage.last_number + 1, context.event_log
-        await log.commit(ev.NumberBurnt(at=log.now(), run=run.id, number=number))
-        source = "" if own else str(directory)
+        await log.commit(ev.NumberBurnt(run=run.id, number=number))
+        source = "" if directory == own else str(directory)
         leader, before = context.workers.leader, run.lineage.head
         try:
             response = await leader.restore(
-                named[name]["checkpoint"],
+                saved["checkpoint"],
                 number,
                 log.state.store_id,
                 source,
@@ -316,7 +309,7 @@ class Calls:
                 parent=before,
                 ordinal=response.version.ordinal,
                 digest=response.version.digest,
-                checkpoint=named[name]["checkpoint"],
+                checkpoint=saved["checkpoint"],
                 frontier_step=max(run.ledger.step, response.version.ordinal),
                 frontier_prompt=run.ledger.next_prompt,
                 warmup_steps=0,

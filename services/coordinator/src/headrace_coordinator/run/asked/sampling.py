@@ -21,7 +21,7 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.sessions.desk import AskedSample, Desk
-from headrace_coordinator.sessions.journal import FOLDER, NAMED, Journal
+from headrace_coordinator.sessions.journal import Unknown, saved_by_name
 from headrace_coordinator.waits import WaitTimeout
 
 ATTEMPTS = 5
@@ -32,10 +32,6 @@ BASE, LATEST = "base", "latest"
 FILES_FROM = 1 << 40
 """Numbers of weights that are read from files: no run makes so many versions."""
 WHY_ENDED = {common.FINISH_REASON_EOS: "stop", common.FINISH_REASON_STOP: "stop"}
-
-
-class Unknown(Exception):
-    """Weights that there are not; the message says what there is."""
 
 
 class Sampling:
@@ -131,17 +127,9 @@ class Sampling:
         return self._named(weights)
 
     def _named(self, weights: str) -> Published:
-        session, _, name = weights.rpartition("/")
-        directory = Path(self._context.state.directory)
-        if session not in ("", self._context.run_id):
-            directory = directory.parent / session
-        named = self._desk.journal.named if directory.name == self._context.run_id else {}
-        if not named and (directory / FOLDER / NAMED).exists():
-            named = Journal(directory).named
-        if (found := named.get(name)) is None:
-            has = f"it has {', '.join(sorted(named))}" if named else "it has none"
-            raise Unknown(f"session {directory.name} has no checkpoint {name!r}; {has}")
-        number = FILES_FROM + 1 + zlib.crc32(f"{directory.name}/{name}/{found['version']}".encode())
+        directory, found = saved_by_name(Path(self._context.state.directory), self._desk.journal, weights)
+        name = f"{directory.name}/{weights.rpartition('/')[2]}"
+        number = FILES_FROM + 1 + zlib.crc32(f"{name}/{found['version']}".encode())
         return _from_files(number, str(directory / "checkpoints" / found["checkpoint"]))
 
     async def _install(self, published: Published) -> None:
@@ -320,9 +308,5 @@ async def _prompt_log_probs(worker: RolloutClient, requests: list[Sample]) -> li
 
 
 def _from_files(number: int, checkpoint: str) -> Published:
-    return Published(
-        common.PolicyVersion(number=number),
-        common.WeightManifest(),
-        common.WeightSource(),
-        rollout.PolicyFiles(checkpoint=checkpoint),
-    )
+    files = rollout.PolicyFiles(checkpoint=checkpoint)
+    return Published(common.PolicyVersion(number=number), files=files)

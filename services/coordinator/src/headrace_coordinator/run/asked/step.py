@@ -5,12 +5,12 @@ The gradients of a step are its groups, of one slot each. A step that is attempt
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_schema.sessions import Forward, ForwardBackward, OptimStep
+from headrace_schema.sessions import LOSS_OPTIONS, Failure, Forward, ForwardBackward, Operation, OptimStep
 from headrace_servicekit.rpc.digests import digest_bytes
 from typing_extensions import override
 
@@ -126,23 +126,20 @@ class AskedStep(Step):
     def _account(self, opened: ev.StepOpened) -> None:
         """The ledger gets the step's slots, all of them at once."""
         ledger, log, run = self._ledger, self._event_log, self._context.run_id
-        now, made = log.now(), self.gradients
+        made = self.gradients
         if (more := len(made) - 1 - ledger.refilled) > 0:
-            log.post(ev.StepRefilled(at=now, run=run, step=opened.step, groups=more))
+            log.post(ev.StepRefilled(run=run, step=opened.step, groups=more))
         slots = [(each.prompt, 0, each.attempt) for each in made]
         prompts = [each.prompt for each in made]
         if ledger.unsettled():
             log.post(
-                ev.SlotsAssigned(at=now, run=run, slots=[(*slot, LOOP) for slot in slots]),
+                ev.SlotsAssigned(run=run, slots=[(*slot, LOOP) for slot in slots]),
                 ev.SlotsFinished(
-                    at=now,
                     run=run,
                     slots=[(*slot, each.digest, each.tokens) for slot, each in zip(slots, made, strict=True)],
                 ),
-                ev.GroupsSettled(at=now, run=run, groups=[(prompt, [0.0]) for prompt in prompts]),
-                ev.GroupsAccumulated(
-                    at=now, run=run, step=opened.step, attempt=opened.attempt, prompts=prompts
-                ),
+                ev.GroupsSettled(run=run, groups=[(prompt, [0.0]) for prompt in prompts]),
+                ev.GroupsAccumulated(run=run, step=opened.step, attempt=opened.attempt, prompts=prompts),
             )
 
     @override
@@ -152,6 +149,38 @@ class AskedStep(Step):
             return await super()._commit(opened)
         finally:
             self._context.workers.leader.adam = None
+
+
+def problem_of(operation: Operation) -> Failure | None:
+    """Why a call cannot be executed, whatever the model; None where its parts fit. Its number is used up anyway."""
+    if not isinstance(operation, Forward | ForwardBackward):
+        return None
+    for key, reason, fix in _problems(operation):
+        return Failure(category="user", message=f"{reason}; {fix}", key=key)
+    return None
+
+
+def _problems(call: Forward | ForwardBackward) -> Iterator[tuple[str, str, str]]:
+    known = LOSS_OPTIONS[call.loss]
+    for name in sorted(call.options.keys() - known.keys()):
+        fix = f"use {', '.join(known)}" if known else "leave it out"
+        yield f"options.{name}", f"{call.loss} has no such option", fix
+    needed = () if call.loss == "cross_entropy" else ("advantages", "log_probs")
+    for place, each in enumerate(call.data):
+        where, count = f"data[{place}]", len(each.targets)
+        if not count or count % len(each.tokens):
+            reason = f"{count} targets of {len(each.tokens)} tokens"
+            yield f"{where}.targets", reason, "give one, or as many, for each token"
+        for name in ("weights", "advantages", "log_probs"):
+            values = getattr(each, name)
+            if values and len(values) != count:
+                yield (
+                    f"{where}.{name}",
+                    f"{len(values)} values of {count} targets",
+                    "give one for each target",
+                )
+            if not values and name in needed:
+                yield f"{where}.{name}", f"{call.loss} needs them", "give one for each target"
 
 
 def counted(call: ForwardBackward) -> int:

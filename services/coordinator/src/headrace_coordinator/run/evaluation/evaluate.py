@@ -36,7 +36,7 @@ from headrace_coordinator.projections.thumbnails import with_thumbnails
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.evaluation.reading import read_heldout
-from headrace_coordinator.run.modality import Asked, Sampling
+from headrace_coordinator.run.modality import Asked, Sampling, distribution_of
 from headrace_coordinator.run.step.dispatch import by_size
 from headrace_coordinator.run.step.scoring.scoring import score_all, score_item
 from headrace_coordinator.run.step.step import RunFailed
@@ -235,7 +235,7 @@ async def evaluate_if_due(context: RunContext, published: Published, timer: Step
             context.without_figure.add((kind, published.version.number))
             continue
         log, figures = context.event_log, view.model_dump(mode="json")
-        await log.commit(ev.Evaluated(at=log.now(), run=context.run_id, view=figures))
+        await log.commit(ev.Evaluated(run=context.run_id, view=figures))
         context.projection.evaluation(view)
         context.keep_time("evaluation", ordinal, timer)
 
@@ -294,7 +294,7 @@ def _sampling(context: RunContext, published: Published) -> Sampling:
     return Sampling(
         policy_number=published.version.number,
         seed=evaluation_seed(spec.seed, published.version.ordinal),
-        distribution=context.distribution(0.0 if section.greedy else section.temperature),
+        distribution=distribution_of(spec.sampling, 0.0 if section.greedy else section.temperature),
         max_new_tokens=section.max_new_tokens or spec.sampling.max_new_tokens,
         stop=spec.sampling.stop,
         greedy=section.greedy,

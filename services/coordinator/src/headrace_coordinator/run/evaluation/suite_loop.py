@@ -30,7 +30,7 @@ from headrace_coordinator.run.evaluation.evaluate import Answers, Questions, Too
 from headrace_coordinator.run.evaluation.suite_figures import result_of
 from headrace_coordinator.run.leaving import Outcome
 from headrace_coordinator.run.loop import RunLoop
-from headrace_coordinator.run.modality import Sampling
+from headrace_coordinator.run.modality import Sampling, distribution_of
 from headrace_coordinator.run.step.step import RunFailed
 from headrace_coordinator.run.step.trajectories import read_of, said, sampled, told
 from headrace_coordinator.run.step.videos import episode_of
@@ -74,9 +74,7 @@ class SuiteLoop(RunLoop):
             self._check_answered()
             self._steps += 1
         result = result_of(self._asked, self._suite, self._answers, self._items).model_dump(mode="json")
-        await self._event_log.commit(
-            ev.SuiteEvaluated(at=self._event_log.now(), run=self.context.run_id, result=result)
-        )
+        await self._event_log.commit(ev.SuiteEvaluated(run=self.context.run_id, result=result))
         unanswered = f", {result['unanswered']} not answered" if result["unanswered"] else ""
         return Outcome(
             run_states.SUCCEEDED, f"{result['answers']} answers to {len(self._items)} items{unanswered}"
@@ -101,9 +99,7 @@ class SuiteLoop(RunLoop):
         await context.staffing.staff_rollouts()
         self._published = Published(
             common.PolicyVersion(number=VERSION, digest=evaluation.digest),
-            common.WeightManifest(),
-            common.WeightSource(),
-            rollout.PolicyFiles(checkpoint=evaluation.checkpoint_directory, policy=evaluation.policy),
+            files=rollout.PolicyFiles(checkpoint=evaluation.checkpoint_directory, policy=evaluation.policy),
         )
         if context.state.state in (run_states.PLANNING, run_states.RECOVERING):
             self._move(run_states.RUNNING, "evaluating")
@@ -144,7 +140,6 @@ class SuiteLoop(RunLoop):
         assert self._published is not None
         await self._event_log.commit(
             ev.EvaluationProgressed(
-                at=self._event_log.now(),
                 run=self.context.run_id,
                 answers=len(self._answers),
                 digest=self._published.version.digest,
@@ -205,14 +200,7 @@ class SuiteLoop(RunLoop):
         return Sampling(
             policy_number=VERSION,
             seed=asked.seed,
-            distribution=common.SamplingDistribution(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                repetition_penalty=sampling.repetition_penalty,
-                log_prob_kind=common.LOG_PROB_KIND_PROCESSED,
-            ),
+            distribution=distribution_of(sampling, sampling.temperature),
             max_new_tokens=sampling.max_new_tokens,
             stop=sampling.stop,
             greedy=not sampling.temperature,

@@ -147,7 +147,7 @@ class Pools:
             await self._fit()
 
     async def _fit(self) -> None:
-        model, now = self._workers.spec.model, self._fleet.event_log.now()
+        model = self._workers.spec.model
         try:
             file = None if model.policy is not None else read_policy_file(model.path)
             found = fit(model.policy, self._environment, self.described, file)
@@ -155,7 +155,6 @@ class Pools:
             raise CallRefused("simulator", "INVALID", str(impossible)) from impossible
         await self._fleet.event_log.commit(
             ev.PolicyFitted(
-                at=now,
                 run=self._run,
                 policy=found.policy,
                 state=found.state,

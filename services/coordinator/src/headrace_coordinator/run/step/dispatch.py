@@ -81,7 +81,7 @@ class Dispatch:
     async def _assign(self, worker: RolloutClient, work: list[GroupWork]) -> rollout.AssignGroups:
         slots = [self._slot(prompt, sample) for prompt, samples in work for sample in samples]
         event_log = self._context.event_log
-        assigned = plan_assign(self._ledger, self._context.run_id, slots, worker.incarnation, event_log.now())
+        assigned = plan_assign(self._ledger, self._context.run_id, slots, worker.incarnation)
         await event_log.commit(assigned)
         attempts = iter(attempt for _, _, attempt, _ in assigned.slots)
         is_baseline = self._context.workers.leader.is_baseline
@@ -139,7 +139,7 @@ class Dispatch:
     def take_back(self, slots: list[Slot], *, failed: bool = False) -> None:
         """Has slots made again, ahead of everything else."""
         event_log = self._context.event_log
-        event_log.post(*plan_return(self._context.run_id, slots, event_log.now(), failed=failed))
+        event_log.post(*plan_return(self._context.run_id, slots, failed=failed))
         self._attempt.work.beat()
 
     def take_back_from(self, worker: RolloutClient) -> int:

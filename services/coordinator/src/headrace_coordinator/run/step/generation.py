@@ -16,7 +16,7 @@ from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.fleet.instance_client import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.modality import Sampling
+from headrace_coordinator.run.modality import Sampling, distribution_of
 from headrace_coordinator.run.step.dispatch import Dispatch
 from headrace_coordinator.run.step.receiving import Receiver
 from headrace_coordinator.run.step.scoring.rewards import Rewards
@@ -267,7 +267,7 @@ class Generation:
         sampling = Sampling(
             policy_number=worker.installed,
             seed=spec.seed,
-            distribution=self.context.distribution(spec.sampling.temperature),
+            distribution=distribution_of(spec.sampling, spec.sampling.temperature),
             max_new_tokens=spec.sampling.longest_at(self._attempt.ledger.step),
             stop=spec.sampling.stop,
             chunk_tokens=spec.rollout.chunk_tokens,

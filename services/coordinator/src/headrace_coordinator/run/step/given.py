@@ -77,12 +77,12 @@ class GivenAnswers:
         if fresh:
             first = ledger.last_attempt + 1
             assigned = [(*slot.key, first + place, DATA) for place, slot in enumerate(fresh)]
-            log.post(ev.SlotsAssigned(at=log.now(), run=run, slots=assigned))
+            log.post(ev.SlotsAssigned(run=run, slots=assigned))
         for slot in slots:
             self._keep(slot)
         finished = [(*slot.key, slot.attempt, self._digest(slot), 0) for slot in fresh]
         if finished:
-            log.post(ev.SlotsFinished(at=log.now(), run=run, slots=finished))
+            log.post(ev.SlotsFinished(run=run, slots=finished))
         rewards = [(prompt, [each.reward or 0.0 for each in self._kept(prompt)]) for prompt in prompts]
         self._attempt.settle(rewards)
 

@@ -116,7 +116,7 @@ class Borrowing(Loan):
             began = self._clock()
             with self._attempt.timer.stage("switch", self._workers.learning_devices):
                 await self._devices.hand_devices_to_trainers()
-            self._context.tail.switched(self._clock() - began)
+            self._context.tail.switched.add(self._clock() - began)
 
     async def _decode(self, seats: Seats[RolloutClient]) -> None:
         attempt, borrowers = self._attempt, [worker for worker, _ in seats]
@@ -125,7 +125,7 @@ class Borrowing(Loan):
         try:
             await self._devices.lend_trainers(seats, attempt.published)
             self._moved_at = self._clock()
-            self._context.tail.borrowed(self._moved_at - began)
+            self._context.tail.borrowed.add(self._moved_at - began)
             attempt.timer.add("switch", (began, self._moved_at), [d for _, found in seats for d in found])
             attempt.work.beat()
             while not self._due():
@@ -306,14 +306,14 @@ class Helping(Loan):
             await self._context.staffing.join_helper(helper)
             await helper.help(attempt.published)
             await helper.begin(ledger.step, ledger.attempt, lineage.head, lineage.last_number)
-            tail.joined(self._clock() - began)
+            tail.joined.add(self._clock() - began)
             attempt.timer.add("switch", (began, self._clock()), helper.devices)
             requests, answered = LearnRequests(maxsize=1), asyncio.Event()
             await gather_all(self._feed(own, requests, answered), self._exchange(own, requests, answered))
             if own.prompts:
                 started = self._clock()
                 own.contribution = await helper.take_contribution(ledger.step, ledger.attempt)
-                tail.contributed(self._clock() - started)
+                tail.contributed.add(self._clock() - started)
                 self._helps.append(own)
         except Fault as fault:
             name = helper.instance.instance

@@ -144,7 +144,7 @@ class Receiver:
         context, tail = self._context, self._context.tail
         context.failed_in_a_row, now = 0, context.event_log.monotonic()
         slots = [(*each.slot.key, each.slot.attempt, each.received.body_digest, each.tokens) for each in good]
-        context.event_log.post(ev.SlotsFinished(at=context.event_log.now(), run=context.run_id, slots=slots))
+        context.event_log.post(ev.SlotsFinished(run=context.run_id, slots=slots))
         for each in good:
             context.saw_length(items[each.slot.prompt], each.tokens)
             segment = next(segments_of(each.received), common.Segment())

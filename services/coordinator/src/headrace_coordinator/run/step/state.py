@@ -221,9 +221,7 @@ class AttemptState:
             return
         end = self.ledger.step + min(self.ahead + 1, self.context.steps_to_boundary())
         for step in range(self.ledger.step + len(self.ledger.steps), end):
-            self.context.event_log.post(
-                ev.SlotsOpened(at=self.context.event_log.now(), run=self.context.run_id, step=step)
-            )
+            self.context.event_log.post(ev.SlotsOpened(run=self.context.run_id, step=step))
 
     @property
     def draining(self) -> bool:
@@ -241,8 +239,7 @@ class AttemptState:
     def settle(self, groups: list[tuple[int, list[float]]]) -> None:
         """Every trajectory of these groups is finished, with its final reward."""
         if groups:
-            at, run = self.context.event_log.now(), self.context.run_id
-            self.context.event_log.post(ev.GroupsSettled(at=at, run=run, groups=groups))
+            self.context.event_log.post(ev.GroupsSettled(run=self.context.run_id, groups=groups))
             self.groups.put([prompt for prompt, _ in groups])
             self._group_closed()
 
@@ -252,7 +249,6 @@ class AttemptState:
         if prompts:
             self.context.event_log.post(
                 ev.GroupsAccumulated(
-                    at=self.context.event_log.now(),
                     run=self.context.run_id,
                     step=self.ledger.step,
                     attempt=self.ledger.attempt,
@@ -268,7 +264,6 @@ class AttemptState:
         was_open = prompt in self.ledger.index.open
         self.context.event_log.post(
             ev.GroupDropped(
-                at=self.context.event_log.now(),
                 run=self.context.run_id,
                 step=self.ledger.step_of(prompt),
                 prompt=prompt,
@@ -285,8 +280,8 @@ class AttemptState:
         """Opens the next groups in place of those that were dropped, if the algorithm asks for it."""
         context, ledger = self.context, self.ledger
         limit = context.workers.leader.max_refill * ledger.prompts_per_step
-        now, whole = context.event_log.now(), context.spec.deterministic
-        while refills := plan_refill(ledger, context.run_id, limit, now, whole=whole):
+        whole = context.spec.deterministic
+        while refills := plan_refill(ledger, context.run_id, limit, whole=whole):
             context.event_log.post(*refills)
             if len(ledger.steps) > 1:
                 self.groups.reach()

@@ -78,7 +78,7 @@ class Attempt:
             await gather_all(self._generate(), helping.run(), self._sharing.run(), borrowing.run())
             began = self._clock()
             await self._switch_to_trainers()
-            tail.switched(self._clock() - began)
+            tail.switched.add(self._clock() - began)
             await self._begin()
         tail.end(moved=helping.moved or borrowing.moved)
         await helping.contribute()
@@ -181,7 +181,6 @@ class Step:
         """Posts StepOpened, which the attempt's first assignment and its BeginStep wait to be durable."""
         lineage = self._context.state.lineage
         opened = ev.StepOpened(
-            at=self._event_log.now(),
             run=self._context.run_id,
             step=self._ledger.step,
             attempt=self._ledger.attempt + 1,
@@ -229,7 +228,6 @@ class Step:
         context.keep_time("step", certificate.ordinal, self._timer)
         await self._event_log.commit(
             ev.StepCommitted(
-                at=self._event_log.now(),
                 run=context.run_id,
                 certificate=certificate,
                 view=view.model_dump(mode="json"),
@@ -263,9 +261,7 @@ class Step:
         """Tells the run's user what makes the run learn nothing, where that has changed."""
         found = self._context.warnings.of(view)
         if found is not None and found.keys() != self._context.state.warnings.keys():
-            self._event_log.post(
-                ev.Warned(at=self._event_log.now(), run=self._context.run_id, warnings=found)
-            )
+            self._event_log.post(ev.Warned(run=self._context.run_id, warnings=found))
 
     def _same_counts(self, response: trainer.CommitStepResponse, slots: list[Slot]) -> None:
         ours = sum(slot.state == ACCUMULATED for slot in slots)

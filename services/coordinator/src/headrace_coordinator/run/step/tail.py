@@ -72,7 +72,14 @@ class Tail:
         self._learned: deque[tuple[float, int]] = deque(maxlen=8)
         self._step_tokens = 0  # of the largest part of a step that the trainer group learned
         self._helped: deque[tuple[float, int]] = deque(maxlen=PIECES_KEPT)
-        self._joined, self._contributed, self._switched, self._borrowed = (_Repeated() for _ in range(4))
+        self.joined = _Repeated()
+        """Seconds from the decision to move a device until it helped."""
+        self.contributed = _Repeated()
+        """Seconds to take a helper's gradient."""
+        self.switched = _Repeated()
+        """Seconds from the end of decoding until the trainer group had the devices."""
+        self.borrowed = _Repeated()
+        """Seconds from the decision that the trainer group's devices decode until they could."""
         self._beside = _Repeated()
         """Seconds of tails beside helpers, over the seconds that were expected."""
         self._moved: deque[bool] = deque(maxlen=LENGTHS_KEPT)
@@ -121,18 +128,6 @@ class Tail:
         if tokens and seconds > 0:
             self._helped.append((seconds, tokens))
 
-    def joined(self, seconds: float) -> None:
-        """Seconds from the decision to move a device until it helped."""
-        self._joined.add(seconds)
-
-    def contributed(self, seconds: float) -> None:
-        """Seconds to take a helper's gradient."""
-        self._contributed.add(seconds)
-
-    def switched(self, seconds: float) -> None:
-        """Seconds from the end of decoding until the trainer group had the devices."""
-        self._switched.add(seconds)
-
     def moved(self, *, cached: bool) -> None:
         """A begun answer goes on elsewhere, with its cache or without."""
         self._moved.append(not cached)
@@ -141,10 +136,6 @@ class Tail:
         """Seconds from a step's last move to a helper until all was decoded, and those expected by the pace without."""
         if seconds > 0 and expected_s > 0:
             self._beside.add(seconds / expected_s)
-
-    def borrowed(self, seconds: float) -> None:
-        """Seconds from the decision that the trainer group's devices decode until they could."""
-        self._borrowed.add(seconds)
 
     # --- what follows
 
@@ -188,10 +179,10 @@ class Tail:
             return None
         values = tuple(float(max(1, length)) for length in sorted(self._lengths))
         lengths = Lengths(values, self._correlation(group_size), group_size)
-        join_s = self._joined.median
+        join_s = self.joined.median
         costs = MoveCosts(
             notice_s=join_s,
-            gradient_bytes=self._contributed.median,
+            gradient_bytes=self.contributed.median,
             link_bytes_per_s=1.0,  # The policy divides bytes by a rate: here the seconds are measured.
             resume_item_s=FORWARD
             * self.helper_s(1)
@@ -208,7 +199,7 @@ class Tail:
                 fixed_s=fixed * self.mean,
                 item_s=each * self.mean,
                 lengths=lengths,
-                load_s=self._borrowed.median,
+                load_s=self.borrowed.median,
             ),
             # Where both sides have devices, the measured seconds of a change include the notice.
             self._learn(owners, 0.0 if shared else join_s),
@@ -237,7 +228,7 @@ class Tail:
             "learn",
             item_s=alone,
             scaling_loss=min(max(loss, 0.0), 0.99),
-            load_s=max(0.0, self._switched.median - notice_s),
+            load_s=max(0.0, self.switched.median - notice_s),
         )
 
 

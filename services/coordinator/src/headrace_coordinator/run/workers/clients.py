@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -70,8 +70,8 @@ class Published:
     """A version that can be installed."""
 
     version: common.PolicyVersion
-    manifest: common.WeightManifest
-    source: common.WeightSource
+    manifest: common.WeightManifest = field(default_factory=common.WeightManifest)
+    source: common.WeightSource = field(default_factory=common.WeightSource)
     files: rollout.PolicyFiles | None = None
     """Read from disk in place of manifest and source; the version's digest may be empty until it was read."""
 

@@ -148,7 +148,7 @@ class WorkerGroup:
         text = self.fleet.readable(text)
         log.info("run %s: %s", self.run, text)
         event_log = self.fleet.event_log
-        event_log.post(ev.Noted(at=event_log.now(), run=self.run, text=text, plain=plain))
+        event_log.post(ev.Noted(run=self.run, text=text, plain=plain))
 
     def adopt_leases(self) -> None:
         """After a fault or a restart: what each worker holds is what the lease table says."""

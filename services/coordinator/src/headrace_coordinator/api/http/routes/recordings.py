@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Response
 from fastapi.responses import FileResponse, StreamingResponse
 from headrace_schema.resources.evaluations import DemonstrationListView, EpisodeView, VideoListView
 from headrace_schema.resources.views import RecordingListView
+from headrace_schema.stores import is_remote
+from headrace_schema.workflow import LEROBOT
 
 from headrace_coordinator.api.http.downloads import TAR_ANSWER, FileAnswer, folder_answer
 from headrace_coordinator.api.http.requests import (
@@ -20,11 +24,14 @@ from headrace_coordinator.api.http.requests import (
     known_parameters,
     view_response,
 )
+from headrace_coordinator.api.refusal import Refused
+from headrace_coordinator.projections.demonstrations import DemonstrationSet, NotReadable
 from headrace_coordinator.projections.videos import EPISODE_MEDIA_TYPE, MEDIA_TYPE
 
 if TYPE_CHECKING:
     from headrace_coordinator.app import Coordinator
 
+T = TypeVar("T")
 GZIP = "application/gzip"
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {"content": {GZIP: {}}, "description": "The recording, for headrace replay."}
@@ -78,26 +85,45 @@ def demonstration_routes(coordinator: Coordinator) -> APIRouter:
         """Episodes of the data set that trainer.warmup.demonstrations names, in its order."""
         if page_token and not page_token.isdecimal():
             raise foreign_token(page_token)
-        return view_response(await coordinator.demonstrations.list(run_id, page_size, int(page_token or 0)))
+        first = int(page_token or 0)
+        return view_response(await _look(coordinator, run_id, lambda found: found.page(first, page_size)))
 
     @routes.get("/{run_id}/demonstrations/{episode}/steps", response_model=EpisodeView)
     async def get_demonstration_steps(run_id: str, episode: int) -> Response:
         """Actions of one, and rewards where the data set states them, step by step."""
-        return view_response(await coordinator.demonstrations.steps(run_id, episode))
+        return view_response(await _look(coordinator, run_id, lambda found: found.steps(episode)))
 
     @routes.get("/{run_id}/demonstrations/{episode}/pictures/{camera}/{step}", response_class=Response)
     async def get_demonstration_picture(run_id: str, episode: int, camera: str, step: int) -> Response:
         """What a camera saw before an action, where the data set has pictures."""
-        content = await coordinator.demonstrations.picture(run_id, episode, camera, step)
+        content = await _look(coordinator, run_id, lambda found: found.picture(episode, camera, step))
         return Response(content, media_type="image/png" if content.startswith(b"\x89PNG") else "image/jpeg")
 
     @routes.get("/{run_id}/demonstrations/{episode}/films/{camera}", response_class=FileResponse)
     async def get_demonstration_film(run_id: str, episode: int, camera: str) -> Response:
         """The film of a camera that the episode is a stretch of, an MP4 file."""
-        directory, path = await coordinator.demonstrations.film(run_id, episode, camera)
+        directory, path = await _look(
+            coordinator, run_id, lambda found: (found.directory, found.film(episode, camera))
+        )
         return FileAnswer(directory, path, MEDIA_TYPE)
 
     return routes
+
+
+async def _look(coordinator: Coordinator, run_id: str, look: Callable[[DemonstrationSet], T]) -> T:
+    """What is found in a run's demonstrations. NOT_FOUND where the coordinator's host has none that can be read."""
+    spec = coordinator.reads.run(run_id).spec
+    named = (spec.get("trainer") or {}).get("warmup", {}).get("demonstrations")
+    if (data := spec.get("data") or {}).get("source") == LEROBOT:
+        named = data["options"].get("path")
+    if not named or is_remote(named):
+        reason = f"its demonstrations are at {named}" if named else "imitates no demonstrations"
+        fix = "trainer.warmup.demonstrations or data.options.path names no directory"
+        raise Refused("NOT_FOUND", f"run {run_id} {reason}: {fix}")
+    try:
+        return await asyncio.to_thread(lambda: look(DemonstrationSet(Path(named))))
+    except NotReadable as error:
+        raise Refused("NOT_FOUND", str(error)) from error
 
 
 def video_routes(coordinator: Coordinator, kind: str) -> APIRouter:

@@ -47,7 +47,7 @@ from headrace_coordinator.domain.access import SYSTEM
 if TYPE_CHECKING:
     from headrace_coordinator.api.reading.reads import Reads
     from headrace_coordinator.app import Coordinator
-    from headrace_coordinator.sessions.interface import Sessions
+    from headrace_coordinator.sessions.service import SessionService
 
 ALPHA = 32.0
 """Of adapters: Tinker's client names none, and says that its service has 32."""
@@ -78,7 +78,7 @@ class Tinker:
         self._finished: set[str] = set()
 
     @property
-    def sessions(self) -> Sessions:
+    def sessions(self) -> SessionService:
         """All session runs."""
         return self._coordinator.sessions
 

@@ -163,7 +163,7 @@ class Rewards:
             if not context.state.totals.scorer_failed:
                 what = "a scorer failed so at an answer, which gets reward.failed_reward"
                 log, text = context.event_log, cause_first(result.detail, what)
-                log.post(ev.ScorerFailed(at=log.now(), run=context.run_id, text=text, detail=result.detail))
+                log.post(ev.ScorerFailed(run=context.run_id, text=text, detail=result.detail))
 
     def _of_group(self, prompt: int) -> list[float]:
         """Final rewards of a whole group, by sample; empty while one is missing or the group is dropped."""
