@@ -9,7 +9,7 @@ python=${2:-python3}
 environment=.envs/$sim
 pins=constraints/$sim.txt
 dists="./proto ./libs/schema ./libs/servicekit ./plugins/robots ./services/simulator"
-extra="headrace-simulator[$sim]"
+extra="headrace-simulator[$(echo "$sim" | tr _ -)]"
 own=plugins/robots/pyproject.toml
 case $sim in
   metaworld | maniskill | libero | dm_control | pybullet | playground) ;;

@@ -30,6 +30,7 @@ from headrace_coordinator.api.submission.evaluations import (
 from headrace_coordinator.api.submission.fleet_view import FleetView
 from headrace_coordinator.api.submission.following import following
 from headrace_coordinator.api.submission.foreign import foreign_paths, holding_paths
+from headrace_coordinator.api.submission.imitating import imitating
 from headrace_coordinator.api.submission.local_rules import fork
 from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of
 from headrace_coordinator.api.submission.stores import check_stores, remote_origin
@@ -156,6 +157,7 @@ class Submissions:
         data: Dataset | Impossible
         try:
             data = await self._open_dataset(spec)
+            spec = await imitating(spec)
         except Impossible as error:
             data = error
         return Submission(spec, FleetView.of(self._reads.instances()), data, origin, evaluated, follows)
