@@ -41,7 +41,7 @@ def write(folder: Path, episodes: int, steps: int, side: int, *, films: bool) ->
         for step in range(steps):
             file = io.BytesIO()
             moved = np.roll(slope, 3 * (step + episode), axis=1) + still
-            Image.fromarray(moved.astype(np.uint8)).save(file, format="PNG")
+            Image.fromarray(moved.astype(np.uint8)).save(file, format="PNG", compress_level=1)
             pictures.append(file.getvalue())
         numbers = [np.array([step, episode], np.float32) for step in range(steps)]
         shown.append(EpisodeData("move", numbers, numbers, {"front": pictures}))

@@ -159,32 +159,6 @@ def test_a_policy_with_eyes_imitates_films(fleet: Fleet, data_set: Path) -> None
         assert read["bounds"][name] == pytest.approx(limit.tolist())
 
 
-def test_ppo_begins_with_the_policy_of_an_imitation(fleet: Fleet, tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    shown = [random.uniform(-1, 1, (20, 3)).astype(np.float32) for _ in range(EPISODES)]
-    write_data_set(
-        tmp_path / "shown", [EpisodeData("swing up", [*states], [*states[:, :1]], {}) for states in shown], {}
-    )
-    before = fleet.submit(spec(tmp_path / "shown", model={"policy": {"kind": "mlp", "hidden": [16]}}))
-    ppo = {
-        "name": "ppo",
-        "workflow": "embodied",
-        "after": before.id,
-        "model": {},
-        "steps": 1,
-        "environment": {"tasks": ["Pendulum-v1"], "count": 2, "max_episode_steps": 20},
-        "algorithm": {"name": "ppo", "group_size": 1, "prompts_per_step": 2},
-        "evaluation": {},
-    }
-    run = fleet.client.submit(ppo)
-    assert run.spec["model"]["policy"] == fleet.client.get(before.id).spec["model"]["policy"]
-    run, before = fleet.succeed(run), fleet.succeed(before)
-    assert (run.spec["model"]["path"], run.spec["model"]["policy"]) == (before.export_path, None)
-    cloned, learned = (load_policy(Path(each.export_path)).actor.state_dict() for each in (before, run))
-    moves = [float((learned[name] - tensor).abs().max()) for name, tensor in cloned.items()]
-    assert 0 < max(moves) < 0.05, "one step from there"
-
-
 @pytest.mark.nightly  # quick: the run above that is paused goes on from a checkpoint, too
 def test_a_killed_trainer_changes_no_bit(fleet: Fleet, data_set: Path) -> None:
     wanted = fleet.succeed(fleet.submit(spec(data_set, steps=60)))
