@@ -1,7 +1,7 @@
 """A scene of Genesis as an environment of Gymnasium: Franka's hand is to reach a point, on a CPU.
 
 `environment.tasks: [examples/embodied/genesis.py:make]`, where the simulator's Python has `genesis-world` and torch
-(`make simulators SIM=genesis`). A process builds its scene, which compiles it, as the environment is made.
+beside the simulator service. A process compiles its first scene as the environment is made, for 100 s of a core.
 """
 
 from typing import Any
@@ -28,6 +28,8 @@ class Reach(gymnasium.Env[np.ndarray, np.ndarray]):
         self._arm = self._scene.add_entity(gs.morphs.MJCF(file="xml/franka_emika_panda/panda.xml"))
         self._hand = self._arm.get_link("hand")
         self._scene.build()
+        self._arm.control_dofs_position(HOME)
+        self._scene.step()  # compiled now: a step has a time limit
         self._max_steps, self._steps = max_steps, 0
         self._goal, self._target = np.zeros(3), HOME
         self.action_space = spaces.Box(-1.0, 1.0, (7,), np.float32)
@@ -57,7 +59,9 @@ class Reach(gymnasium.Env[np.ndarray, np.ndarray]):
 
     def _seen(self) -> np.ndarray:
         parts = (self._arm.get_dofs_position(), self._arm.get_dofs_velocity(), self._hand.get_pos())
-        return np.concatenate([*(part.cpu().numpy().ravel() for part in parts), self._goal]).astype(np.float32)
+        return np.concatenate([*(part.cpu().numpy().ravel() for part in parts), self._goal]).astype(
+            np.float32
+        )
 
 
 make = Reach
