@@ -38,7 +38,7 @@ TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(
 help: ## List the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 	@echo "  PRESET=smollm2|tiny and SEED=N choose the run; ENGINE=vllm|sglang the engine,"
-	@echo "  DEVICE=cpu|cuda|rocm and ELSEWHERE=1 its devices; SIM=metaworld|maniskill|libero|dm_control|pybullet|playground|verifiers|web the"
+	@echo "  DEVICE=cpu|cuda|rocm and ELSEWHERE=1 its devices; SIM=metaworld|maniskill|libero|dm_control|pybullet|robotics|playground|verifiers|web the"
 	@echo "  simulator; PYTHON=, TORCH_FIND_LINKS=DIR and TORCH_INDEX_URL=URL the set-up; CHROMIUM=PATH the browser."
 
 setup: .venv/.complete ## Make .venv with all packages, editable (what run, test and lint call).
@@ -101,7 +101,7 @@ screenshots: setup browser ## Pictures of the dashboard over real runs into .cac
 	.venv/bin/python integration_tests/browser/screenshots.py .cache/screenshots
 	mv .cache/screenshots/dashboard-*.png docs/img/
 
-simulators: ## Make .envs/SIM with one simulator and the service (SIM=metaworld, maniskill, libero, dm_control, pybullet, playground, verifiers or web).
+simulators: ## Make .envs/SIM with one simulator and the service (SIM=metaworld, maniskill, libero, dm_control, pybullet, robotics, playground, verifiers or web).
 	@TORCH_FROM="$(TORCH_FROM)" sh ci/simulators.sh "$(SIM)" "$(PYTHON)"
 
 test-simulators: ## The tests of one simulator in its environment (SIM=…, also openenv and nemo-gym, whose servers run apart).

@@ -96,7 +96,7 @@ _MEGATRON = (
     *(f":(glob){_BACKENDS}/*.py", f"{_BACKENDS}/shared", "plugins/megatron", "constraints/megatron.txt"),
     ":(glob)ci/*megatron.sh",
 )
-_REAL = ("metaworld", "maniskill", "libero", "dm_control", "pybullet", "playground")
+_REAL = ("metaworld", "maniskill", "libero", "dm_control", "pybullet", "robotics", "playground")
 _SIMULATORS = (
     *(
         f":(glob){_WORLDS}/*.py",

@@ -1,6 +1,6 @@
 #!/usr/bin/env sh
 # Makes .envs/SIM with the simulator service, one simulator and what its tests need:
-# `sh ci/simulators.sh metaworld|maniskill|libero|dm_control|pybullet|playground|verifiers|web PYTHON`, or with a server of environments alone, for tests:
+# `sh ci/simulators.sh metaworld|maniskill|libero|dm_control|pybullet|robotics|playground|verifiers|web PYTHON`, or with a server of environments alone, for tests:
 # `openenv`, or `nemo-gym`, which takes PYTHON313. TORCH_FROM: pip options that say where torch comes from.
 # System libraries come by apt-get where it may: OSMesa for MuJoCo's pictures, Vulkan for ManiSkill, Chromium for web pages.
 set -eu
@@ -9,10 +9,10 @@ python=${2:-python3}
 environment=.envs/$sim
 pins=constraints/$sim.txt
 dists="./proto ./libs/schema ./libs/servicekit ./plugins/robots ./services/simulator"
-extra="headrace-simulator[$sim]"
+extra="headrace-simulator[$(echo "$sim" | tr _ -)]"
 own=plugins/robots/pyproject.toml
 case $sim in
-  metaworld | maniskill | libero | dm_control | pybullet | playground) ;;
+  metaworld | maniskill | libero | dm_control | pybullet | robotics | playground) ;;
   verifiers | web)
     dists="$dists ./plugins/environments"
     extra="headrace-environments[$sim]"
@@ -20,7 +20,7 @@ case $sim in
     ;;
   openenv | nemo-gym) dists="" ;;
   *)
-    echo "there is no simulator environment '$sim': metaworld, maniskill, libero, dm_control, pybullet, playground, verifiers, web, openenv or nemo-gym" >&2
+    echo "there is no simulator environment '$sim': metaworld, maniskill, libero, dm_control, pybullet, robotics, playground, verifiers, web, openenv or nemo-gym" >&2
     if [ "$sim" = isaaclab ]; then
       echo "Isaac Lab is installed by its own instructions; then pip install headrace-simulator into its Python" >&2
     fi

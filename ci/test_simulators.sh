@@ -3,7 +3,7 @@
 # the contract suite of the service and the variants; of environments of others their own tests, and a whole run; of
 # servers (openenv, nemo-gym) the tests that ask them, from .venv.
 set -eu
-sim=${1:?usage: sh ci/test_simulators.sh metaworld|maniskill|libero|dm_control|pybullet|playground|verifiers|web|openenv|nemo-gym}
+sim=${1:?usage: sh ci/test_simulators.sh metaworld|maniskill|libero|dm_control|pybullet|robotics|playground|verifiers|web|openenv|nemo-gym}
 shift
 if [ -x .venv/bin/python ]; then PYTHON=${PYTHON:-.venv/bin/python}; fi
 sh ci/simulators.sh "$sim" "${PYTHON:-python3}"
@@ -11,7 +11,7 @@ sh ci/simulators.sh "$sim" "${PYTHON:-python3}"
 unset PYTHONPATH
 tests="services/simulator/tests/test_simulator_contract.py services/simulator/tests/test_simulator_knobs.py"
 case $sim in
-  dm_control | pybullet | playground) tests=services/simulator/tests/test_simulator_contract.py ;;
+  dm_control | pybullet | robotics | playground) tests=services/simulator/tests/test_simulator_contract.py ;;
   metaworld) tests="$tests plugins/robots/tests/simulator/test_robots_metaworld.py" ;;
   verifiers | web)
     ".envs/$sim/bin/python" -m pytest "plugins/environments/tests/test_environments_$sim.py"

@@ -16,10 +16,15 @@ from mujoco_playground import registry
 
 
 class Playground(gymnasium.Env[np.ndarray, np.ndarray]):
-    """One task; an episode is cut after `max_steps`, 0 for never. `changes` are those of the task's configuration."""
+    """One task; an episode is cut after `max_steps`, 0 for never. `changes` are those of the task's configuration.
 
-    def __init__(self, task: str = "CartpoleBalance", max_steps: int = 0, **changes: Any) -> None:
-        self._task = registry.load(task, config_overrides=changes or None)
+    `impl` computes the physics: MuJoCo Warp, the tasks' own choice, compiles for minutes where there is no GPU.
+    """
+
+    def __init__(
+        self, task: str = "CartpoleBalance", max_steps: int = 0, impl: str = "jax", **changes: Any
+    ) -> None:
+        self._task = registry.load(task, config_overrides={"impl": impl, **changes})
         self._reset, self._step = jax.jit(self._task.reset), jax.jit(self._task.step)
         self._max_steps, self._steps = max_steps, 0
         self._state: Any = None
@@ -32,6 +37,8 @@ class Playground(gymnasium.Env[np.ndarray, np.ndarray]):
         """Begins an episode, of the seed; without one the environment's own stream goes on."""
         super().reset(seed=seed)
         key = jax.random.PRNGKey(int(self.np_random.integers(1 << 31)))
+        if self._state is None:  # compiled now: a step has a shorter time limit than a reset
+            self._step(self._reset(key), jax.numpy.zeros(self._task.action_size))
         self._state, self._steps = self._reset(key), 0
         return self._seen(), {}
 

@@ -34,6 +34,7 @@ def problems_without_a_fleet(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # What is on the hub is not asked for here.
     try:
         from headrace_coordinator.api.submission.fleet_view import FleetView
+        from headrace_coordinator.api.submission.imitating import imitating
         from headrace_coordinator.api.submission.rules import WITHOUT_INSTANCES, problems_of
         from headrace_coordinator.api.submission.submission import Submission
         from headrace_coordinator.data.dataset import Dataset, open_dataset
@@ -45,6 +46,7 @@ def problems_without_a_fleet(
     data: Dataset | Impossible
     try:
         data = asyncio.run(open_dataset(spec))
+        spec = asyncio.run(imitating(spec))
     except Impossible as error:
         data = error
     found = [*problems_of(Submission(spec, fleet, data), WITHOUT_INSTANCES), *_missing_files(spec)]

@@ -21,6 +21,7 @@ from harness.ledger import audit
 from harness.waiting import wait_for
 from headrace.client import HeadraceError, Run
 from headrace_robots.cli.lerobot import EpisodeData, write_data_set
+from headrace_robots.policies.directory import load_policy
 
 BATCH, STEPS, LONGEST = 6, 4, 8
 
@@ -144,6 +145,26 @@ def test_episodes_are_made_while_a_step_is_learned(fleet: Fleet, tmp_path: Path,
     figures = [step.figures for step in fleet.client.metrics(run.id)]
     assert all(each["correction_weight"] > 0 for each in figures), "older actions are weighed"
     assert all(each["staleness_max"] <= stale for each in figures)
+
+
+def test_ppo_begins_with_the_policy_of_an_imitation(fleet: Fleet, tmp_path: Path):
+    policy = {"kind": "mlp", "hidden": [16], "bounds": {"low": [-1], "high": [1]}}
+    clone = {
+        "name": "clone",
+        "workflow": "supervised",
+        "steps": 2,
+        "model": {"policy": policy},
+        "data": {"source": "lerobot", "options": {"path": demonstrations(tmp_path)}, "heldout": 1},
+        "algorithm": {"prompts_per_step": 2},
+        "optimizer": {"lr": 1.0e-3},
+    }
+    before = fleet.submit(clone)
+    run = fleet.submit(spec(tmp_path, name="ppo", steps=1, model={}, after=before.id))
+    run, before = fleet.succeed(run), fleet.succeed(before)
+    assert (run.spec["model"]["path"], run.spec["model"]["policy"]) == (before.export_path, None)
+    cloned, learned = (load_policy(Path(each.export_path)).actor.state_dict() for each in (before, run))
+    moves = [float((learned[name] - tensor).abs().max()) for name, tensor in cloned.items()]
+    assert 0 < max(moves) < 0.05, "a step from there"
 
 
 def test_simulators_hold_devices_while_rollouts_do(fleet: Fleet, tmp_path: Path):

@@ -46,8 +46,8 @@ def data_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spec(data_set: Path, kind: str = "mlp", **more: Any) -> dict[str, Any]:
     """A run that imitates."""
-    policy = {"kind": kind, "state_size": 2, "chunk_length": 2, "bounds": {"low": [-2, -2], "high": [2, 2]}}
-    seen = {"cameras": ["front"], "height": SIDE, "width": SIDE} if kind == "cnn" else {"hidden": [16]}
+    policy = {"kind": kind, "chunk_length": 2}
+    seen = {"mlp": {"hidden": [16], "bounds": {"low": [-2, -2], "high": [2, 2]}}, "cnn": {}}[kind]
     options = (
         {"path": str(data_set), "cameras": {"front": "top"}} if kind == "cnn" else {"path": str(data_set)}
     )
@@ -114,7 +114,8 @@ def test_steps_are_those_of_a_plain_loop_and_held_out_episodes_are_not_learned(
     learned = {episode for batch in batches for episode, _ in batch}
     assert len(learned) == EPISODES - HELDOUT, "whole episodes are held out"
     steps = fleet.client.metrics(imitated.id)
-    fields = spec(data_set)["model"]["policy"]
+    fields = {**spec(data_set)["model"]["policy"], "state_size": 2}
+    assert imitated.spec["model"]["policy"] == fields, "what is left out is the data set's"
     wanted = plain_losses(data_set, batches, fields)
     assert [step.figures["loss"] for step in steps] == pytest.approx(wanted, rel=1e-4)
     assert all(step.reward_mean is None and "generate" not in step.stage_s for step in steps)
@@ -141,7 +142,7 @@ def test_an_export_acts_as_the_demonstrations_do(fleet: Fleet, imitated: Run, da
     policy = load_policy(Path(imitated.export_path))
     shown = Demonstrations(data_set)[0]
     acted = policy.act(Observation(shown.state_TS), range(LENGTH), deterministic=True).executed_BCA[:, 0]
-    untrained = policy_config(spec(data_set)["model"]["policy"]).build(7)
+    untrained = policy_config(imitated.spec["model"]["policy"]).build(7)
     before = untrained.act(Observation(shown.state_TS), range(LENGTH), deterministic=True).executed_BCA[:, 0]
     off, off_before = ((each - shown.action_TA).abs().mean() for each in (acted, before))
     assert off < 0.8 * off_before
@@ -151,6 +152,11 @@ def test_a_policy_with_eyes_imitates_films(fleet: Fleet, data_set: Path) -> None
     run = fleet.succeed(fleet.submit(spec(data_set, "cnn", steps=4)))
     first, *_, last = run.evaluations
     assert last.score < first.score
+    actions = torch.cat([each.action_TA for each in Demonstrations(data_set)])
+    read = run.spec["model"]["policy"]
+    assert (read["cameras"], read["height"], read["width"]) == (["front"], SIDE, SIDE)
+    for name, limit in (("low", actions.amin(0)), ("high", actions.amax(0))):
+        assert read["bounds"][name] == pytest.approx(limit.tolist())
 
 
 @pytest.mark.nightly  # quick: the run above that is paused goes on from a checkpoint, too
@@ -173,6 +179,10 @@ def test_a_killed_trainer_changes_no_bit(fleet: Fleet, data_set: Path) -> None:
         ({"trainer": {"reference": {"path": "x"}}}, "trainer.reference"),
         ({"data": {"source": "copy_digits", "heldout": 1}}, "model.policy"),
         ({"sampling": {"max_new_tokens": 3}}, "sampling.max_new_tokens"),
+        ({"model": {"policy": {"kind": "mlp", "state_size": 3}}}, "model.policy.state_size"),
+        ({"model": {"policy": {"kind": "mlp", "bounds": {"low": [0], "high": [1]}}}}, "model.policy.bounds"),
+        ({"model": {"policy": {"kind": "cnn", "cameras": ["side"]}}}, "model.policy.cameras"),
+        ({"model": {"policy": {"kind": "cnn", "width": 9}}}, "model.policy.width"),
     ],
 )
 def test_what_such_a_run_has_not_is_refused_by_its_key(

@@ -60,11 +60,13 @@ def test_a_follower_holds_nothing_and_says_for_whom_it_waits(chained):
 
 def test_it_begins_with_the_export_of_the_run_before(chained):
     end(chained, "sft-1", "SUCCEEDED", path="/runs/sft-1/export")
+    chained.runs["dpo-1"].spec["model"] |= {"path": "", "policy": POLICY}
     settle(chained)
     again = restore(snapshot(chained))
     admit_all(again, 11.0)
     assert again.runs["dpo-1"].state == "RUNNING" and again.runs["rl-1"].state == "QUEUED"
-    assert again.runs["dpo-1"].spec["model"]["path"] == "/runs/sft-1/export"
+    model = again.runs["dpo-1"].spec["model"]
+    assert (model["path"], model["policy"]) == ("/runs/sft-1/export", None)
     assert again.runs["rl-1"].awaited == "dpo-1"
 
 
@@ -90,6 +92,15 @@ def test_all_that_come_after_are_cancelled_when_it_ends_otherwise(chained, how):
 def follower(**changes):
     made = spec() | {"after": "sft", "model": {"dtype": "float32"}} | changes
     return RunSpec.model_validate({key: value for key, value in made.items() if value is not None})
+
+
+POLICY = {"kind": "mlp", "state_size": 3}
+ROBOT = {
+    **dict.fromkeys(("data", "reward", "sampling", "prompt", "rollout", "evaluation")),
+    "workflow": "embodied",
+    "environment": {"tasks": ["Pendulum-v1"]},
+    "algorithm": {"name": "ppo", "group_size": 1},
+}
 
 
 def origin(state="RUNNING", **changes):
@@ -118,6 +129,16 @@ def test_a_name_is_the_newest_run_that_has_it_and_its_model_is_the_followers():
     assert (found.model.path, found.model.revision, follows) == ("/e", None, ["a-1", "sft-1"])
 
 
+def test_a_robot_policy_is_of_the_form_of_the_run_before_until_its_export_is_there():
+    model, data = {"path": "", "policy": POLICY}, {"source": "lerobot"}
+    shown = {**BEFORE, "workflow": "supervised", "model": model, "data": data}
+    found, _ = following(follower(**ROBOT), ["sft-1"], lambda _: origin(spec=shown))
+    assert (found.model.path, found.model.policy) == ("", POLICY)
+    ended = origin("SUCCEEDED", spec=shown, export_path="/e")
+    found, _ = following(follower(**ROBOT), ["sft-1"], lambda _: ended)
+    assert (found.model.path, found.model.policy) == ("/e", None)
+
+
 @pytest.mark.parametrize(
     ("before", "changes", "said"),
     [
@@ -127,7 +148,9 @@ def test_a_name_is_the_newest_run_that_has_it_and_its_model_is_the_followers():
         (origin(spec={**BEFORE, "export": False}), {}, "after: run sft-1 exports nothing; set export: true"),
         (origin("SUCCEEDED"), {}, "after: run sft-1 exports nothing"),
         (origin(spec={**BEFORE, "workflow": "reward_model"}), {}, "exports a classifier, which generates nothing"),
-        (origin(spec={**BEFORE, "workflow": "embodied"}), {}, "exports no language model alone"),
+        (origin(spec={**BEFORE, "policies": {"b": {}}}), {}, "exports no model alone"),
+        (origin(spec={**BEFORE, "workflow": "embodied"}), {}, "exports a robot policy, and this run trains a language"),
+        (origin(), ROBOT, "run sft-1 exports a language model, and this run trains a robot policy"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_followed_is_told(before, changes, said):

@@ -115,6 +115,7 @@ CASES += [
             False,
         ),
         ("pybullet", "panda_gym:PandaReach-v3", "panda_gym:PandaReech-v3", True),
+        ("robotics", "gymnasium_robotics:FetchReach-v4", "gymnasium_robotics:FetchReech-v4", True),
         (
             "playground",
             f"{EXAMPLES}/embodied/playground.py:make",

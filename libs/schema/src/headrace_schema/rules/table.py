@@ -158,7 +158,6 @@ _NOT_WITH: dict[Feature, dict[Feature, str | tuple[str, str]]] = {
     },
     key("after"): {
         key("from_checkpoint"): "a run begins with another one's export, or with a checkpoint",
-        f.ROBOT: "a robot policy is not begun with another run's export",
         f.POLICIES: "another run's export is one model",
     },
     f.PROMPTS_ALONE: {key("environment", ""): _OF_EMBODIED},

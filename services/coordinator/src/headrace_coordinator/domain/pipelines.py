@@ -13,7 +13,7 @@ from headrace_schema.workflow import REWARD_MODEL, trains_robots
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import run_states, runs
-from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.runs import RunState, of_export
 from headrace_coordinator.domain.state import State
 
 KEY = "after"
@@ -64,12 +64,12 @@ def following(
         reason = f"{spec.model.path!r} is given, and the run begins with the export of {name}"
         raise Impossible([problem("model.path", reason, "leave it out")])
     origin = look(_named(name, newest_first))
-    if unfit := _unfit(origin):
+    if unfit := _unfit(origin, spec):
         raise Impossible([problem(KEY, f"run {origin.id} {unfit[0]}", unfit[1])])
     own, theirs = spec.model.model_dump(), origin.spec["model"]
     given = spec.model.model_fields_set - {"path"}
     beside = {key: value for key, value in theirs.items() if key not in given and key in own}
-    known = {"path": origin.export_path, "revision": None, "gguf_file": None} if origin.export_path else {}
+    known = of_export(origin.export_path) if origin.export_path else {}
     model = type(spec.model).model_validate({**own, **beside, **known})
     before = origin.pipeline[: origin.pipeline.index(origin.id)] if origin.pipeline else []
     return spec.model_copy(update={"after": origin.id, "model": model}), [*before, origin.id]
@@ -90,8 +90,8 @@ def _named(name: str, newest_first: Sequence[str]) -> str:
     raise Impossible([problem(KEY, f"there is no run {name}", fix)])
 
 
-def _unfit(origin: RunView) -> tuple[str, str] | None:
-    """Why nothing can begin with a run's export, and the fix."""
+def _unfit(origin: RunView, spec: RunSpec) -> tuple[str, str] | None:
+    """Why a run cannot begin with another one's export, and the fix."""
     if origin.suite is not None:
         return "is an evaluation, which trains nothing", "name a run that trains"
     if origin.state in run_states.TERMINAL and origin.state != run_states.SUCCEEDED:
@@ -103,7 +103,12 @@ def _unfit(origin: RunView) -> tuple[str, str] | None:
     if origin.spec["workflow"] == REWARD_MODEL:
         fix = "name its export in reward.scorers: {name: reward_model, options: {path: …}}"
         return "exports a classifier, which generates nothing", fix
+    if origin.spec.get("policies"):
+        return "exports no model alone", "name its export as model.path"
     robot = trains_robots(origin.spec["workflow"], origin.spec["data"]["source"])
-    if robot or origin.spec.get("policies"):
-        return "exports no language model alone", "name its export as model.path"
+    if robot != spec.trains_robots:
+        kind, own = (
+            ("a robot policy", "a language model") if robot else ("a language model", "a robot policy")
+        )
+        return f"exports {kind}, and this run trains {own}", "name another run"
     return None

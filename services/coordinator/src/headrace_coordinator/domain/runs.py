@@ -307,8 +307,7 @@ class RunState(msgspec.Struct):
                 self.deaths[kind] = event
             case ev.RunFollowed(path=path):
                 self.begins_with = path
-                own = {"path": path, "revision": None, "gguf_file": None}
-                self.spec = {**self.spec, "model": {**self.spec["model"], **own}}
+                self.spec = {**self.spec, "model": {**self.spec["model"], **of_export(path)}}
             case ev.ModelExported(path=path):
                 self.export_path = path
 
@@ -360,6 +359,11 @@ class RunState(msgspec.Struct):
             self.queued_at = event.at
         if event.state in TERMINAL:
             self.finished_at = event.at
+
+
+def of_export(path: str) -> dict[str, Any]:
+    """What the `model` of a spec says where the run begins with an export."""
+    return {"path": path, "policy": None, "revision": None, "gguf_file": None}
 
 
 def _grant_of(event: ev.RunAdmitted) -> Grant:

@@ -28,6 +28,7 @@ from headrace_coordinator.api.submission.evaluations import (
     suite_evaluation,
 )
 from headrace_coordinator.api.submission.fleet_view import FleetView
+from headrace_coordinator.api.submission.imitating import imitating
 from headrace_coordinator.api.submission.local_rules import fork
 from headrace_coordinator.api.submission.rules import LOCAL, OF_FLEET, problems_of
 from headrace_coordinator.api.submission.stores import check_stores, remote_origin
@@ -155,6 +156,7 @@ class Submissions:
         data: Dataset | Impossible
         try:
             data = await self._open_dataset(spec)
+            spec = await imitating(spec)
         except Impossible as error:
             data = error
         return Submission(spec, FleetView.of(self._reads.instances()), data, origin, evaluated, follows)

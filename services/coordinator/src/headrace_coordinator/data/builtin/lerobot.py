@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from headrace_schema.problems import Impossible, problem
 from pydantic import Field
@@ -16,6 +17,9 @@ from typing_extensions import override
 from headrace_coordinator.data.builtin.parquet import PATH_KEY, read_rows
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.sources import DataSource
+
+IMAGES, IMAGE = "observation.images.", "observation.image"
+"""Of a data set with several cameras, and with one, which is called `image`."""
 
 
 class LeRobot(DataSource):
@@ -67,17 +71,69 @@ class LeRobot(DataSource):
         return sorted((self._folder / "meta" / "episodes").glob("chunk-*/file-*.parquet"))
 
     @cached_property
-    def _episodes(self) -> list[tuple[str, int]]:
-        """(task, steps) of each episode. Raises Impossible."""
+    def info(self) -> dict[str, Any]:
+        """What the data set says of itself. Raises Impossible."""
         try:
-            info = json.loads((self._folder / "meta" / "info.json").read_text())
-            version = str(info["codebase_version"])
+            found: dict[str, Any] = json.loads((self._folder / "meta" / "info.json").read_text())
+            version = str(found["codebase_version"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise _unreadable(
                 f"{self.path} is no LeRobot data set: meta/info.json cannot be read ({error})"
             ) from error
         if not version.startswith("v3."):
             raise _unreadable(f"{self.path} has the format {version}, and v3 is read")
+        return found
+
+    def shape(self, feature: str) -> tuple[int, ...]:
+        """Of a feature; of a picture height, width and channels. Empty: there is none. Raises Impossible."""
+        try:
+            if (stated := self.info["features"].get(feature)) is None:
+                return ()
+            shape = [int(extent) for extent in stated["shape"]]
+            first = str((stated.get("names") or [""])[0]) in ("channel", "channels") and len(shape) == 3
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise _unreadable(
+                f"{self.path}: meta/info.json states no shape of {feature} ({error})"
+            ) from error
+        return tuple([*shape[1:], shape[0]] if first else shape)
+
+    def features_of_cameras(self, named: Sequence[str] | None) -> dict[str, str]:
+        """The image feature of each camera of a policy: of these, else of all that the options or the data set name.
+
+        Raises Impossible.
+        """
+        features = self.info.get("features") or ()
+        known = {name.removeprefix(IMAGES): name for name in features if name.startswith(IMAGES)}
+        if IMAGE in features:
+            known = {"image": IMAGE, **known}
+        found = {}
+        for camera in (self.cameras or known) if named is None else named:
+            feature = known.get(asked := self.cameras.get(camera, camera), asked)
+            if feature not in known.values():
+                key = "data.options.cameras" if camera in self.cameras else "model.policy.cameras"
+                reason = f"{asked!r} is no camera of the data set, only {list(known)}"
+                raise Impossible(
+                    [problem(key, reason, "name those, or say which is meant in data.options.cameras")]
+                )
+            found[camera] = feature
+        return found
+
+    def action_bounds(self) -> dict[str, list[float | None]] | None:
+        """The least and the greatest of each number of an action; None where its statistics state none."""
+        try:
+            stated = json.loads((self._folder / "meta" / "stats.json").read_text())["action"]
+            pairs = [
+                (float(low), float(high)) for low, high in zip(stated["min"], stated["max"], strict=True)
+            ]
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        whole = [pair if all(map(math.isfinite, pair)) else (None, None) for pair in pairs]
+        return {"low": [low for low, _ in whole], "high": [high for _, high in whole]}
+
+    @cached_property
+    def _episodes(self) -> list[tuple[str, int]]:
+        """(task, steps) of each episode. Raises Impossible."""
+        _ = self.info  # which is refused where it is of another format
         rows = [row for file in self._files() for row in read_rows(file, ["tasks", "length"])]
         try:
             found = [("; ".join(map(str, row["tasks"] or ())), int(row["length"])) for row in rows]

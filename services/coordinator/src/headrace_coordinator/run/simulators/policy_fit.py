@@ -113,11 +113,16 @@ def _complete(
         known["cameras"] = list(cameras)
         if problems := [*_of_other_channels(cameras, spaces, COLOURS, f"a {kind}")]:
             raise Impossible(problems)
-    size = math.prod(action.shape)
+    return completed(given, known, math.prod(action.shape), "the environment")
+
+
+def completed(given: Mapping[str, Any], known: Mapping[str, Any], size: int, whose: str) -> dict[str, Any]:
+    """A new policy as it is given, with what is known of whatever it reads, and of its actions of `size` numbers.
+
+    Raises `Impossible` for what is given otherwise.
+    """
     problems = [
-        problem(
-            f"model.policy.{key}", f"is {given[key]!r}, and the environment's is {value!r}", "leave it out"
-        )
+        problem(f"model.policy.{key}", f"is {given[key]!r}, and {whose}'s is {value!r}", "leave it out")
         for key, value in known.items()
         if key in given
         and key != "bounds"
@@ -126,7 +131,7 @@ def _complete(
     ]
     own = given.get("bounds")
     if isinstance(own, Mapping) and len(own.get("low", ())) != size:
-        reason = f"has {len(own.get('low', ()))} numbers, and an action of the environment {size}"
+        reason = f"has {len(own.get('low', ()))} numbers, and an action of {whose} {size}"
         problems.append(problem("model.policy.bounds", reason, "leave it out"))
     if problems:
         raise Impossible(problems)
