@@ -122,10 +122,7 @@ def cover() -> bytes:
 
 BAD = {
     "broken": (GOOD[: len(GOOD) // 2], "a video that is broken"),
-    "frames lost": (
-        GOOD[:4000] + bytes(8000) + GOOD[12_000:],
-        "a video that is broken|cannot be decoded",
-    ),
+    "frames lost": (GOOD[:4000] + bytes(8000) + GOOD[12_000:], "a video that is broken|cannot be decoded"),
     "one frame": (video_file(FRAMES[:1]), "a video of one frame; give it as an image: ffmpeg"),
     "no pictures": (cover(), "a video without pictures: it has audio; give a file with pictures"),
     "AVI": (b"RIFF\0\0\0\0AVI LIST", "a video in AVI, which does not say when"),

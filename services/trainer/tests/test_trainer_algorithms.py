@@ -163,11 +163,7 @@ def test_unknown_algorithm_names_the_nearest():
         ({"clip_low": 1.0}, "algorithm.options.clip_low", "less than 1"),
         ({"dual_clip": 0.5}, "algorithm.options.dual_clip", "greater than 1"),
         ({"clip_high": 0.28}, "algorithm.options.clip_high", "would have no effect"),
-        (
-            {"target_kl": 0.1, "minibatches": 2},
-            "algorithm.options.target_kl",
-            "no effect in the first pass",
-        ),
+        ({"target_kl": 0.1, "minibatches": 2}, "algorithm.options.target_kl", "no effect in the first pass"),
         ({"minibatches": 5}, "algorithm.options.minibatches", "use at most 4"),
         ({"epochs": 0}, "algorithm.options.epochs", "greater than or equal to 1"),
         ({"critic": True}, "algorithm.options.critic", "unknown key"),

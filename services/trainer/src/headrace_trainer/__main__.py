@@ -42,9 +42,7 @@ async def mount(instance: Instance) -> Close:
     instance.capabilities |= capabilities()
     instance.capabilities["transports"] = ["cuda_ipc", "shm", "collective", "delta", "grpc"]
     instance.add_service(
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
-        servicer,
-        "headrace.trainer.v1.TrainerService",
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer, "headrace.trainer.v1.TrainerService"
     )
     instance.add_service(
         weights_pb2_grpc.add_WeightServiceServicer_to_server,

@@ -38,14 +38,7 @@ from headrace_rollout.engines.transformers.attention import own_attention
 from headrace_rollout.engines.transformers.cache import PromptKeys, SlotCache
 from headrace_rollout.engines.transformers.drafting import HeadPasses
 from headrace_rollout.engines.transformers.kept import Extension
-from headrace_rollout.engines.transformers.passes import (
-    Routes,
-    by_row,
-    new_cache,
-    padded,
-    positions,
-    split,
-)
+from headrace_rollout.engines.transformers.passes import Routes, by_row, new_cache, padded, positions, split
 from headrace_rollout.engines.transformers.sampling import RowDistributions, chosen_log_probs, process
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
@@ -142,10 +135,7 @@ class PolicyModel(HeldModel):
                 )
 
     def prefill(
-        self,
-        contexts: Sequence[Sequence[int]],
-        images: Sequence[Images] = (),
-        adapters: Sequence[str] = (),
+        self, contexts: Sequence[Sequence[int]], images: Sequence[Images] = (), adapters: Sequence[str] = ()
     ) -> Tensor:
         """(P, D) hidden states at each context's last token; the cache stores what its plan says.
 

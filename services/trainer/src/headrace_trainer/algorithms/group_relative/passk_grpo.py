@@ -20,9 +20,6 @@ class PassKGrpo(ClippedPolicyGradient[GrpoOptions]):
     @override
     def advantages(self, outcomes: Outcomes) -> Tensor:
         found_BT: Tensor = passk_grpo_advantages(
-            outcomes.rewards_B,
-            outcomes.groups_B,
-            outcomes.mask_BT,
-            normalize_std=self.options.normalize_std,
+            outcomes.rewards_B, outcomes.groups_B, outcomes.mask_BT, normalize_std=self.options.normalize_std
         )
         return found_BT

@@ -32,13 +32,7 @@ from headrace_trainer.algorithms._base import (
     replays_routing,
 )
 from headrace_trainer.allocator import give_back_if_short
-from headrace_trainer.backends._base import (
-    Backend,
-    BalancingBackend,
-    CommitReport,
-    StateReader,
-    WarmUp,
-)
+from headrace_trainer.backends._base import Backend, BalancingBackend, CommitReport, StateReader, WarmUp
 from headrace_trainer.backends.shared.figures import TokenFigures, fix_sums
 from headrace_trainer.backends.shared.losses import Forward, supervised, token_batch
 from headrace_trainer.backends.shared.optimizer import AdamWState, ShardedAdamW

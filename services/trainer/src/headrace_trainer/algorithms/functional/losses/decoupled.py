@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional.aggregation import (
-    Terms,
-)
+from headrace_trainer.algorithms.functional.aggregation import Terms
 from headrace_trainer.algorithms.functional.losses.policy import log_ratio, ppo_terms
 from headrace_trainer.algorithms.functional.tensors import bool_mask
 

@@ -15,18 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional.aggregation import (
-    Terms,
-)
+from headrace_trainer.algorithms.functional.aggregation import Terms
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked, per_token
 
-__all__ = [
-    "cispo_terms",
-    "log_ratio",
-    "ppo_terms",
-    "reinforce_terms",
-    "sapo_terms",
-]
+__all__ = ["cispo_terms", "log_ratio", "ppo_terms", "reinforce_terms", "sapo_terms"]
 
 LOG_RATIO_LIMIT = 20.0
 
