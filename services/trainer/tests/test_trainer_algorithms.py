@@ -13,7 +13,7 @@ from headrace_servicekit.registry import Plugin
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from headrace_trainer.algorithms._base import Barrier, LossSums, Outcomes, TokenBatch
 from headrace_trainer.algorithms.contract import check_algorithm
-from headrace_trainer.algorithms.group_relative.grpo import Grpo
+from headrace_trainer.algorithms.group_relative import Grpo
 from headrace_trainer.algorithms.plugins import GrpoOptions
 from headrace_trainer.errors import Refusal
 
