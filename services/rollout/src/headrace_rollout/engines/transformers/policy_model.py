@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from headrace_modelkit.devices import moved
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import plain_experts, take_routers
 from headrace_modelkit.families.draft_files import add_draft
@@ -208,7 +209,7 @@ class PolicyModel(HeldModel):
                 if span.start >= before:
                     first = row * length + span.start - before
                     found.append((np.arange(span.image.tokens) + first, span.image))
-        return Pictures.of(found, positions_3PT, self._images).to(self.device)
+        return moved(Pictures.of(found, positions_3PT, self._images), self.device)
 
     def extend(
         self,

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.fsdp.experts import ExpertMesh
+from headrace_trainer.backends.fsdp.gathering import Root
 from headrace_trainer.backends.fsdp.layers import kept_on_host
-from headrace_trainer.backends.fsdp.sharding import Root
 from headrace_trainer.backends.shared.drafting import draft_loss
 from headrace_trainer.backends.shared.losses import Forward
 from headrace_trainer.learning.packing import MicroBatch
