@@ -46,7 +46,8 @@ def moved(given: _Moved, device: torch.device) -> _Moved:
     elif is_dataclass(given) and not isinstance(given, type):
         own = {each.name: moved(getattr(given, each.name), device) for each in fields(given)}
         found = replace(given, **own)
-    return found
+    result: _Moved = found
+    return result
 
 
 def grow_segments() -> None:

@@ -188,7 +188,7 @@ def sockets_of(rig) -> set[str]:
     """Files of the sockets through which its processes speak, where it leaves any."""
     if rig.name != "vllm":
         return set()
-    found = {str(path) for path in Path(rig.engine._backend._sockets.name).iterdir()}
+    found = {str(path) for path in Path(rig.engine._backend._sockets).iterdir()}
     assert found
     return found
 

@@ -47,7 +47,7 @@ class Root(nn.Module):
 
 
 class NamedTensors:
-    """Those of a policy and of its critic, if it has one. The critic's are named "critic." and are no part of `weights`;
+    """Those of a policy and of its critic, if it has one. The critic's are named "critic." and no part of `weights`;
     nor are adapters, which `weights` has merged. A subclass shards them, and calls `_name_tensors` when they move.
     """
 
