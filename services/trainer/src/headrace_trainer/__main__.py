@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace_servicekit.entry import Close, run_service
-
-from headrace_trainer.allocator import keep_freed_memory
+from headrace_servicekit.memory.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from headrace_servicekit.instance import Instance

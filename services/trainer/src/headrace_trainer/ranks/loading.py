@@ -11,9 +11,9 @@ import torch
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.weights import below, own_name
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.memory.allocator import resident_bytes
 from headrace_servicekit.weights.bases import Bases
 
-from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.backends._base import (
     AdaptingBackend,
     Backend,
