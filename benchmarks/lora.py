@@ -244,11 +244,11 @@ def policies(model: Path, one: bool, threads: int) -> dict[str, float]:
     from headrace_rollout.engines.merging import adapted
     from headrace_rollout.engines.samples import Distribution, Group, Sample, Stream, TrajectoryUpdate
     from headrace_rollout.engines.transformers.engine import TransformersEngine
-    from headrace_rollout.engines.weight_memory import resident_bytes
     from headrace_rollout.runs.policy_files import read_policy
     from headrace_rollout.wire import weights_of
     from headrace_schema.openings import RolloutConfig
     from headrace_schema.sections.generating import ModelSection
+    from headrace_servicekit.memory.allocator import resident_bytes
 
     torch.set_num_threads(threads)
     section = ModelSection(path=str(model), dtype="bfloat16", max_context=512)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace_servicekit.registry import Plugin
 from headrace_trainer.algorithms._base import Barrier
-from headrace_trainer.algorithms.group_relative.grpo import Grpo
+from headrace_trainer.algorithms.group_relative import Grpo
 from headrace_trainer.algorithms.plugins import GrpoOptions
 
 

@@ -34,10 +34,7 @@ def episode() -> Episode:
         terminated=False,
         truncated=True,
         values_T=random.normal(size=T).astype(np.float32),
-        final_observation={
-            "state": np.ones(5, np.float32),
-            "image/front": np.zeros((4, 6, 3), np.uint8),
-        },
+        final_observation={"state": np.ones(5, np.float32), "image/front": np.zeros((4, 6, 3), np.uint8)},
     )
 
 

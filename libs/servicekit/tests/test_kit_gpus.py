@@ -84,12 +84,7 @@ def test_gpus_keep_the_drivers_numbers_and_their_order_on_the_bus(tmp_path):
 
 @pytest.mark.parametrize(
     ("nodes", "contained", "found"),
-    [
-        ((), False, "aa bb cc"),
-        ((), True, ""),
-        ((0, 2), True, "aa cc"),
-        ((1,), False, "bb"),
-    ],
+    [((), False, "aa bb cc"), ((), True, ""), ((0, 2), True, "aa cc"), ((1,), False, "bb")],
 )
 def test_a_container_has_the_gpus_whose_nodes_it_has(tmp_path, nodes, contained, found):
     """The kernel shows all three everywhere; a host that has used none has no node yet."""

@@ -10,12 +10,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 @pytest.mark.parametrize(
     ("listen", "wanted"),
-    [
-        ("127.0.0.1:0", "lo"),
-        ("10.0.0.5:7000", "eth3"),
-        ("0.0.0.0:7000", None),
-        ("10.0.0.6:7000", None),
-    ],
+    [("127.0.0.1:0", "lo"), ("10.0.0.5:7000", "eth3"), ("0.0.0.0:7000", None), ("10.0.0.6:7000", None)],
 )
 def test_collectives_take_the_interface_of_listen(monkeypatch, listen, wanted):
     monkeypatch.setattr(interfaces, "own_addresses", lambda: {"10.0.0.5": "eth3", "127.0.0.1": "lo"})

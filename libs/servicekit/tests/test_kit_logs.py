@@ -6,13 +6,7 @@ import logging
 import time
 
 from headrace_servicekit import logs
-from headrace_servicekit.logs import (
-    HumanFormatter,
-    JsonFormatter,
-    configure_logging,
-    get_logger,
-    log_context,
-)
+from headrace_servicekit.logs import HumanFormatter, JsonFormatter, configure_logging, get_logger, log_context
 
 
 def record(**fields):

@@ -256,10 +256,7 @@ def test_what_crosses_is_of_the_built_in_types_themselves():
             decode(bad)
 
 
-@pytest.mark.parametrize(
-    ("code", "test", "verdict"),
-    list(_judged()),
-)
+@pytest.mark.parametrize(("code", "test", "verdict"), list(_judged()))
 def test_tests_judge_code_in_another_process(code, test, verdict):
     (outcome,) = run_tests(code, [test], replace(LIMITS, wall_s=10.0 if verdict else 0.6))
     assert outcome.result.startswith(verdict) and (outcome.result == "passed") is (verdict == "passed")

@@ -11,10 +11,9 @@ from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError, reason_of
 from headrace_servicekit.weights import receiving
 from headrace_servicekit.weights.arrivals import Arrival
-from headrace_servicekit.weights.receiving import receive_base, receive_weights, ways_of
+from headrace_servicekit.weights.receiving import receive_weights, ways_of
 from headrace_servicekit.weights.serving import WeightServicer
 from headrace_servicekit.weights.streaming import split_piece
-from headrace_servicekit.weights.versions import BASE_NUMBER, base_name
 from headrace_servicekit.weights.ways import Attempt
 from weight_parts import LAYOUT, RUN, publish, step
 
@@ -371,38 +370,3 @@ async def test_tensors_without_elements_travel_too(stores, serve_store):
     empty = common_pb2.DATA_TYPE_FLOAT32, (0, 3)
     layout = [("first", *empty), *LAYOUT, ("last", *empty)]
     await take_by_grpc(receiver, producer, *producer.begin(RUN, 1, layout).seal(0, 0))
-
-
-async def test_the_base_of_adapters_is_taken_once_and_one_of_another_digest_again(stores, serve_store):
-    producer, receiver, empty = stores("a"), stores("b", root="other"), stores("c")
-    for store in (producer, empty):
-        await serve_store(store)
-    name = base_name(RUN)
-    version, manifest = publish(producer, BASE_NUMBER, run=name)
-    wanted = common_pb2.AdapterBase(digest=version.digest, scales={"": 2.0})
-    sources = [common_pb2.WeightSource(address=each.address, incarnation="x") for each in (empty, producer)]
-
-    async def take(store, base=wanted, sources=sources, ways=("grpc",)):
-        return await receive_base(store, RUN, base, sources, token=None, ways=ways_of(ways))
-
-    publish(receiver, BASE_NUMBER, seed=1, run=name)
-    first = await take(receiver)
-    assert (first.bytes_moved, first.fallbacks) == (manifest.size_bytes, [])
-    assert bytes(first.stored.body) == bytes(producer.get(name, BASE_NUMBER).body)
-    assert (await take(receiver, sources=[])).bytes_moved == 0
-    mapped = await take(stores("d"), ways=("delta", "shm"))
-    assert mapped.bytes_moved == 0 and mapped.stored.body == first.stored.body
-    other = common_pb2.AdapterBase(digest="another", scales={"": 2.0})
-    with pytest.raises(ServiceError, match=f"base another.*has the base {version.digest}") as refused:
-        await take(receiver, other)
-    assert refused.value.reason == "BASE_NOT_HELD"
-
-
-def test_the_digest_of_adapters_is_of_their_base_and_scale_too(stores):
-    _, manifest = publish(stores("a"))
-    bases = [
-        common_pb2.AdapterBase(digest=digest, scales={"": scale})
-        for digest in ("x", "y")
-        for scale in (1.0, 2.0)
-    ]
-    assert len({manifest_digest(manifest.entries, base) for base in (*bases, None)}) == 5

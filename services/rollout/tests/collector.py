@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from headrace_rollout.engines.samples import Distribution, SlotKey, Stream, TrajectoryUpdate
 
-WAIT_S = 30.0
+WAIT_S = 120.0  # an engine of another process computes slowly on a CPU
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Collector:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def sink(self, outputs: list[TrajectoryUpdate]) -> None:
-        self.loop.call_soon_threadsafe(self._take, outputs)
+        self.loop.call_soon_threadsafe(self._take, list(outputs))
 
     def failed(self, reason: str) -> None:
         self.loop.call_soon_threadsafe(self._fail, reason)
@@ -38,10 +38,10 @@ class Collector:
     def ended(self) -> dict[SlotKey, TrajectoryUpdate]:
         return {output.key: output for output in self.outputs if output.whole is not None}
 
-    async def wait(self, condition: Callable[[Collector], bool]) -> None:
+    async def wait(self, condition: Callable[[Collector], bool], *, failing: bool = False) -> None:
         async with asyncio.timeout(WAIT_S):
             while not condition(self):
-                assert not self.failures, self.failures
+                assert failing or not self.failures, self.failures
                 self.changed.clear()
                 await self.changed.wait()
 

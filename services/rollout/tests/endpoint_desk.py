@@ -10,14 +10,7 @@ from types import SimpleNamespace
 from headrace_rollout.endpoint.answers import Terms
 from headrace_rollout.endpoint.server import Endpoint
 from headrace_rollout.endpoint.session import AgentSession
-from headrace_rollout.engines.samples import (
-    Distribution,
-    Finish,
-    Prefix,
-    SlotKey,
-    Stream,
-    TrajectoryUpdate,
-)
+from headrace_rollout.engines.samples import Distribution, Finish, Prefix, SlotKey, Stream, TrajectoryUpdate
 from headrace_rollout.sessions.template import TurnTemplate
 from headrace_rollout.sessions.turns import Player
 from headrace_schema.sections.generating import PromptSection

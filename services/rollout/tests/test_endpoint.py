@@ -39,11 +39,7 @@ async def test_requests_that_extend_each_other_are_one_trajectory_of_exact_ids(d
         END,
         *map(ord, "a:"),
     ]
-    assert (one.turn, two.turn, two.key) == (
-        0,
-        1,
-        SlotKey(1, 2),
-    )
+    assert (one.turn, two.turn, two.key) == (0, 1, SlotKey(1, 2))
     talk = session.join()
     assert [each[:2] for each in talk.messages] == [
         ("system", "be"),
@@ -219,12 +215,7 @@ async def test_limits_end_a_session(desk):
 
 @pytest.mark.parametrize(
     ("last", "line"),
-    [
-        ("the first goes on", 0),
-        ("the other goes on", 1),
-        ("another begins", -1),
-        ("it ends by itself", None),
-    ],
+    [("the first goes on", 0), ("the other goes on", 1), ("another begins", -1), ("it ends by itself", None)],
 )
 @pytest.mark.parametrize("limit", ["tokens of a turn", "context"])
 async def test_a_session_says_which_of_its_lines_a_limit_has_cut(desk, last, line, limit):

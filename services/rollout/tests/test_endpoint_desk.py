@@ -112,11 +112,7 @@ async def test_a_session_has_turns_and_rewards_of_its_own_and_ends_with_its_last
     assert found.headers[SESSION] == session["id"]
     assert (await run.post(path, {"reward": 1}))["rewards"] == [0.25, 1.0]
     assert [turn.reward for turn in run.filled[0].talk.turns] == [0.25, 1.0]
-    assert [n for n, _ in run.filled[0].talk.branches[0].spans] == [
-        3,
-        0,
-        3,
-    ]
+    assert [n for n, _ in run.filled[0].talk.branches[0].spans] == [3, 0, 3]
     await run.ask(status=401, **own)
 
 

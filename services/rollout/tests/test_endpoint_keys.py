@@ -6,7 +6,7 @@ import json
 
 import pytest
 from endpoint_desk import CALL, CHAT, END, TOOLS, Letters, user
-from headrace_rollout.endpoint.spelling import Spelling
+from headrace_rollout.endpoint.streaming import Spelling
 
 ASK = {"messages": [user("one")]}
 IGNORED = [

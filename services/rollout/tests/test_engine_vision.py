@@ -185,8 +185,7 @@ async def test_an_answer_goes_on_behind_tokens_of_another_engine_that_hold_the_i
     prefix = Prefix(given, [-1.0] * 3, [(1, 3)])
     collector = Collector()
     await engine.submit(
-        collector.stream(max_new_tokens=8),
-        [Group(0, group.prompt_ids, [Sample(0, 1, prefix)], group.images)],
+        collector.stream(max_new_tokens=8), [Group(0, group.prompt_ids, [Sample(0, 1, prefix)], group.images)]
     )
     (output,) = (await collector.wait_ended(1)).values()
     answer = list(output.whole.token_ids)

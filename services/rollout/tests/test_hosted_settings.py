@@ -73,10 +73,7 @@ def test_devices_that_cannot_divide_the_heads_are_refused_before_anything_is_loa
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [
-        ("nnodes", "Headrace says where the ranks"),
-        ("data_parallel_size_local", "enable_expert_parallel"),
-    ],
+    [("nnodes", "Headrace says where the ranks"), ("data_parallel_size_local", "enable_expert_parallel")],
 )
 def test_what_is_not_offered_says_why_and_what_is(name, sentence):
     with pytest.raises(PluginError, match=sentence):

@@ -104,11 +104,7 @@ async def test_what_finished_unsent_when_a_caller_left_is_kept(rollout, assignme
         run,
         opening,
         Serving(
-            "me",
-            rollout.instance.fence,
-            lambda: None,
-            rollout.servicer._caches,
-            rollout.servicer._endpoint,
+            "me", rollout.instance.fence, lambda: None, rollout.servicer._caches, rollout.servicer._endpoint
         ),
     )
     responses = generation.responses(requests())

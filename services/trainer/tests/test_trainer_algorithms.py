@@ -13,7 +13,7 @@ from headrace_servicekit.registry import Plugin
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from headrace_trainer.algorithms._base import Barrier, LossSums, Outcomes, TokenBatch
 from headrace_trainer.algorithms.contract import check_algorithm
-from headrace_trainer.algorithms.group_relative.grpo import Grpo
+from headrace_trainer.algorithms.group_relative import Grpo
 from headrace_trainer.algorithms.plugins import GrpoOptions
 from headrace_trainer.errors import Refusal
 
@@ -163,11 +163,7 @@ def test_unknown_algorithm_names_the_nearest():
         ({"clip_low": 1.0}, "algorithm.options.clip_low", "less than 1"),
         ({"dual_clip": 0.5}, "algorithm.options.dual_clip", "greater than 1"),
         ({"clip_high": 0.28}, "algorithm.options.clip_high", "would have no effect"),
-        (
-            {"target_kl": 0.1, "minibatches": 2},
-            "algorithm.options.target_kl",
-            "no effect in the first pass",
-        ),
+        ({"target_kl": 0.1, "minibatches": 2}, "algorithm.options.target_kl", "no effect in the first pass"),
         ({"minibatches": 5}, "algorithm.options.minibatches", "use at most 4"),
         ({"epochs": 0}, "algorithm.options.epochs", "greater than or equal to 1"),
         ({"critic": True}, "algorithm.options.critic", "unknown key"),

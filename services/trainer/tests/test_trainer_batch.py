@@ -10,7 +10,7 @@ import pytest
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Barrier
-from headrace_trainer.algorithms.group_relative.grpo import Grpo
+from headrace_trainer.algorithms.group_relative import Grpo
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.errors import Quiesced, Refusal
 from headrace_trainer.learning import step as steps

@@ -110,7 +110,7 @@ def test_a_checkpoint_s_tensors_go_to_the_leased_device(on_leased, monkeypatch):
         found.append(value.device)
         return SimpleNamespace(to_local=lambda: value)
 
-    monkeypatch.setattr("headrace_trainer.backends.fsdp.sharding.distribute_tensor", distribute)
+    monkeypatch.setattr("headrace_trainer.backends.fsdp.gathering.distribute_tensor", distribute)
     name, parameter = next(iter(on_leased._sharded.parameters.items()))
     shape = tuple(parameter.shape)
     with FakeTensorMode(allow_non_fake_inputs=True):

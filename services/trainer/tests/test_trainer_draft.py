@@ -21,7 +21,7 @@ from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.learning import DraftSection
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.layouts.sizes import Sizes
-from headrace_trainer.backends.shared.drafting import DECAY
+from headrace_trainer.backends.fsdp.policy import DECAY
 from headrace_trainer.backends.shared.fit import check_fit
 from headrace_trainer.errors import Refusal
 from safetensors.torch import load_file, save_file

@@ -16,13 +16,7 @@ from headrace_modelkit.families.known import KNOWN
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.families.mtp_files import MTP_FAMILIES
 from headrace_modelkit.lora import targets_problem
-from headrace_modelkit.presets.families import (
-    FAMILIES,
-    tiny_config,
-    tiny_of,
-    write_family,
-    write_predicting,
-)
+from headrace_modelkit.presets.families import FAMILIES, tiny_config, tiny_of, write_family, write_predicting
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.sections.learning import LoraSection
 from headrace_trainer.algorithms import build_algorithm

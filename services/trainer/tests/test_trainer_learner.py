@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.algorithms.group_relative.grpo import Grpo
+from headrace_trainer.algorithms.group_relative import Grpo
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.planning import Costs

@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 from headrace_schema.openings import TrainerConfig
-from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.algorithms import _BUILT_IN, build_algorithm
 from headrace_trainer.algorithms._base import (
     OLD_LOG_PROBS,
     REFERENCE_LOG_PROBS,
@@ -21,7 +21,6 @@ from headrace_trainer.algorithms._base import (
     Barrier,
     TokenBatch,
 )
-from headrace_trainer.algorithms._registry import _BUILT_IN
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.learner import BatchLearner, Learner

@@ -14,8 +14,8 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit import threads
+from headrace_servicekit.memory import allocator
 from headrace_servicekit.rpc.errors import ServiceError, reason_of
-from headrace_trainer import allocator
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.ranks.rounds import Rounds
 

@@ -31,12 +31,7 @@ Turn = tuple[str, int, float]
 
 
 def talk(
-    index: int,
-    turns: Many[Turn],
-    *,
-    cut: int | None = None,
-    plain: bool = False,
-    temperature: float = 1.0,
+    index: int, turns: Many[Turn], *, cut: int | None = None, plain: bool = False, temperature: float = 1.0
 ) -> trainer_pb2.SettledTrajectory:
     """A conversation of these turns in time; `plain`: of branches that are no roles. `cut` names one, -1 none here."""
     order = [*dict.fromkeys(role for role, _, _ in turns)]

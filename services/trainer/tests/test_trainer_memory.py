@@ -87,7 +87,7 @@ def test_ranks_share_the_state_and_a_gpu_has_a_memory_of_its_own(make_config):
     assert planned(config, ranks=2, shard="gradients").host["gradients"] < one.host["gradients"]
     gpu = planned(config, rooms=GPU)
     assert set(gpu.host) == {
-        *("hold", "kept groups", "reference", "published versions", "weights in transit", COPY, "asleep"),
+        *("hold", "kept groups", "reference", "published versions", "weights in transit", COPY, "asleep")
     }
     assert gpu.device["reference"] == gpu.host["reference"] and "hold" not in gpu.device
     state = gpu.device["masters"] + gpu.device["moments"]

@@ -40,8 +40,7 @@ def test_tree_attends_to_ancestors_only():
     assert tree.add([5, 6, 7]).tolist() == [0, 1, 2]
     assert tree.add([5, 6, 8]).tolist() == [0, 1, 3]
     batch = pack(
-        [[Sample([5, 6, 7, 9], [2, 3], [0.0, 0.0]), Sample([5, 6, 8, 9], [2, 3], [0.0, 0.0])]],
-        shared=True,
+        [[Sample([5, 6, 7, 9], [2, 3], [0.0, 0.0]), Sample([5, 6, 8, 9], [2, 3], [0.0, 0.0])]], shared=True
     )
     assert batch.tokens_RL.tolist() == [[5, 6, 7, 8]]
     assert batch.positions_RL.tolist() == [[0, 1, 2, 2]]

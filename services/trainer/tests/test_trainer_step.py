@@ -57,11 +57,7 @@ def test_begin_is_idempotent_by_its_key():
 
 @pytest.mark.parametrize(
     ("change", "expected"),
-    [
-        ({"base_number": 3}, "POLICY_MISMATCH"),
-        ({"step": -1}, "INVALID"),
-        ({"next_number": 1}, "INVALID"),
-    ],
+    [({"base_number": 3}, "POLICY_MISMATCH"), ({"step": -1}, "INVALID"), ({"next_number": 1}, "INVALID")],
 )
 def test_begin_needs_the_held_base(change, expected):
     assert reason(steps.begin, idle(), replace(BEGIN, **change)) == expected

@@ -319,11 +319,7 @@ def vision_config(directory: Any, ranks: int) -> dict[str, Any]:
         json.dumps(
             {
                 "model": {"path": str(directory), "dtype": "float32"},
-                "algorithm": {
-                    "group_size": 4,
-                    "prompts_per_step": 4,
-                    "options": {"kl_loss_coef": 0.3},
-                },
+                "algorithm": {"group_size": 4, "prompts_per_step": 4, "options": {"kl_loss_coef": 0.3}},
                 "trainer": {"micro_batch_tokens": 512, "ranks": ranks, "freeze": []},
                 "seed": 1,
                 "steps": 10,

@@ -50,11 +50,7 @@ class Engine:
 
 
 def settled_group(
-    prompt: int,
-    *,
-    version: common_pb2.PolicyVersion,
-    rewards: list[float] | None = None,
-    attempt: int = 1,
+    prompt: int, *, version: common_pb2.PolicyVersion, rewards: list[float] | None = None, attempt: int = 1
 ) -> trainer_pb2.SettledGroup:
     """A settled group as the coordinator sends it, with log-probs that no engine computes, where a run takes them."""
     group = trainer_pb2.SettledGroup(prompt_ordinal=prompt)

@@ -62,10 +62,10 @@ def without_cache(architecture: PreTrainedConfig) -> str:
     return f"the model has {', '.join(sorted(others))} layers" if others else ""
 
 
-def looks_elsewhere(architecture: PreTrainedConfig, limit: int, *, windows: bool = False) -> str:
+def looks_elsewhere(architecture: PreTrainedConfig, limit: int) -> str:
     """What a layer does besides attention to all earlier tokens of a context of `limit`; empty where there is none.
 
-    With `windows`, attention to the last tokens alone is none: who asks computes it (`window_of`).
+    Attention to the last tokens alone is none: who asks computes it (`window_of`).
     """
     text: Any = architecture.get_text_config()
     kinds: set[str] = set(getattr(text, "layer_types", None) or ())
@@ -75,12 +75,11 @@ def looks_elsewhere(architecture: PreTrainedConfig, limit: int, *, windows: bool
         return "the model has layers with a state of their own"
     if getattr(text, "index_topk", None):
         return f"the model attends to {text.index_topk} tokens that an indexer chooses"
-    for kind, key in BOUNDED.items():
-        if windows and kind == SLIDING:
-            continue
-        reach = getattr(text, key, None)
-        if reach and reach < limit and (kind in kinds or not kinds):
-            return f"the model attends to {_WHERE[kind].format(reach)} only (set model.max_context to {reach} or less)"
+    reach = getattr(text, BOUNDED[CHUNKED], None)
+    if reach and reach < limit and (CHUNKED in kinds or not kinds):
+        return (
+            f"the model attends to chunks of {reach} tokens only (set model.max_context to {reach} or less)"
+        )
     return ""
 
 
@@ -99,9 +98,6 @@ def longest_window(architecture: PreTrainedConfig, limit: int) -> int:
     layers = range(len(getattr(text, "layer_types", None) or [None]))
     windows = [window_of(text, layer) for layer in layers]
     return max((window for window in windows if window is not None and window < limit), default=0)
-
-
-_WHERE = {SLIDING: "the last {} tokens", "chunked_attention": "chunks of {} tokens"}
 
 
 def _class_of(architecture: PreTrainedConfig) -> Any:

@@ -49,12 +49,12 @@ class Critic(nn.Module):
         yield from ((f"head.{name}", parameter) for name, parameter in self.head.named_parameters())
 
 
-def load_critic(config: ModelSection, *, weights: bool = True, dtype: torch.dtype | None = None) -> Critic:
-    """A critic with a body of its own, from the model directory `config.path` without its output head.
+def load_critic(config: ModelSection) -> Critic:
+    """A critic with a body of its own, as the model directory `config.path` has it without its output head.
 
-    As `load_model`: `weights=False` leaves the body's values undefined. Raises ModelNotReadable.
+    Its values are undefined: ranks read their shards of them. Raises ModelNotReadable.
     """
-    model = load_model(config, weights=weights, dtype=dtype)
+    model = load_model(config, weights=False)
     untyped: Any = model
     body: PreTrainedModel = untyped.base_model
     return Critic(hidden_size(model.config), body)

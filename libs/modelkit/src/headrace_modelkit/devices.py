@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -32,6 +33,21 @@ NO_MEMORY = (
 _SUCCESS, _MORE = 0, 7
 _NOT_COUNTED = ctypes.c_ulonglong(-1).value
 _UUID_BYTES = 96
+_Moved = TypeVar("_Moved")
+
+
+def moved(given: _Moved, device: torch.device) -> _Moved:
+    """The same on `device`: a tensor, or a mapping or a dataclass with such; what else these have stays as it is."""
+    found: Any = given
+    if isinstance(given, torch.Tensor):
+        found = given.to(device, non_blocking=True)
+    elif isinstance(given, Mapping):
+        found = {name: moved(value, device) for name, value in given.items()}
+    elif is_dataclass(given) and not isinstance(given, type):
+        own = {each.name: moved(getattr(given, each.name), device) for each in fields(given)}
+        found = replace(given, **own)
+    result: _Moved = found
+    return result
 
 
 def grow_segments() -> None:

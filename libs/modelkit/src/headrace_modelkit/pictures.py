@@ -22,15 +22,7 @@ import numpy as np
 import torch
 import xxhash
 from headrace_schema.clips import BadClip, Video, samples_of
-from headrace_schema.images import (
-    IMAGE_FORMATS,
-    MOST_IMAGE_PIXELS,
-    NOUNS,
-    READS,
-    Kind,
-    kind_of,
-    why_not_rgb,
-)
+from headrace_schema.images import IMAGE_FORMATS, MOST_IMAGE_PIXELS, NOUNS, READS, Kind, kind_of, why_not_rgb
 from headrace_schema.sections.generating import VideoSection
 from numpy.typing import NDArray
 from torch import Tensor, nn

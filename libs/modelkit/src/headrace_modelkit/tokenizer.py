@@ -297,10 +297,7 @@ def _processor_template(config: ModelSection) -> str | None:
     """The chat template of a vision-language model that was published beside its processor alone."""
     with reading(config):
         found = cached_file(
-            config.path,
-            PROCESSOR_TEMPLATE,
-            _raise_exceptions_for_missing_entries=False,
-            **location(config),
+            config.path, PROCESSOR_TEMPLATE, _raise_exceptions_for_missing_entries=False, **location(config)
         )
         return json.loads(Path(found).read_text()).get("chat_template") if found else None
 

@@ -9,7 +9,7 @@ Shapes: R rows, L tokens, N tokens of an image, M tokens with a feature, S of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -75,19 +75,6 @@ class Pictures:
             None if plain else torch.from_numpy(positions_3RL),
             torch.from_numpy(blocks_N).view(positions_3RL.shape[1:]) if reader.looks_ahead else None,
         )
-
-    def to(self, device: torch.device) -> Pictures:
-        """The same on `device`."""
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        inputs = {
-            tower: {name: value.to(device) for name, value in own.items()}
-            for tower, own in self.inputs.items()
-        }
-        return replace(self, inputs=inputs, **moved)
 
 
 def inputs_of_all(files: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

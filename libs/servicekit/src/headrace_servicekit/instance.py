@@ -76,10 +76,7 @@ class Instance:
         own = (config.token_file, config.data_dir, config.shm_dir, tls_dir(), keys_folder())
         writes, publishes = config.kind == "trainer", config.kind in ("trainer", "rollout")
         watch(
-            {
-                CHECKPOINTS: config.data_dir if writes else None,
-                WEIGHTS: config.shm_dir if publishes else None,
-            }
+            {CHECKPOINTS: config.data_dir if writes else None, WEIGHTS: config.shm_dir if publishes else None}
         )
         hide_from_workers(*(path for path in own if path is not None))
         self._weights: WeightStore | None = None

@@ -187,11 +187,7 @@ def span(name: str, parent: str = "", **attributes: Any) -> Iterator[Span | None
 
 
 def record(
-    name: str,
-    start: float,
-    end: float,
-    events: Iterable[tuple[str, float]] = (),
-    **attributes: Any,
+    name: str, start: float, end: float, events: Iterable[tuple[str, float]] = (), **attributes: Any
 ) -> None:
     """A span that is over, below the scope's; times in seconds since the epoch. Nothing outside a trace."""
     scope = _scope.get()

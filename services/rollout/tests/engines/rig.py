@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from collector import Collector
 from headrace_modelkit.presets.tiny import character_tokenizer, tiny_model
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_rollout.engines import ENGINES
@@ -33,7 +34,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 for _name in OPTIONS:  # such as {"tensor_parallel_size": 2}
     OPTIONS[_name] |= json.loads(os.environ.get("ENGINE_OPTIONS", "{}"))
 CONTEXT = 512
-WAIT_S = 120.0
 START_S = 600.0
 
 
@@ -62,44 +62,6 @@ def make_rig(name: str, directory: Path, **shape: Any) -> Rig:
     section = ModelSection(path=str(directory), dtype="float32", max_context=CONTEXT)
     engine = build(name, section, load_tokenizer(section))
     return Rig(name, section, engine, model_a, make_model(2, **shape))
-
-
-@dataclass
-class Collector:
-    """What came back on one stream."""
-
-    outputs: list[TrajectoryUpdate] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-
-    def sink(self, outputs: list[TrajectoryUpdate]) -> None:
-        self.loop.call_soon_threadsafe(self._take, list(outputs))
-
-    def failed(self, reason: str) -> None:
-        self.loop.call_soon_threadsafe(self._fail, reason)
-
-    def ended(self) -> dict[SlotKey, TrajectoryUpdate]:
-        return {output.key: output for output in self.outputs if output.whole is not None}
-
-    async def until(self, condition: Callable[[], bool], *, failing: bool = False) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():
-                assert failing or not self.failures, self.failures
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def wait_ended(self, count: int) -> dict[SlotKey, TrajectoryUpdate]:
-        await self.until(lambda: len(self.ended()) >= count)
-        return self.ended()
-
-    def _take(self, outputs: list[TrajectoryUpdate]) -> None:
-        self.outputs += outputs
-        self.changed.set()
-
-    def _fail(self, reason: str) -> None:
-        self.failures.append(reason)
-        self.changed.set()
 
 
 @dataclass
@@ -147,13 +109,7 @@ class Rig:
 
     def stream(self, collector: Collector, distribution: Distribution | None = None, **options) -> Stream:
         assert self.engine.policy is not None
-        defaults = {"policy_number": self.engine.policy.number, "max_new_tokens": 24, "seed": 7}
-        return Stream(
-            distribution=distribution or Distribution(),
-            sink=collector.sink,
-            failed=collector.failed,
-            **{**defaults, **options},
-        )
+        return collector.stream(distribution, **{"policy_number": self.engine.policy.number, **options})
 
     async def generate(
         self, groups: Sequence[Group], distribution: Distribution | None = None, **options

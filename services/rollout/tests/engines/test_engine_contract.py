@@ -113,7 +113,7 @@ async def test_an_abort_gives_a_prefix_of_the_answer_and_a_resume_the_rest(rig):
     calm = tokens(await rig.generate(groups(1), greedy, max_new_tokens=120))
     collector = Collector()
     await rig.engine.submit(rig.stream(collector, greedy, max_new_tokens=120, chunk_tokens=2), groups(1))
-    await collector.until(lambda: len(collector.outputs) > 5)
+    await collector.wait(lambda c: len(c.outputs) > 5)
     await rig.engine.abort(None)
     first = await collector.wait_ended(5)
     resumed, kept = [], {}
@@ -241,7 +241,7 @@ async def test_an_update_in_flight_keeps_the_sequences_and_says_which_version_ma
     prompt, collector, before = LONG[:200], Collector(), rig.engine.policy.number
     stream = rig.stream(collector, Distribution(1.5), max_new_tokens=300, chunk_tokens=4)
     await rig.engine.submit(stream, [group(0, prompt, 24)])  # more than run at once: some wait
-    await collector.until(lambda: len(collector.outputs) > 8)
+    await collector.wait(lambda c: len(c.outputs) > 8)
     after = await rig.install(rig.model_b, in_flight=True)
     await rig.engine.submit(stream, [group(1, prompt, 2)])  # the stream goes on, too
     outputs = await collector.wait_ended(26)
@@ -269,7 +269,7 @@ async def test_a_stream_without_its_lease_gets_its_samples_back(rig):
     held, collector = True, Collector()
     stream = rig.stream(collector, Distribution(0.0), max_new_tokens=400, chunk_tokens=1, holds=lambda: held)
     await rig.engine.submit(stream, [group(0, PROMPTS[0], 3)])
-    await collector.until(lambda: len(collector.outputs) > 4)
+    await collector.wait(lambda c: len(c.outputs) > 4)
     held = False
     outputs = await collector.wait_ended(3)
     late = await rig.generate([group(9, PROMPTS[0])], holds=lambda: False)
@@ -280,7 +280,7 @@ async def test_a_stream_without_its_lease_gets_its_samples_back(rig):
 async def test_pause_suspend_and_wake_in_every_order(rig):
     engine, collector = rig.engine, Collector()
     await engine.submit(rig.stream(collector, max_new_tokens=400, chunk_tokens=1), groups())
-    await collector.until(lambda: len(collector.outputs) > 4)
+    await collector.wait(lambda c: len(c.outputs) > 4)
     with pytest.raises(Refused, match="Pause"):
         await engine.suspend()
     assert await engine.pause() >= 1
@@ -336,7 +336,7 @@ async def test_64_samples_with_joins_and_leaves(rig):
     for turn, collector in enumerate(collectors):
         stream = rig.stream(collector, Distribution(1.2), max_new_tokens=12 + 9 * turn, chunk_tokens=1)
         await rig.engine.submit(stream, [group(10 * turn + n, PROMPTS[n % 5], 4) for n in range(4)])
-        await collector.until(lambda collector=collector: len(collector.outputs) > 3)
+        await collector.wait(lambda c: len(c.outputs) > 3)
     gone = SlotKey(30, 0)
     await rig.engine.abort([gone])
     for collector in collectors:

@@ -155,7 +155,7 @@ async def test_a_swap_in_flight_goes_on_with_each_policys_new_adapter(shared):
         stream = shared.stream(collector, adapter=policy, max_new_tokens=300, chunk_tokens=1)
         await shared.engine.submit(stream, [group(0, PROMPT, samples=8)])
     for collector in found.values():
-        await collector.until(lambda collector=collector: bool(collector.outputs))
+        await collector.wait(lambda c: c.outputs)
     after = await installed(shared, 13, in_flight=True)
     for policy, collector in found.items():
         ended = [each.whole for each in (await collector.wait_ended(8)).values()]

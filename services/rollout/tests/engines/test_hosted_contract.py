@@ -57,7 +57,7 @@ async def test_an_update_in_flight_that_breaks_leaves_the_sequences_to_the_versi
     damaged = replace(weights, entries=(*others, replace(last, offset=len(weights.body))))
     stream = rig.stream(collector, Distribution(1.5), max_new_tokens=300, chunk_tokens=4)
     await rig.engine.submit(stream, [group(0, PROMPT, 8)])
-    await collector.until(lambda: len(collector.outputs) > 2)
+    await collector.wait(lambda c: len(c.outputs) > 2)
     with pytest.raises(Refused) as refused:
         await rig.engine.install(Policy(number + 1, "c"), damaged, in_flight=True)
     assert refused.value.reason == "INSTALL_FAILED"
@@ -90,11 +90,11 @@ async def test_a_killed_engine_is_reported_and_started_again_with_its_version(ri
     file.unlink()  # as the store does with versions that nobody needs any more
     # Many more than run at once: some are left whenever the kill comes, and some were just about to run.
     await rig.engine.submit(rig.stream(collector, max_new_tokens=400, chunk_tokens=1), [group(0, PROMPT, 64)])
-    await collector.until(lambda: len(collector.outputs) > 8)
+    await collector.wait(lambda c: len(c.outputs) > 8)
     before, sockets = rig.pids(), sockets_of(rig)
     for pid in before if killed == "all" else before[-1:]:
         os.kill(pid, signal.SIGKILL)
-    await collector.until(lambda: bool(collector.failures), failing=True)
+    await collector.wait(lambda c: c.failures, failing=True)
     assert rig.name in collector.failures[0]
     # What the coordinator does next: the samples again, of the version that it knows to be installed.
     again = await rig.generate([group(0, PROMPT, 8)])
@@ -188,7 +188,7 @@ def sockets_of(rig) -> set[str]:
     """Files of the sockets through which its processes speak, where it leaves any."""
     if rig.name != "vllm":
         return set()
-    found = {str(path) for path in Path(rig.engine._backend._sockets.name).iterdir()}
+    found = {str(path) for path in Path(rig.engine._backend._sockets).iterdir()}
     assert found
     return found
 

@@ -43,7 +43,7 @@ async def ask(rig: Rig, call: str) -> str:
     engine, collector = rig.engine, Collector()
     if call == "generate":
         await engine.submit(rig.stream(collector), [group(0, [5, 6, 7])])
-        await collector.until(lambda: bool(collector.failures), failing=True)
+        await collector.wait(lambda c: c.failures, failing=True)
         return collector.failures[0]
     with pytest.raises(Refused) as refused:
         if call == "score":
@@ -80,7 +80,7 @@ async def test_a_process_that_ends_without_memory_is_started_for_half_the_sample
         await rig.engine.submit(rig.stream(collector), [group(0, [5, 6, 7])])
         rig.engine._backend.death = said  # what it has logged before it ends
         os.kill(rig.pids()[0], 9)
-        await collector.until(lambda failed=collector: bool(failed.failures), failing=True)
+        await collector.wait(lambda c: c.failures, failing=True)
         assert "CUDA out of memory" in collector.failures[0] and words in collector.failures[0]
         rig.engine._backend.death = ""
         await rig.serves(rig.model_a)

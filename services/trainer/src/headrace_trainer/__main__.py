@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace_servicekit.entry import Close, run_service
-
-from headrace_trainer.allocator import keep_freed_memory
+from headrace_servicekit.memory.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from headrace_servicekit.instance import Instance
@@ -42,9 +41,7 @@ async def mount(instance: Instance) -> Close:
     instance.capabilities |= capabilities()
     instance.capabilities["transports"] = ["cuda_ipc", "shm", "collective", "delta", "grpc"]
     instance.add_service(
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
-        servicer,
-        "headrace.trainer.v1.TrainerService",
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer, "headrace.trainer.v1.TrainerService"
     )
     instance.add_service(
         weights_pb2_grpc.add_WeightServiceServicer_to_server,

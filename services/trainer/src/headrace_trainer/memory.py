@@ -13,10 +13,10 @@ import torch
 from headrace_modelkit.device_memory import MOST_COPIES, SPARE_BYTES
 from headrace_modelkit.devices import free_bytes, total_bytes, used_bytes
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.memory.allocator import resident_bytes
 from headrace_servicekit.memory.capacity import host_memory
 
 from headrace_trainer.algorithms._base import Algorithm, Barrier
-from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.errors import Refusal, invalid
 
 GIB = 2**30

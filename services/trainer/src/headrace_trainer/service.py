@@ -25,12 +25,7 @@ from headrace_servicekit.rpc.addresses import split_address
 from headrace_servicekit.rpc.client import deadlines_enabled
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.requests import (
-    check_enum,
-    check_name,
-    check_number,
-    check_seconds,
-)
+from headrace_servicekit.rpc.requests import check_enum, check_name, check_number, check_seconds
 
 from headrace_trainer.algorithms._base import Algorithm, Barrier, given_rewards_of, turn_credit_of
 from headrace_trainer.group.group import Member

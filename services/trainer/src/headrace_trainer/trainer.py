@@ -214,8 +214,7 @@ class Trainer:
             raise Refusal("NOT_OPEN", "the trainer is in no trainer group: call JoinTrainerGroup first")
         if self._session is None:
             raise Refusal(
-                "NOT_LEADER",
-                f"rank {self._ranks.rank} follows; send this to rank 0 of the trainer group",
+                "NOT_LEADER", f"rank {self._ranks.rank} follows; send this to rank 0 of the trainer group"
             )
         return self._session
 
@@ -320,9 +319,7 @@ class Trainer:
         if self._config.weights.publish == "ranks":
             rank.own_part = RankPart(self._store(), self._run, self._ranks.rank, self._ranks.world_size)
         self._rounds = rounds = Rounds(
-            rank,
-            holds_lease=lambda: not self.suspended and self._holds_lease(),
-            deadlines=self._deadlines,
+            rank, holds_lease=lambda: not self.suspended and self._holds_lease(), deadlines=self._deadlines
         )
         if self._ranks.leads and self._session is not None:
             self._session.enter(rounds)

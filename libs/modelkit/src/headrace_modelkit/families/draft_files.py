@@ -20,14 +20,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.families.drafts import DRAFT, IDS, DraftHead, Eagle3, Mtp
 from headrace_modelkit.families.mtp_files import KEY, open_predicting, predicting
-from headrace_modelkit.loading import (
-    DTYPES,
-    body_of,
-    load_architecture,
-    location,
-    reading,
-    sync_directory,
-)
+from headrace_modelkit.loading import DTYPES, body_of, load_architecture, location, reading, sync_directory
 from headrace_modelkit.model_files import files_of, parameters_on_meta
 from headrace_modelkit.tensor_files import Renamed, TensorFiles, Tensors, TensorsInMemory
 

@@ -69,8 +69,7 @@ _WRITTEN = {
     "gemma4": (IMAGE, _OF_GEMMA, SOUND),
     "internvl": (IMAGE, VIDEO),
     **dict.fromkeys(
-        ("glm4v", "glm4v_moe", "glm46v"),
-        (f"{START}{IMAGE}{END}", f"{_OF_GLM[2]}{VIDEO}{_OF_GLM[3]}"),
+        ("glm4v", "glm4v_moe", "glm46v"), (f"{START}{IMAGE}{END}", f"{_OF_GLM[2]}{VIDEO}{_OF_GLM[3]}")
     ),
 }
 """What a family's template writes for an image, a video and a sound, if it is not the three tokens of each."""

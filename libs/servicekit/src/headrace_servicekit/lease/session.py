@@ -114,10 +114,7 @@ class Session:
 
     async def _exchange(self, call: _Call, interval_s: float) -> None:
         self._acked_at = self._now()
-        both = {
-            asyncio.ensure_future(self._read(call)),
-            asyncio.ensure_future(self._write(call, interval_s)),
-        }
+        both = {asyncio.ensure_future(self._read(call)), asyncio.ensure_future(self._write(call, interval_s))}
         try:
             done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

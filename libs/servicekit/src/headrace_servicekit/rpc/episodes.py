@@ -124,10 +124,7 @@ def references(message: common_pb2.ActionSegment) -> list[common_pb2.Tensor]:
 
 
 def decode_episode(
-    message: common_pb2.ActionSegment,
-    *,
-    max_bytes: int = MAX_EPISODE_BYTES,
-    bodies: Bodies = NO_BODIES,
+    message: common_pb2.ActionSegment, *, max_bytes: int = MAX_EPISODE_BYTES, bodies: Bodies = NO_BODIES
 ) -> Episode:
     """The episode of a segment, with the `bodies` that it refers to.
 
@@ -186,11 +183,7 @@ def _check_shapes(found: Episode, chunks: int, length: int) -> None:
 
 
 def _named(
-    where: str,
-    tensors: Mapping[str, common_pb2.Tensor],
-    max_bytes: int,
-    chunks: int | None,
-    bodies: Bodies,
+    where: str, tensors: Mapping[str, common_pb2.Tensor], max_bytes: int, chunks: int | None, bodies: Bodies
 ) -> dict[str, np.ndarray]:
     arrays = {
         name: _array(f"{where}: {name!r}", tensor, max_bytes, bodies.get(tensor.blob.digest))

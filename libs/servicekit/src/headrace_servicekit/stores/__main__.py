@@ -105,12 +105,7 @@ def _tell(answers: TextIO) -> None:
 
 
 def _told(problem: StoreProblem) -> dict[str, Any]:
-    return {
-        "reason": problem.reason,
-        "fix": problem.fix,
-        "lasting": problem.lasting,
-        "code": problem.code,
-    }
+    return {"reason": problem.reason, "fix": problem.fix, "lasting": problem.lasting, "code": problem.code}
 
 
 if __name__ == "__main__":

@@ -32,13 +32,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.arrivals import Arrival, forget_turns
 from headrace_servicekit.weights.bases import Bases
 from headrace_servicekit.weights.delta import Changes
-from headrace_servicekit.weights.versions import (
-    Layout,
-    LentMemory,
-    PendingWeights,
-    StoredWeights,
-    entries_of,
-)
+from headrace_servicekit.weights.versions import Layout, LentMemory, PendingWeights, StoredWeights, entries_of
 
 
 class WeightStore:

@@ -11,7 +11,7 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_rollout.engines.samples import SlotKey
 from headrace_rollout.environments.pool import Pool
-from headrace_rollout.environments.stage import SimulateStage
+from headrace_rollout.environments.pools import SimulateStage
 from headrace_rollout.streams.base import SampleStream, Serving
 from headrace_rollout.wire import duration_of, fill_key, invalid, refusals, sample_message
 from headrace_servicekit.rpc.client import MAX_MESSAGE_BYTES

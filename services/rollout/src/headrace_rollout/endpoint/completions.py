@@ -97,11 +97,7 @@ def _message(answer: Answer) -> dict[str, Any]:
     if answer.calls:
         message["content"] = answer.content or None
         message["tool_calls"] = [
-            {
-                "id": id,
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
+            {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
             for id, (name, arguments) in zip(answer.ids, answer.calls, strict=True)
         ]
     return message

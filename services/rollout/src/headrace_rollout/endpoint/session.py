@@ -25,7 +25,7 @@ from typing_extensions import override
 from headrace_rollout.endpoint.answers import Answer, Exchange, Exchanges, Terms, Told, all_of, session_over
 from headrace_rollout.endpoint.branches import Branches, RequestedBranch
 from headrace_rollout.endpoint.requests import ChatRequest, Refusal, canonical
-from headrace_rollout.endpoint.spelling import Spelling
+from headrace_rollout.endpoint.streaming import Spelling
 from headrace_rollout.engines.samples import Conversation, Finish, Message, SlotKey, TrajectoryUpdate
 from headrace_rollout.sessions.session import Limited, Place, Said, Session
 from headrace_rollout.sessions.turns import Draw, Heard, Says

@@ -1,14 +1,10 @@
-"""Gives a model's memory back and takes it again, and measures what that was worth. Linux."""
+"""Gives a model's memory back and takes it again, and measures what that was worth."""
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +12,7 @@ from headrace_modelkit import devices as gpu
 from headrace_modelkit.pinned import rooms_of
 from headrace_modelkit.weights import load_weights, published_tensor, share_weights, state_tensors
 from headrace_servicekit import failpoints
+from headrace_servicekit.memory import allocator
 from torch import Tensor, nn
 
 from headrace_rollout.engines.base import WeightView
@@ -24,7 +21,6 @@ from headrace_rollout.engines.merging import merge_into, tensor_of
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 HOST = torch.device("cpu")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ParameterMemory:
@@ -91,32 +87,18 @@ class _Weight:
             table[key] = new
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * _PAGE_BYTES
-
-
 def used_bytes(device: torch.device) -> int:
     """This process's memory on the device: on the host its resident set."""
-    return resident_bytes() if device.type == "cpu" else gpu.used_bytes(device)
+    return allocator.resident_bytes() if device.type == "cpu" else gpu.used_bytes(device)
 
 
 def available_bytes(device: torch.device = HOST) -> int:
     """Memory that is free for use on the device."""
-    if device.type == "cuda":
-        return gpu.free_bytes(device)
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo names no MemAvailable")
+    return gpu.free_bytes(device) if device.type == "cuda" else allocator.available_bytes()
 
 
 def return_to_system(device: torch.device = HOST) -> None:
     """Hands freed memory back to the operating system or the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    # glibc keeps freed blocks of up to 32 MiB in its heap until it is told to trim.
-    trim = getattr(ctypes.CDLL(ctypes.util.find_library("c") or "libc.so.6"), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    allocator.give_freed_memory_back()

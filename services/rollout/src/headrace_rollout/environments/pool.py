@@ -173,10 +173,7 @@ class Environment:
 
     def answered(self, outcome: Outcome) -> None:
         """Takes the outcome of what was sent."""
-        if outcome.status in (
-            simulator_pb2.OUTCOME_STATUS_OK,
-            simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST,
-        ):
+        if outcome.status in (simulator_pb2.OUTCOME_STATUS_OK, simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST):
             self.next_step = outcome.step_index + 1
         self._settle(outcome)
         ends, self._ends_next = self._ends_next, False

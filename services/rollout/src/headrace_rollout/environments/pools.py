@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.memory.blobs import BlobReader
 
 from headrace_rollout.engines.figures import BusyTime
 from headrace_rollout.environments.pool import Pool
-from headrace_rollout.wire import check_pools
+from headrace_rollout.wire import check_pools, duration_of
 
 
 class Pools:
@@ -43,3 +44,19 @@ class Pools:
         for pool in self._pools.values():
             await pool.close()
         await self._blobs.close()
+
+
+class SimulateStage:
+    """The stage `simulate` as a stream tells it, with each of its messages."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+        self._told_s, self._told = pools.asked.seconds, pools.operations.copy()
+
+    def tell(self, stages: Any) -> None:
+        """Adds what was asked of the run's environments since the message before."""
+        seconds, operations = self._pools.asked.seconds, self._pools.operations.copy()
+        stage = stages.add(stage="simulate", wall_time=duration_of(seconds - self._told_s))
+        for way, count in (operations - self._told).items():
+            stage.values[f"operations_by_{way}"] = count
+        self._told_s, self._told = seconds, operations

@@ -85,10 +85,7 @@ class Retention:
         """The inventory, by slot."""
         return [
             rollout_pb2.InventoryItem(
-                sample=kept.sample,
-                attempt=kept.attempt,
-                body_digest=kept.body_digest,
-                size_bytes=size,
+                sample=kept.sample, attempt=kept.attempt, body_digest=kept.body_digest, size_bytes=size
             )
             for _, (kept, size) in sorted(self._kept.items())
         ]

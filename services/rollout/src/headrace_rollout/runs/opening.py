@@ -243,10 +243,7 @@ def _player(config: RolloutConfig, engine: Engine, codec: TextCodec, **more: Any
 
 
 def _players(
-    config: RolloutConfig,
-    settings: EngineConfig,
-    policy: Player,
-    build: Callable[[EngineConfig], Engine],
+    config: RolloutConfig, settings: EngineConfig, policy: Player, build: Callable[[EngineConfig], Engine]
 ) -> tuple[dict[str, Player], Engine]:
     """Who plays each role that the config names, and the engines of all models as one.
 

@@ -37,10 +37,7 @@ _TOOL = {
     "function": {"name": "probe", "description": "", "parameters": {"type": "object"}},
 }
 _FOLLOWS: Turn = {"role": "user", "content": "reply 7c1f"}
-_PROBES = {
-    "": STAND_IN,
-    " that hold <think> …": f"<think>\nthought 7c1f\n</think>\n\n{STAND_IN}",
-}
+_PROBES = {"": STAND_IN, " that hold <think> …": f"<think>\nthought 7c1f\n</think>\n\n{STAND_IN}"}
 
 
 class Rewritten(ValueError):

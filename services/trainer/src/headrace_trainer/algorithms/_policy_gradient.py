@@ -259,11 +259,7 @@ class PolicyGradient(Generic[Chosen]):
                 )
         if options.off_policy_mask is not None:
             kept_ST = kept_ST & off_policy_sequence_mask(
-                base_ST,
-                engine_ST,
-                batch.padded(batch.advantages_K),
-                mask_ST,
-                high=options.off_policy_mask,
+                base_ST, engine_ST, batch.padded(batch.advantages_K), mask_ST, high=options.off_policy_mask
             )
         weights_K, kept_K = batch.flat(weights_ST), batch.flat(kept_ST)
         return Correction(weights_K, kept_K, kept_K & (weights_K != batch.flat(ratios_ST)))

@@ -10,6 +10,7 @@ import torch
 from headrace_servicekit.contract import check_plugin, require
 from torch import Tensor
 
+from headrace_trainer.algorithms import ALGORITHMS
 from headrace_trainer.algorithms._base import (
     RETURNS,
     VALUES,
@@ -22,7 +23,6 @@ from headrace_trainer.algorithms._base import (
     judge_of,
     turn_credit_of,
 )
-from headrace_trainer.algorithms._registry import ALGORITHMS
 from headrace_trainer.algorithms._turns import by_turn
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages
 

@@ -117,9 +117,7 @@ ORPO = Plugin(
     "likelihood with an odds ratio, without a reference (workflow: preference)",
 )
 BRADLEY_TERRY = Plugin(
-    f"{_HERE}.judging:BradleyTerry",
-    BradleyTerryOptions,
-    "a reward model of pairs (workflow: reward_model)",
+    f"{_HERE}.judging:BradleyTerry", BradleyTerryOptions, "a reward model of pairs (workflow: reward_model)"
 )
 PRM = Plugin(
     f"{_HERE}.judging:Prm",

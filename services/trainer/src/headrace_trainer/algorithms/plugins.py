@@ -241,114 +241,54 @@ class KlCovOptions(AggregationOptions, StdOptions):
 _HERE = "headrace_trainer.algorithms"
 OFF_POLICY = ("off_policy",)
 """Feature of an algorithm that may learn from samples of older versions: its loss corrects for them."""
-GRPO = Plugin(
-    f"{_HERE}.group_relative.grpo:Grpo",
-    GrpoOptions,
-    "group relative policy optimisation, without a critic",
-    features=OFF_POLICY,
+
+
+def _off_policy(where: str, options: type[PolicyOptions], description: str) -> Plugin:
+    return Plugin(f"{_HERE}.{where}", options, description, features=OFF_POLICY)
+
+
+GRPO = _off_policy("group_relative:Grpo", GrpoOptions, "group relative policy optimisation, without a critic")
+PASSK_GRPO = _off_policy(
+    "group_relative:PassKGrpo", GrpoOptions, "GRPO that rewards the best answer of a group alone"
 )
-PASSK_GRPO = Plugin(
-    f"{_HERE}.group_relative.passk_grpo:PassKGrpo",
-    GrpoOptions,
-    "GRPO that rewards the best answer of a group alone",
-    features=OFF_POLICY,
-)
-DR_GRPO = Plugin(
-    f"{_HERE}.group_relative.dr_grpo:DrGrpo",
+DR_GRPO = _off_policy(
+    "group_relative:DrGrpo",
     DrGrpoOptions,
     "GRPO without its biases by answer length and by spread of rewards",
-    features=OFF_POLICY,
 )
-DAPO = Plugin(
-    f"{_HERE}.group_relative.dapo:Dapo",
+DAPO = _off_policy(
+    "group_relative:Dapo",
     DapoOptions,
     "GRPO with clip-higher, token mean, dynamic sampling and overlong shaping",
-    features=OFF_POLICY,
 )
-RLOO = Plugin(
-    f"{_HERE}.reinforce.rloo:Rloo",
-    GroupRewardedOptions,
-    "a reward against the mean of its group's others",
-    features=OFF_POLICY,
+RLOO = _off_policy("reinforce:Rloo", GroupRewardedOptions, "a reward against the mean of its group's others")
+OPO = Plugin(f"{_HERE}.reinforce:Opo", GroupPpoOptions, "a reward against its group's mean by answer length")
+REINFORCE_PP = _off_policy(
+    "reinforce:ReinforcePp", ReinforcePpOptions, "returns whitened over the batch, without groups"
 )
-OPO = Plugin(
-    f"{_HERE}.reinforce.opo:Opo", GroupPpoOptions, "a reward against its group's mean by answer length"
+REINFORCE_PP_BASELINE = _off_policy(
+    "reinforce:ReinforcePpBaseline", GroupRewardedOptions, "group-centred rewards whitened over the batch"
 )
-REINFORCE_PP = Plugin(
-    f"{_HERE}.reinforce.reinforce_pp:ReinforcePp",
-    ReinforcePpOptions,
-    "returns whitened over the batch, without groups",
-    features=OFF_POLICY,
+PPO = _off_policy(
+    "ppo:Ppo", ActorCriticOptions, "generalised advantages of a critic: a value head or a model of its own"
 )
-REINFORCE_PP_BASELINE = Plugin(
-    f"{_HERE}.reinforce.reinforce_pp:ReinforcePpBaseline",
-    GroupRewardedOptions,
-    "group-centred rewards whitened over the batch",
-    features=OFF_POLICY,
+GSPO = _off_policy("group_relative:Gspo", GspoOptions, "GRPO with one ratio for each answer")
+GMPO = _off_policy(
+    "group_relative:Gmpo", GmpoOptions, "GRPO with the geometric mean of an answer's clipped ratios"
 )
-PPO = Plugin(
-    f"{_HERE}.ppo:Ppo",
-    ActorCriticOptions,
-    "generalised advantages of a critic: a value head or a model of its own",
-    features=OFF_POLICY,
+CISPO = _off_policy(
+    "group_relative:Cispo", CispoOptions, "GRPO whose clip bounds a token's weight, not its gradient"
 )
-GSPO = Plugin(
-    f"{_HERE}.group_relative.gspo:Gspo",
-    GspoOptions,
-    "GRPO with one ratio for each answer",
-    features=OFF_POLICY,
+SAPO = _off_policy("group_relative:Sapo", SapoOptions, "GRPO with a soft gate in place of the clip")
+GPG = _off_policy("reinforce:Gpg", GpgOptions, "group-centred rewards without a ratio and a clip")
+REINFORCE = _off_policy("reinforce:Reinforce", RewardedOptions, "raw rewards, without a baseline")
+REMAX = _off_policy("reinforce:Remax", RewardedOptions, "a reward against that of the prompt's greedy answer")
+DISTILL = _off_policy(
+    "distill:Distill", DistillOptions, "on-policy distillation from the teacher trainer.reference"
 )
-GMPO = Plugin(
-    f"{_HERE}.group_relative.gmpo:Gmpo",
-    GmpoOptions,
-    "GRPO with the geometric mean of an answer's clipped ratios",
-    features=OFF_POLICY,
+CLIP_COV = _off_policy(
+    "group_relative:ClipCov", ClipCovOptions, "GRPO without a few tokens of high covariance"
 )
-CISPO = Plugin(
-    f"{_HERE}.group_relative.cispo:Cispo",
-    CispoOptions,
-    "GRPO whose clip bounds a token's weight, not its gradient",
-    features=OFF_POLICY,
-)
-SAPO = Plugin(
-    f"{_HERE}.group_relative.sapo:Sapo",
-    SapoOptions,
-    "GRPO with a soft gate in place of the clip",
-    features=OFF_POLICY,
-)
-GPG = Plugin(
-    f"{_HERE}.reinforce.gpg:Gpg",
-    GpgOptions,
-    "group-centred rewards without a ratio and a clip",
-    features=OFF_POLICY,
-)
-REINFORCE = Plugin(
-    f"{_HERE}.reinforce.reinforce:Reinforce",
-    RewardedOptions,
-    "raw rewards, without a baseline",
-    features=OFF_POLICY,
-)
-REMAX = Plugin(
-    f"{_HERE}.reinforce.remax:Remax",
-    RewardedOptions,
-    "a reward against that of the prompt's greedy answer",
-    features=OFF_POLICY,
-)
-DISTILL = Plugin(
-    f"{_HERE}.distill:Distill",
-    DistillOptions,
-    "on-policy distillation from the teacher trainer.reference",
-    features=OFF_POLICY,
-)
-CLIP_COV = Plugin(
-    f"{_HERE}.group_relative.clip_cov:ClipCov",
-    ClipCovOptions,
-    "GRPO without a few tokens of high covariance",
-    features=OFF_POLICY,
-)
-KL_COV = Plugin(
-    f"{_HERE}.group_relative.clip_cov:KlCov",
-    KlCovOptions,
-    "GRPO whose tokens of highest covariance stay near the old policy",
-    features=OFF_POLICY,
+KL_COV = _off_policy(
+    "group_relative:KlCov", KlCovOptions, "GRPO whose tokens of highest covariance stay near the old policy"
 )

@@ -27,12 +27,7 @@ from headrace_servicekit.folders import open_below
 from headrace_servicekit.logs import get_logger
 
 from headrace_trainer.checkpoints.asides import Asides
-from headrace_trainer.checkpoints.files import (
-    digest_bytes,
-    digest_file,
-    sync_directory,
-    write_bytes,
-)
+from headrace_trainer.checkpoints.files import digest_bytes, digest_file, sync_directory, write_bytes
 from headrace_trainer.checkpoints.parts import StateCopy, collect_reports, write_part
 from headrace_trainer.checkpoints.reader import ReferenceFacts
 from headrace_trainer.checkpoints.state import (

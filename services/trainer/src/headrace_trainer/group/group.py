@@ -19,10 +19,10 @@ from itertools import groupby
 import msgspec
 import torch
 import torch.distributed as dist
+from headrace_servicekit.memory.allocator import resident_bytes
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.group import connections
 from headrace_trainer.group.liveness import NO_MEMORY, Liveness
 from headrace_trainer.memory import Room, Rooms, rooms_on

@@ -15,13 +15,7 @@ from typing_extensions import override
 from headrace_trainer.algorithms._base import Algorithm, balance_loss_of, bias_rate_of
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.intake import Intake, Prepared, admitted, columns_problem
-from headrace_trainer.learning.passes import (
-    Finished,
-    OptimizerStep,
-    PassesLearner,
-    StepRounds,
-    denominator,
-)
+from headrace_trainer.learning.passes import Finished, OptimizerStep, PassesLearner, StepRounds, denominator
 from headrace_trainer.learning.planning import plan_rounds
 from headrace_trainer.learning.samples import Group, GroupRecord, Rows, Sample
 

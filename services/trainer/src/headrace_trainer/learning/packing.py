@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from headrace_modelkit.devices import moved
 from headrace_modelkit.families.mixtures import ExpertShape
 from headrace_modelkit.families.routing import Routing
 from headrace_modelkit.logprobs import Temperature
@@ -77,10 +78,6 @@ class Paths:
             places_RL[row, path] = index * longest + np.arange(len(path))
         return cls(torch.from_numpy(nodes_SP), torch.from_numpy(places_RL))
 
-    def to(self, device: torch.device) -> Paths:
-        """The same on `device`."""
-        return Paths(*(value.to(device, non_blocking=True) for value in vars(self).values()))
-
 
 @dataclass(frozen=True)
 class DraftPaths:
@@ -113,10 +110,6 @@ class DraftPaths:
             rows_ST[at, trained - 1] = index_K[first : first + len(trained)]
             first += len(trained)
         return cls(*map(torch.from_numpy, (nodes_ST, next_ST, rows_ST)))
-
-    def to(self, device: torch.device) -> DraftPaths:
-        """The same on `device`."""
-        return DraftPaths(*(value.to(device, non_blocking=True) for value in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -191,29 +184,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
-        if device.type == "cpu":
-            return self
-        columns_K = {name: value.to(device, non_blocking=True) for name, value in self.columns_K.items()}
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        paths = None if self.paths is None else self.paths.to(device)
-        segments = None if self.segments is None else self.segments.to(device)
-        nodes = None if self.nodes is None else self.nodes.to(device)
-        pictures = None if self.pictures is None else self.pictures.to(device)
-        drafts = None if self.drafts is None else self.drafts.to(device)
-        return replace(
-            self,
-            columns_K=columns_K,
-            paths=paths,
-            segments=segments,
-            nodes=nodes,
-            pictures=pictures,
-            drafts=drafts,
-            **moved,
-        )
+        return self if device.type == "cpu" else moved(self, device)
 
 
 def pack(

@@ -8,12 +8,13 @@ Shapes: N queries, M keys, S segments, P pieces of the keys, T keys that the seg
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from headrace_modelkit.devices import moved
 from headrace_modelkit.families.mixtures import ExpertShape
 from headrace_modelkit.families.routing import OWN
 from torch import Tensor
@@ -83,12 +84,7 @@ class Segments:
 
     def to(self, device: torch.device) -> Segments:
         """The same on `device`."""
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)  # type: ignore[arg-type]
+        return moved(self, device)
 
     @property
     def queries(self) -> int:
@@ -219,11 +215,6 @@ class Nodes:
                 routes[seen[fresh]] = told[fresh]
         forced = None if routes is None else torch.from_numpy(routes.transpose(1, 0, 2).copy()).long()
         return cls(torch.from_numpy(visits_N.reshape(shape)), forced)
-
-    def to(self, device: torch.device) -> Nodes:
-        """The same on `device`."""
-        forced = None if self.routes_MNK is None else self.routes_MNK.to(device, non_blocking=True)
-        return replace(self, visits_RL=self.visits_RL.to(device, non_blocking=True), routes_MNK=forced)
 
 
 def read_routes(routes: bytes, experts: ExpertShape) -> np.ndarray:

@@ -60,10 +60,7 @@ class Publisher:
         self.stage_seconds = 0.0
 
     def stage(
-        self,
-        number: int,
-        weights: Iterator[tuple[str, Tensor]],
-        below: common_pb2.AdapterBase | None = None,
+        self, number: int, weights: Iterator[tuple[str, Tensor]], below: common_pb2.AdapterBase | None = None
     ) -> str:
         """Casts the weights into a new body; its manifest's digest. Raises ServiceError NO_SPACE.
 
@@ -149,10 +146,7 @@ class Unread:
         """Of the last two that were staged."""
 
     def stage(
-        self,
-        number: int,
-        weights: Iterator[tuple[str, Tensor]],
-        below: common_pb2.AdapterBase | None = None,
+        self, number: int, weights: Iterator[tuple[str, Tensor]], below: common_pb2.AdapterBase | None = None
     ) -> str:
         """The digest that the weights would be published under."""
         started = time.monotonic()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
@@ -12,14 +11,8 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
 from headrace_trainer.checkpoints.asides import SetAside
 from headrace_trainer.checkpoints.tree import Saved
-from headrace_trainer.learning.samples import (
-    Disposition,
-    GroupRecord,
-)
+from headrace_trainer.learning.samples import Disposition, GroupRecord
 from headrace_trainer.learning.step import CommitReply, Phase, Result, Version
-
-if TYPE_CHECKING:
-    pass
 
 _DISPOSITIONS = {
     Disposition.ACCUMULATED: trainer_pb2.GROUP_DISPOSITION_ACCUMULATED,

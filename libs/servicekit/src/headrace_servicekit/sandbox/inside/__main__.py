@@ -31,12 +31,7 @@ from headrace_servicekit.sandbox.inside.tree import (
     enter_tree,
     scratch_of,
 )
-from headrace_servicekit.sandbox.inside.walls import (
-    drop_privileges,
-    landlock_version,
-    limit_process,
-    shut_in,
-)
+from headrace_servicekit.sandbox.inside.walls import drop_privileges, landlock_version, limit_process, shut_in
 
 _PR_SET_PDEATHSIG = 1
 _STDIN, _STDOUT = 0, 1

@@ -17,10 +17,7 @@ NOBODY = 65534
 """User and group of foreign code."""
 SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/usr/share/zoneinfo")
 """Folders of shared libraries and time zones."""
-FILES = (
-    *("/etc/ld.so.cache", "/etc/localtime"),
-    *("/dev/null", "/dev/urandom", "/dev/random", "/dev/zero"),
-)
+FILES = (*("/etc/ld.so.cache", "/etc/localtime"), *("/dev/null", "/dev/urandom", "/dev/random", "/dev/zero"))
 _NEWNS, _NEWUTS, _NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 16384, 1 << 18

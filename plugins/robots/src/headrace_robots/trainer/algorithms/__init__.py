@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace_servicekit.registry import Registry
-from headrace_trainer.algorithms._registry import ALGORITHMS, built
+from headrace_trainer.algorithms import ALGORITHMS, built
 from headrace_trainer.errors import Refusal
 
 if TYPE_CHECKING:

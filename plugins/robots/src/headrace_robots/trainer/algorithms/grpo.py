@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_trainer.algorithms.functional.advantages.groups import dr_grpo_advantages, grpo_advantages
-from headrace_trainer.algorithms.group_relative.grpo import Grpo
+from headrace_trainer.algorithms.group_relative import Grpo
 
 from headrace_robots.trainer.algorithms._base import Credit, EpisodeOutcomes
 from headrace_robots.trainer.algorithms._terms import EpisodeTerms

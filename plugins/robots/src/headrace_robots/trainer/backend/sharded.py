@@ -13,8 +13,9 @@ from headrace_modelkit.lora import compute_merged
 from headrace_modelkit.products import use_fp32_products
 from headrace_modelkit.tensor_files import Tensors
 from headrace_trainer.backends._base import ReferenceFacts, StateReader
+from headrace_trainer.backends.fsdp.gathering import Root
 from headrace_trainer.backends.fsdp.sharded import ShardedBackend, float_what_learns
-from headrace_trainer.backends.fsdp.sharding import Root, ShardedModel
+from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.shared.distributing import open_alike, types_of, weights_digest
 from headrace_trainer.backends.shared.fit import check_weights
 from headrace_trainer.learning.samples import LentPictures

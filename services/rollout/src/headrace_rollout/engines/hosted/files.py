@@ -18,15 +18,7 @@ from headrace_modelkit.device_memory import tensor_at
 from headrace_modelkit.pinned import Rooms, flat_bytes
 from torch import Tensor
 
-LOADER_ERRORS = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    LookupError,
-    AssertionError,
-    TypeError,
-    AttributeError,
-)
+LOADER_ERRORS = (OSError, ValueError, RuntimeError, LookupError, AssertionError, TypeError, AttributeError)
 WINDOW_BYTES = 256 << 20
 """Of tensors that are uploaded together; a larger tensor is alone."""
 ALIGNED_BYTES = 16

@@ -53,12 +53,7 @@ class Batch:
         return len(self.trajectories)
 
     def join(
-        self,
-        trajectory: RunningTrajectory,
-        length: int,
-        vocabulary: int,
-        routes: bytes = b"",
-        shift: int = 0,
+        self, trajectory: RunningTrajectory, length: int, vocabulary: int, routes: bytes = b"", shift: int = 0
     ) -> None:
         """Adds a row whose context of `length` tokens is cached, with these routes.
 

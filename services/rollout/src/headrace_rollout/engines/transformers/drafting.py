@@ -107,11 +107,7 @@ class HeadPasses:
         self._step(next_NTD, self.head.fused(self.features(found_NTW)), position_NT, cache, mask)
 
     def behind(
-        self,
-        tokens_NT: NDArray[np.int64],
-        hidden_NTD: Tensor,
-        length_N: NDArray[np.int64],
-        cache: SlotCache,
+        self, tokens_NT: NDArray[np.int64], hidden_NTD: Tensor, length_N: NDArray[np.int64], cache: SlotCache
     ) -> Tensor:
         """(N, T, D) at so many places of each row from `length_N` on: keys and values of the head come to lie where
         those of the tokens before `tokens_NT` do.

@@ -26,13 +26,13 @@ from headrace_rollout.engines.base import (
 )
 from headrace_rollout.engines.figures import Figures, Prefills
 from headrace_rollout.engines.holding import ThreadedHolder
+from headrace_rollout.engines.plugins import TransformersOptions
 from headrace_rollout.engines.rows import Rows
 from headrace_rollout.engines.samples import Distribution, Group, SlotKey, Stream
 from headrace_rollout.engines.trajectory import check_scored
 from headrace_rollout.engines.transformers.checking import check_model
 from headrace_rollout.engines.transformers.decoder import Decoder
 from headrace_rollout.engines.transformers.drafting import DRAFTED
-from headrace_rollout.engines.transformers.options import TransformersOptions
 from headrace_rollout.engines.transformers.passes import padded, passes
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.weight_memory import HOST

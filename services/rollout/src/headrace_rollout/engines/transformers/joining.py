@@ -126,11 +126,7 @@ class Joining:
             shift = self._model.shift(waiting.context_ids, admission.images)
             for trajectory in admission.members:
                 batch.join(
-                    trajectory,
-                    len(waiting.context_ids),
-                    self._model.vocabulary_size,
-                    waiting.routes,
-                    shift,
+                    trajectory, len(waiting.context_ids), self._model.vocabulary_size, waiting.routes, shift
                 )
         return Joined(first, hidden, extended or bool(fresh))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from headrace_modelkit.devices import moved
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.experts import plain_experts, take_routers
 from headrace_modelkit.families.draft_files import add_draft
@@ -38,14 +39,7 @@ from headrace_rollout.engines.transformers.attention import own_attention
 from headrace_rollout.engines.transformers.cache import PromptKeys, SlotCache
 from headrace_rollout.engines.transformers.drafting import HeadPasses
 from headrace_rollout.engines.transformers.kept import Extension
-from headrace_rollout.engines.transformers.passes import (
-    Routes,
-    by_row,
-    new_cache,
-    padded,
-    positions,
-    split,
-)
+from headrace_rollout.engines.transformers.passes import Routes, by_row, new_cache, padded, positions, split
 from headrace_rollout.engines.transformers.sampling import RowDistributions, chosen_log_probs, process
 from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
@@ -142,10 +136,7 @@ class PolicyModel(HeldModel):
                 )
 
     def prefill(
-        self,
-        contexts: Sequence[Sequence[int]],
-        images: Sequence[Images] = (),
-        adapters: Sequence[str] = (),
+        self, contexts: Sequence[Sequence[int]], images: Sequence[Images] = (), adapters: Sequence[str] = ()
     ) -> Tensor:
         """(P, D) hidden states at each context's last token; the cache stores what its plan says.
 
@@ -218,7 +209,7 @@ class PolicyModel(HeldModel):
                 if span.start >= before:
                     first = row * length + span.start - before
                     found.append((np.arange(span.image.tokens) + first, span.image))
-        return Pictures.of(found, positions_3PT, self._images).to(self.device)
+        return moved(Pictures.of(found, positions_3PT, self._images), self.device)
 
     def extend(
         self,

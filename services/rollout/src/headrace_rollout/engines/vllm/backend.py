@@ -83,21 +83,19 @@ class VllmBackend(Backend):
     """An engine whose front end is vLLM's AsyncLLM in this process."""
 
     name = "vllm"
-    maps_device_memory = True
 
     def __init__(self, config: EngineConfig, options: VllmOptions) -> None:
         self.capabilities = capabilities()
         self._hosts = config.hosts
         self.ends_between_leases = config.hosts is not None
-        if config.hosts is not None:
-            self.maps_device_memory = False
+        self.maps_device_memory = config.hosts is None
         self._config = config
         self._options = options
         self._llm: AsyncLLM | None = None
-        self._sockets: tempfile.TemporaryDirectory[str] | None = None
-        self._logging = ExitStack()
+        self._files = ExitStack()
+        """Of its processes, from a start to the stop: their sockets, and what they log."""
         self._logged: LoggedErrors | None = None
-        """What its processes say of errors, from a start to the stop."""
+        """What its processes say of errors."""
         self._others: set[int] = set()
         self._cores: set[int] | None = set()
         self._scores, self._updating = 0, False
@@ -136,11 +134,12 @@ class VllmBackend(Backend):
     async def start(self, start: Start) -> None:
         self._others, self._cores, self._updating = _engine_cores(), None, False
         meeting = await self._hosts.begin() if self._hosts is not None else None
+        self._files.close()
         # What vLLM's processes speak through: those that are killed leave their sockets behind.
-        self._sockets = tempfile.TemporaryDirectory(prefix="headrace-vllm-", ignore_cleanup_errors=True)
-        self._logging.close()
-        self._logged = logged = self._logging.enter_context(logged_errors())
-        variables = {**logged.variables, SOCKETS: self._sockets.name}
+        sockets = tempfile.TemporaryDirectory(prefix="headrace-vllm-", ignore_cleanup_errors=True)
+        self._sockets = self._files.enter_context(sockets)
+        self._logged = logged = self._files.enter_context(logged_errors())
+        variables = {**logged.variables, SOCKETS: self._sockets}
         making = asyncio.ensure_future(asyncio.to_thread(self._make, start, variables, meeting))
         try:
             while not (await asyncio.wait([making], timeout=LOOK_S))[0]:
@@ -163,10 +162,7 @@ class VllmBackend(Backend):
             await asyncio.to_thread(llm.shutdown, 5.0)
         await asyncio.to_thread(kill, pids)
         self._logged = None
-        self._logging.close()
-        sockets, self._sockets = self._sockets, None
-        if sockets is not None:
-            sockets.cleanup()
+        self._files.close()
         if self._hosts is not None:
             await self._hosts.end()
 
@@ -177,10 +173,7 @@ class VllmBackend(Backend):
         params.seed = request.seed if request.distribution.temperature else None
         params.stream_interval = request.interval
         params.flat_logprobs = True  # lists of numbers: objects cost vLLM twice as much
-        prompt: dict[str, Any] = {
-            "prompt_token_ids": list(request.token_ids),
-            "cache_salt": request.cache_salt,
-        }
+        prompt: dict[str, Any] = {"prompt_token_ids": [*request.token_ids], "cache_salt": request.cache_salt}
         if request.images:
             prompt |= await asyncio.to_thread(self._with_images, request)
         try:
@@ -283,7 +276,7 @@ class VllmBackend(Backend):
 
     async def _update(self, info: dict[str, Any]) -> None:
         await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
-        if problem := await self._session():
+        if problem := await self._problem("headrace_session"):
             await self._finish_update()  # it ends the session, and changes nothing
             raise BackendFailed(problem)
 
@@ -294,15 +287,14 @@ class VllmBackend(Backend):
             {"name": name, "id": self._loras[name].lora_int_id, **each.as_json()}
             for name, each in adapters.items()
         ]
-        workers = await self._obey(self._engine.collective_rpc("headrace_adapters", args=(given,)))
-        if problem := next(filter(None, workers), ""):
+        if problem := await self._problem("headrace_adapters", given):
             raise BackendFailed(problem)
 
     @override
     async def finish_install(self, number: int) -> None:
         self._hand_out_all()
         await self._finish_update()
-        if problem := await self._session():
+        if problem := await self._problem("headrace_session"):
             raise BackendFailed(problem)
         await self._obey(self._engine.update_weight_version(str(number)))
 
@@ -315,9 +307,9 @@ class VllmBackend(Backend):
         for state in self._engine.output_processor.request_states.values():
             _hand_out(state)
 
-    async def _session(self) -> str:
-        """What broke the session in any worker."""
-        workers = await self._obey(self._engine.collective_rpc("headrace_session"))
+    async def _problem(self, asked: str, *given: Any) -> str:
+        """What any worker answers that broke."""
+        workers = await self._obey(self._engine.collective_rpc(asked, args=given))
         return str(next(filter(None, workers), ""))
 
     @override
@@ -361,8 +353,6 @@ class VllmBackend(Backend):
     async def _obey(self, call: Any) -> Any:
         try:
             return await call
-        except asyncio.CancelledError:
-            raise
         except Exception as error:  # vLLM raises no narrower one for what its engine process refuses
             raise BackendFailed(one_line(error)) from error
 

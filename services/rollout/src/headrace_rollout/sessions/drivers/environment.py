@@ -27,8 +27,8 @@ from typing_extensions import override
 from headrace_rollout.engines.base import Refused
 from headrace_rollout.engines.samples import Branch, Finish, Message, SlotKey, Stream, TrajectoryUpdate, Turn
 from headrace_rollout.environments.pool import Environment, EnvironmentLost, PoolLost
+from headrace_rollout.environments.pools import SimulateStage
 from headrace_rollout.environments.runner import EnvironmentRunner
-from headrace_rollout.environments.stage import SimulateStage
 from headrace_rollout.sessions.drivers.overflow import Overflow
 from headrace_rollout.sessions.session import Limited, Place, Session, Stopped, too_many
 from headrace_rollout.sessions.template import turns_of

@@ -1,165 +1,32 @@
 """The mathematics of the algorithms: pure functions on torch tensors. Knows no plug-in, options or backend."""
 
-from headrace_trainer.algorithms.functional.advantages.groups import (
-    Singletons,
-    dr_grpo_advantages,
-    gpg_advantages,
-    grpo_advantages,
-    opo_advantages,
-    passk_grpo_advantages,
-    reinforce_plus_plus_baseline_advantages,
-    rloo_advantages,
-)
-from headrace_trainer.algorithms.functional.advantages.returns import (
-    Advantages,
-    discounted_returns,
-    gae_advantages,
-    raw_advantages,
-    reinforce_plus_plus_advantages,
-    remax_advantages,
-    whiten,
-)
-from headrace_trainer.algorithms.functional.aggregation import (
-    AggregationMode,
-    LossResult,
-    Terms,
-    aggregate,
-    aggregation_total,
-    masked_mean,
-    token_loss,
-)
-from headrace_trainer.algorithms.functional.correction import (
-    CorrectionLevel,
-    divergence_mask,
-    icepop_weights,
-    importance_ratios,
-    off_policy_sequence_mask,
-    ratio_mask,
-    truncated_importance_weights,
-)
-from headrace_trainer.algorithms.functional.kl import (
-    AdaptiveKLController,
-    FixedKLController,
-    KLEstimator,
-    kl_estimate,
-    kl_penalised_rewards,
-    kl_terms,
-)
-from headrace_trainer.algorithms.functional.losses.covariance import (
-    clip_cov_terms,
-    kl_cov_terms,
-    token_covariances,
-)
-from headrace_trainer.algorithms.functional.losses.decoupled import (
-    behavior_mask,
-    decoupled_ppo_terms,
-    interpolated_log_probs,
-)
-from headrace_trainer.algorithms.functional.losses.distillation import (
-    distillation_advantages,
-    distillation_terms,
-    top_distillation_terms,
-)
-from headrace_trainer.algorithms.functional.losses.policy import (
-    cispo_terms,
-    log_ratio,
-    ppo_terms,
-    reinforce_terms,
-    sapo_terms,
-)
-from headrace_trainer.algorithms.functional.losses.sequence import (
-    GspoLevel,
-    gmpo_terms,
-    gspo_terms,
-    vespo_terms,
-)
-from headrace_trainer.algorithms.functional.losses.value import (
-    entropy_bonus,
-    entropy_from_logits,
-    high_entropy_mask,
-    value_terms,
-)
-from headrace_trainer.algorithms.functional.shaping import (
-    drop_truncated,
-    informative_groups,
-    overlong_penalty,
-    truncation_penalty,
-)
-from headrace_trainer.algorithms.functional.tensors import (
-    GroupIds,
-    group_index,
-    pad_sequences,
-    place_outcomes,
-    sequence_lengths,
-    sequence_mean,
-)
+from headrace_trainer.algorithms.functional import aggregation, correction, kl, shaping, tensors
+from headrace_trainer.algorithms.functional.advantages import groups, returns
+from headrace_trainer.algorithms.functional.advantages.groups import *  # noqa: F403
+from headrace_trainer.algorithms.functional.advantages.returns import *  # noqa: F403
+from headrace_trainer.algorithms.functional.aggregation import *  # noqa: F403
+from headrace_trainer.algorithms.functional.correction import *  # noqa: F403
+from headrace_trainer.algorithms.functional.kl import *  # noqa: F403
+from headrace_trainer.algorithms.functional.losses import covariance, distillation, policy, sequence, value
+from headrace_trainer.algorithms.functional.losses.covariance import *  # noqa: F403
+from headrace_trainer.algorithms.functional.losses.distillation import *  # noqa: F403
+from headrace_trainer.algorithms.functional.losses.policy import *  # noqa: F403
+from headrace_trainer.algorithms.functional.losses.sequence import *  # noqa: F403
+from headrace_trainer.algorithms.functional.losses.value import *  # noqa: F403
+from headrace_trainer.algorithms.functional.shaping import *  # noqa: F403
+from headrace_trainer.algorithms.functional.tensors import *  # noqa: F403
 
-__all__ = [
-    "AdaptiveKLController",
-    "Advantages",
-    "AggregationMode",
-    "CorrectionLevel",
-    "FixedKLController",
-    "GroupIds",
-    "GspoLevel",
-    "KLEstimator",
-    "LossResult",
-    "Singletons",
-    "Terms",
-    "aggregate",
-    "aggregation_total",
-    "behavior_mask",
-    "cispo_terms",
-    "clip_cov_terms",
-    "decoupled_ppo_terms",
-    "discounted_returns",
-    "distillation_advantages",
-    "distillation_terms",
-    "divergence_mask",
-    "dr_grpo_advantages",
-    "drop_truncated",
-    "entropy_bonus",
-    "entropy_from_logits",
-    "gae_advantages",
-    "gmpo_terms",
-    "gpg_advantages",
-    "group_index",
-    "grpo_advantages",
-    "gspo_terms",
-    "high_entropy_mask",
-    "icepop_weights",
-    "importance_ratios",
-    "informative_groups",
-    "interpolated_log_probs",
-    "kl_cov_terms",
-    "kl_estimate",
-    "kl_penalised_rewards",
-    "kl_terms",
-    "log_ratio",
-    "masked_mean",
-    "off_policy_sequence_mask",
-    "opo_advantages",
-    "overlong_penalty",
-    "pad_sequences",
-    "passk_grpo_advantages",
-    "place_outcomes",
-    "ppo_terms",
-    "ratio_mask",
-    "raw_advantages",
-    "reinforce_plus_plus_advantages",
-    "reinforce_plus_plus_baseline_advantages",
-    "reinforce_terms",
-    "remax_advantages",
-    "rloo_advantages",
-    "sapo_terms",
-    "sequence_lengths",
-    "sequence_mean",
-    "token_covariances",
-    "token_loss",
-    "top_distillation_terms",
-    "truncated_importance_weights",
-    "truncation_penalty",
-    "value_terms",
-    "vespo_terms",
-    "whiten",
-]
+# Each module says which of its names algorithms of others take from here.
+__all__ = []
+__all__ += groups.__all__
+__all__ += returns.__all__
+__all__ += aggregation.__all__
+__all__ += correction.__all__
+__all__ += kl.__all__
+__all__ += covariance.__all__
+__all__ += distillation.__all__
+__all__ += policy.__all__
+__all__ += sequence.__all__
+__all__ += value.__all__
+__all__ += shaping.__all__
+__all__ += tensors.__all__

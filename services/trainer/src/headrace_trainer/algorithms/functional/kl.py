@@ -10,9 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional.aggregation import (
-    Terms,
-)
+from headrace_trainer.algorithms.functional.aggregation import Terms
 from headrace_trainer.algorithms.functional.losses.policy import LOG_RATIO_LIMIT
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked, token_rewards
 

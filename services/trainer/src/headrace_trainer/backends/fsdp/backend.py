@@ -28,19 +28,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from headrace_trainer.algorithms._base import (
-    OLD_LOG_PROBS,
-    REFERENCE_LOG_PROBS,
-    RETURNS,
-    VALUES,
-    Algorithm,
-)
-from headrace_trainer.backends._base import (
-    HelpingBackend,
-    PrivateGradient,
-    ReferenceFacts,
-    StateReader,
-)
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, VALUES, Algorithm
+from headrace_trainer.backends._base import HelpingBackend, PrivateGradient, ReferenceFacts, StateReader
 from headrace_trainer.backends.fsdp.attending.checking import Attention, FormCheck
 from headrace_trainer.backends.fsdp.attending.context import ContextGroup
 from headrace_trainer.backends.fsdp.checks import compiles

@@ -24,9 +24,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS
-from headrace_trainer.backends._base import (
-    StateReader,
-)
+from headrace_trainer.backends._base import StateReader
 from headrace_trainer.backends.fsdp.reference import base_facts
 from headrace_trainer.backends.fsdp.resident import ResidentBase
 from headrace_trainer.backends.fsdp.sharded import ShardedBackend

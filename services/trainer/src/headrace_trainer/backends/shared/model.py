@@ -20,6 +20,7 @@ from headrace_modelkit.pinned import rooms_of
 from headrace_schema.openings import TrainerConfig
 from headrace_schema.progress import counter
 from headrace_schema.sections.learning import OptimizerSection
+from headrace_servicekit.memory.allocator import give_back_if_short
 from torch import Tensor
 from typing_extensions import override
 
@@ -31,14 +32,7 @@ from headrace_trainer.algorithms._base import (
     bias_rate_of,
     replays_routing,
 )
-from headrace_trainer.allocator import give_back_if_short
-from headrace_trainer.backends._base import (
-    Backend,
-    BalancingBackend,
-    CommitReport,
-    StateReader,
-    WarmUp,
-)
+from headrace_trainer.backends._base import Backend, BalancingBackend, CommitReport, StateReader, WarmUp
 from headrace_trainer.backends.shared.figures import TokenFigures, fix_sums
 from headrace_trainer.backends.shared.losses import Forward, supervised, token_batch
 from headrace_trainer.backends.shared.optimizer import AdamWState, ShardedAdamW

@@ -64,11 +64,7 @@ def grpo_advantages(
 
 
 def dr_grpo_advantages(
-    rewards: Tensor,
-    groups: GroupIds,
-    mask_BT: Tensor | None = None,
-    *,
-    singletons: Singletons = "refuse",
+    rewards: Tensor, groups: GroupIds, mask_BT: Tensor | None = None, *, singletons: Singletons = "refuse"
 ) -> Tensor:
     """Dr. GRPO (arXiv 2503.20783): A = r - mean. Its loss is aggregated by `seq-mean-token-sum-norm`."""
     return grpo_advantages(rewards, groups, mask_BT, scale="none", singletons=singletons)
@@ -76,11 +72,7 @@ def dr_grpo_advantages(
 
 @torch.no_grad()
 def rloo_advantages(
-    rewards: Tensor,
-    groups: GroupIds,
-    mask_BT: Tensor | None = None,
-    *,
-    singletons: Singletons = "refuse",
+    rewards: Tensor, groups: GroupIds, mask_BT: Tensor | None = None, *, singletons: Singletons = "refuse"
 ) -> Tensor:
     """RLOO (arXiv 2402.14740, eq. 8): A = r - mean of the group's other rewards = n / (n - 1) (r - mean)."""
     reward_B, group = _grouped(rewards, groups, mask_BT)
@@ -110,11 +102,7 @@ def reinforce_plus_plus_baseline_advantages(
 
 @torch.no_grad()
 def opo_advantages(
-    rewards: Tensor,
-    groups: GroupIds,
-    mask_BT: Tensor,
-    *,
-    singletons: Singletons = "refuse",
+    rewards: Tensor, groups: GroupIds, mask_BT: Tensor, *, singletons: Singletons = "refuse"
 ) -> Tensor:
     """OPO (arXiv 2505.23585, eq. 8): A = r - sum(l r) / sum(l), l the number of trained tokens of a sequence.
 

@@ -128,11 +128,7 @@ def discounted_returns(rewards: Tensor, mask_BT: Tensor, *, gamma: float = 1.0) 
 
 @torch.no_grad()
 def reinforce_plus_plus_advantages(
-    rewards: Tensor,
-    mask_BT: Tensor,
-    *,
-    gamma: float = 1.0,
-    correction: int = 1,
+    rewards: Tensor, mask_BT: Tensor, *, gamma: float = 1.0, correction: int = 1
 ) -> Advantages:
     """REINFORCE++ (arXiv 2501.03262): discounted returns, whitened over all trained tokens of the batch.
 

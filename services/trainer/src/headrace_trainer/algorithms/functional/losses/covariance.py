@@ -9,10 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional.aggregation import (
-    Terms,
-    masked_mean,
-)
+from headrace_trainer.algorithms.functional.aggregation import Terms, masked_mean
 from headrace_trainer.algorithms.functional.losses.policy import log_ratio, ppo_terms, token_advantages
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked
 

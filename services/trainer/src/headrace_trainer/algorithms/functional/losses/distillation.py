@@ -12,9 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional.aggregation import (
-    Terms,
-)
+from headrace_trainer.algorithms.functional.aggregation import Terms
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked
 
 __all__ = ["distillation_advantages", "distillation_terms", "top_distillation_terms"]

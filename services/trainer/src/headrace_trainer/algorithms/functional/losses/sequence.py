@@ -12,9 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional.aggregation import (
-    Terms,
-)
+from headrace_trainer.algorithms.functional.aggregation import Terms
 from headrace_trainer.algorithms.functional.losses.policy import (
     LOG_RATIO_LIMIT,
     clipped_terms,

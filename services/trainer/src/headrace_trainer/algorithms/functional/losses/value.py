@@ -8,11 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional.aggregation import (
-    AggregationMode,
-    Terms,
-    aggregate,
-)
+from headrace_trainer.algorithms.functional.aggregation import AggregationMode, Terms, aggregate
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked
 
 __all__ = ["entropy_bonus", "entropy_from_logits", "high_entropy_mask", "value_terms"]

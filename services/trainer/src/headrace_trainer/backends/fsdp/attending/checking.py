@@ -20,16 +20,7 @@ from headrace_modelkit.experts import plain_experts
 from headrace_modelkit.families.mixtures import expert_shape
 from headrace_modelkit.invariant import plain_attention
 from headrace_modelkit.loading import DTYPES, context_limit
-from headrace_modelkit.probing import (
-    BROKEN,
-    OFF,
-    apart,
-    breaks,
-    distance,
-    in_words,
-    probe_tokens,
-    wrong,
-)
+from headrace_modelkit.probing import BROKEN, OFF, apart, breaks, distance, in_words, probe_tokens, wrong
 from headrace_modelkit.processors import load_images
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor

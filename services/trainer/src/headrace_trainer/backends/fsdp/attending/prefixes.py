@@ -158,4 +158,4 @@ def obstacle_to_trees(config: TrainerConfig, architecture: PreTrainedConfig) -> 
         return f"the model's attention is {implementation or 'unknown'}, which takes no mask of its own (sdpa does)"
     if config.sees and looks_ahead(architecture):
         return "the tokens of an image look ahead, which no form of a tree can be told"
-    return looks_elsewhere(architecture, context_limit(config.model, architecture), windows=True)
+    return looks_elsewhere(architecture, context_limit(config.model, architecture))

@@ -139,7 +139,7 @@ class Sizes:
             layers = layers_of(policy)
             plan = algorithm.critic
             if plan is not None and plan.own_model:
-                critic = load_critic(critic_section(config.model, plan.path), weights=False)
+                critic = load_critic(critic_section(config.model, plan.path))
                 bodies.append(critic)
                 layers += layers_of(critic.body)
             reference = _reference_weights(config, algorithm)
