@@ -150,6 +150,18 @@ async def test_episodes_begin_at_states_of_real_ones(simulator, world, arrays):
     assert len({each.tobytes() for each in seen}) > 5
 
 
+async def test_an_action_loses_reward_by_the_penalty_where_the_members_disagree(simulator, world):
+    outcomes = []
+    for penalty in (0.0, 2.0):
+        pool = await simulator.open(str(world), backend="world", options={"penalty": penalty})
+        await pool.reset(seed=1)
+        outcomes.append(await pool.act(np.ones(1, np.float32)))
+    free, charged = outcomes
+    disagreement = json.loads(free.info_json)["disagreement"]
+    wanted = 2.0 * disagreement * load_world(world).reward_std
+    assert wanted > 0 and free.reward - charged.reward == pytest.approx(wanted, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
