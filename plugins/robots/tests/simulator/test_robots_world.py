@@ -60,6 +60,30 @@ def test_held_out_episodes_tell_the_error_of_a_model_and_where_it_knows_nothing(
     assert (lost.disagreement_N > config.threshold).all(), "no episode was ever so fast"
 
 
+def test_a_goal_stays_and_no_number_grows_without_end(tmp_path):
+    space = Space(dtype="float32", shape=(4,))
+
+    def with_goal(seed):
+        real = cart(seed)
+        goal = np.full((41, 1), np.random.default_rng(seed).uniform(-1, 1))
+        creeping = 1e-7 * np.arange(41)[:, None] + 1e-5 * goal
+        states_TS = np.concatenate([real.states_TS, goal, creeping], 1).astype(np.float32)
+        return RealEpisode(states_TS, real.actions_TA, real.rewards_T, False)
+
+    real = Real("gymnasium", "Cart", (space,), PUSH)
+    model = train(real, [with_goal(seed) for seed in range(12)], tmp_path / "cart", QUICK, {})
+    assert model.config.errors["state after 10 actions"][0] < 0.3
+    states_NS = begun = model.starts_NS[::40]
+    pushes, members = np.full((len(begun), 1), 1.0), np.zeros(len(begun), np.int64)
+    for _ in range(40):
+        states_NS = model.predict(states_NS, pushes, members).states_NS
+    assert np.abs(states_NS - begun)[:, 2:].max() < 0.01, "a goal never moved"
+    least, most = model.starts_NS.min(0), model.starts_NS.max(0)
+    for _ in range(400):
+        states_NS = model.predict(states_NS, 50 * pushes, members).states_NS
+    assert (states_NS <= most + (most - least)).all(), "far beyond the data"
+
+
 def test_a_model_trained_again_is_the_next_version(tmp_path):
     directory = tmp_path / "cart"
     episodes = [cart(seed, 12, terminated=seed % 2 == 0) for seed in range(6)]
