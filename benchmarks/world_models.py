@@ -79,11 +79,13 @@ def main() -> None:
     figures: dict[str, float | None] = {}
     with Fleet(*recipe.fleet) as fleet, Client(fleet.url, fleet.token) as client:
         for seed in options.seeds:
-            curves = {"model": list[tuple[float, float]](), "sac": alone(client, recipe, seed, options.sac)}
+            curves = {"with_model": list[tuple[float, float]]()}
+            if options.sac:
+                curves["sac"] = alone(client, recipe, seed, options.sac)
             for place, found in enumerate(rounds(client, fleet, recipe, seed, lengths), 1):
                 say(f"seed {seed}, round {place}, {machine()}: {json.dumps(found)}")
                 figures |= {f"{name}_seed_{seed}_round_{place}": value for name, value in found.items()}
-                curves["model"].append((found["real_actions"], found["real_score"]))
+                curves["with_model"].append((found["real_actions"], found["real_score"]))
             for who, curve in curves.items():
                 say(f"seed {seed}, {who}: {json.dumps(curve)}")
                 for goal in recipe.goals:
@@ -95,8 +97,6 @@ def main() -> None:
 
 def alone(client: Client, recipe: Recipe, seed: int, steps: int) -> list[tuple[float, float]]:
     """Real actions and the score of held-out episodes, of SAC in the real environment."""
-    if not steps:
-        return []
     run = ran(client, recipe.spec, [f"seed={seed}", f"steps={steps}", "evaluation.every=2"])
     actions = [step.tokens for step in client.metrics(run.id)]
     return [(float(sum(actions[: each.step])), each.score) for each in run.evaluations if each.step]
