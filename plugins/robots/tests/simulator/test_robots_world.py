@@ -145,7 +145,7 @@ def test_a_replay_store_is_read_while_its_run_goes_on(tmp_path):
         read_episodes(tmp_path, PUSH, 2, 1.0)
 
 
-async def test_an_episode_ends_where_the_members_disagree(simulator, world):
+async def test_an_episode_ends_where_the_members_disagree(simulator, world, arrays):
     name = str(world)
     pool = await simulator.open(name, backend="world", max_episode_steps=30)
     model = load_world(world)
@@ -159,9 +159,10 @@ async def test_an_episode_ends_where_the_members_disagree(simulator, world):
         if outcome.truncated:
             break
     strict = await simulator.open(name, backend="world", options={"threshold": 1e-9})
-    await strict.reset(seed=1)
+    begun = arrays(await strict.reset(seed=1))[""]
     outcome = await strict.act(np.zeros(1, np.float32))
     assert outcome.truncated and not outcome.terminated
+    assert (arrays(outcome)[""] == begun).all() and outcome.reward < model.reward_mean - 2 * model.reward_std
     assert json.loads(outcome.info_json)["beyond_model"]
 
 

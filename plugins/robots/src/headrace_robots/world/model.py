@@ -148,6 +148,11 @@ class WorldModel:
         """Standard deviation of the rewards in the data."""
         return float(self._tensors["output_std"][-1])
 
+    @property
+    def reward_mean(self) -> float:
+        """Mean of the rewards in the data."""
+        return float(self._tensors["output_mean"][-1])
+
     def predict(self, states_NS: np.ndarray, actions_NA: np.ndarray, members_N: np.ndarray) -> Predicted:
         """What each action leads to in its environment's member: within the bounds of the observations, and no further
         beyond the states of the data than these are apart.
