@@ -60,6 +60,30 @@ def test_held_out_episodes_tell_the_error_of_a_model_and_where_it_knows_nothing(
     assert (lost.disagreement_N > config.threshold).all(), "no episode was ever so fast"
 
 
+def test_a_goal_stays_and_no_number_grows_without_end(tmp_path):
+    space = Space(dtype="float32", shape=(4,))
+
+    def with_goal(seed):
+        real = cart(seed)
+        goal = np.full((41, 1), np.random.default_rng(seed).uniform(-1, 1))
+        creeping = 1e-7 * np.arange(41)[:, None] + 1e-5 * goal
+        states_TS = np.concatenate([real.states_TS, goal, creeping], 1).astype(np.float32)
+        return RealEpisode(states_TS, real.actions_TA, real.rewards_T, False)
+
+    real = Real("gymnasium", "Cart", (space,), PUSH)
+    model = train(real, [with_goal(seed) for seed in range(12)], tmp_path / "cart", QUICK, {})
+    assert model.config.errors["state after 10 actions"][0] < 0.3
+    states_NS = begun = model.starts_NS[::40]
+    pushes, members = np.full((len(begun), 1), 1.0), np.zeros(len(begun), np.int64)
+    for _ in range(40):
+        states_NS = model.predict(states_NS, pushes, members).states_NS
+    assert np.abs(states_NS - begun)[:, 2:].max() < 0.01, "a goal never moved"
+    least, most = model.starts_NS.min(0), model.starts_NS.max(0)
+    for _ in range(400):
+        states_NS = model.predict(states_NS, 50 * pushes, members).states_NS
+    assert (states_NS <= most + (most - least)).all(), "far beyond the data"
+
+
 def test_a_model_trained_again_is_the_next_version(tmp_path):
     directory = tmp_path / "cart"
     episodes = [cart(seed, 12, terminated=seed % 2 == 0) for seed in range(6)]
@@ -121,7 +145,7 @@ def test_a_replay_store_is_read_while_its_run_goes_on(tmp_path):
         read_episodes(tmp_path, PUSH, 2, 1.0)
 
 
-async def test_an_episode_ends_where_the_members_disagree(simulator, world):
+async def test_an_episode_ends_where_the_members_disagree(simulator, world, arrays):
     name = str(world)
     pool = await simulator.open(name, backend="world", max_episode_steps=30)
     model = load_world(world)
@@ -135,9 +159,10 @@ async def test_an_episode_ends_where_the_members_disagree(simulator, world):
         if outcome.truncated:
             break
     strict = await simulator.open(name, backend="world", options={"threshold": 1e-9})
-    await strict.reset(seed=1)
+    begun = arrays(await strict.reset(seed=1))[""]
     outcome = await strict.act(np.zeros(1, np.float32))
     assert outcome.truncated and not outcome.terminated
+    assert (arrays(outcome)[""] == begun).all() and outcome.reward < model.reward_mean - 2 * model.reward_std
     assert json.loads(outcome.info_json)["beyond_model"]
 
 
@@ -148,6 +173,18 @@ async def test_episodes_begin_at_states_of_real_ones(simulator, world, arrays):
     firsts = model.starts_NS[model.first_N]
     assert len(firsts) == 30 and all(np.isclose(firsts, each).all(1).any() for each in seen)
     assert len({each.tobytes() for each in seen}) > 5
+
+
+async def test_an_action_loses_reward_by_the_penalty_where_the_members_disagree(simulator, world):
+    outcomes = []
+    for penalty in (0.0, 2.0):
+        pool = await simulator.open(str(world), backend="world", options={"penalty": penalty})
+        await pool.reset(seed=1)
+        outcomes.append(await pool.act(np.ones(1, np.float32)))
+    free, charged = outcomes
+    disagreement = json.loads(free.info_json)["disagreement"]
+    wanted = 2.0 * disagreement * load_world(world).reward_std
+    assert wanted > 0 and free.reward - charged.reward == pytest.approx(wanted, rel=1e-3)
 
 
 @pytest.mark.parametrize(

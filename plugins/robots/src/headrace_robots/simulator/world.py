@@ -1,8 +1,9 @@
 """World models as simulators: environments whose step is what an ensemble of networks has learned of real ones.
 
 An episode begins at a state of a real episode and stays in one member of the ensemble, by its seed. It is cut where
-the members disagree more than they did on nearly all held-out steps: there the model does not know the way.
-N environments.
+the members disagree more than they did on nearly all held-out steps: there the model does not know the way. The action
+that would lead there leaves the state as it is and earns UNKNOWN: a new state there would have a value that nothing
+teaches, and policies would go where that is too high. N environments.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from headrace_simulator.backends.base import BackendError, Observation, Start, T
 from headrace_simulator.backends.options import parse, require, unknown
 from headrace_simulator.spaces import ArraySpace
 from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+UNKNOWN = -3.0
+"""Reward of an action whose outcome is not known, in standard deviations from the mean of the data's."""
 
 
 class WorldOptions(Options):
@@ -100,6 +104,7 @@ class WorldVector:
         self._model = model
         self._limit = config.longest if own_time_limit else 0
         self._penalty = options.penalty * model.reward_std
+        self._unknown = model.reward_mean + UNKNOWN * model.reward_std
         self._threshold = options.threshold or config.threshold
         self._rows = model.first_N if options.starts == "first" else np.arange(len(model.starts_NS))
         self._states_NS = np.zeros((count, config.state_size))
@@ -124,16 +129,18 @@ class WorldVector:
         places = [*actions]
         given_NA = np.stack([np.ravel(actions[place]) for place in places])
         made = self._model.predict(self._states_NS[places], given_NA, self._members_N[places])
-        self._states_NS[places] = made.states_NS
+        known_N = made.disagreement_N <= self._threshold
+        self._states_NS[places] = np.where(known_N[:, None], made.states_NS, self._states_NS[places])
         self._steps_N[places] += 1
         return {place: self._transition(place, row, made) for row, place in enumerate(places)}
 
     def _transition(self, place: int, row: int, made: Any) -> Transition:
         disagreement, ended = float(made.disagreement_N[row]), bool(made.ended_N[row])
         lost = disagreement > self._threshold
+        reward = self._unknown if lost else float(made.rewards_N[row]) - self._penalty * disagreement
         return Transition(
             self._seen(place),
-            float(made.rewards_N[row]) - self._penalty * disagreement,
+            reward,
             ended and not lost,
             lost or bool(self._limit and self._steps_N[place] >= self._limit and not ended),
             None,

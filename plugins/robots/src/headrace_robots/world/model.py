@@ -126,7 +126,11 @@ class WorldModel:
         self.first_N: np.ndarray = np.flatnonzero(tensors[FIRST])
         """Rows of `starts_NS` with which a real episode began."""
         bounds = [each.bounds() for each in config.observations]
-        self._low_S, self._high_S = (np.concatenate(ends) for ends in zip(*bounds, strict=True))
+        low_S, high_S = (np.concatenate(ends) for ends in zip(*bounds, strict=True))
+        least_S, most_S = self.starts_NS.min(0), self.starts_NS.max(0)
+        # Beyond the data networks know nothing: nothing may grow there without end.
+        self._low_S = np.maximum(low_S, least_S - (most_S - least_S))
+        self._high_S = np.minimum(high_S, most_S + (most_S - least_S))
 
     @property
     def version(self) -> str:
@@ -144,8 +148,15 @@ class WorldModel:
         """Standard deviation of the rewards in the data."""
         return float(self._tensors["output_std"][-1])
 
+    @property
+    def reward_mean(self) -> float:
+        """Mean of the rewards in the data."""
+        return float(self._tensors["output_mean"][-1])
+
     def predict(self, states_NS: np.ndarray, actions_NA: np.ndarray, members_N: np.ndarray) -> Predicted:
-        """What each action leads to in its environment's member, within the bounds of the observations."""
+        """What each action leads to in its environment's member: within the bounds of the observations, and no further
+        beyond the states of the data than these are apart.
+        """
         tensors, size = self._tensors, self.config.state_size
         read_NF = read(self.config.action, actions_NA)
         rows_NI = (np.concatenate([states_NS, read_NF], 1) - tensors["input_mean"]) / tensors["input_std"]

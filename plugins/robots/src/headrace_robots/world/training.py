@@ -191,7 +191,7 @@ def _fitted(
         "input_mean": inputs.mean(0),
         "input_std": _width(inputs),
         "output_mean": _mean(wanted[:, :-1], known),
-        "output_std": _std(wanted[:, :-1], known),
+        "output_std": _std(inputs, wanted[:, :-1], known),
     }
     inputs = (inputs - norms["input_mean"]) / norms["input_std"]
     wanted[:, :-1] = (wanted[:, :-1] - norms["output_mean"]) / norms["output_std"]
@@ -248,8 +248,15 @@ def _mean(wanted: Tensor, known: Tensor) -> Tensor:
     return torch.cat([wanted[known > 0, :-1].mean(0), wanted[:, -1:].mean(0)])
 
 
-def _std(wanted: Tensor, known: Tensor) -> Tensor:
-    return torch.cat([_width(wanted[known > 0, :-1]), _width(wanted[:, -1:])])
+def _std(inputs: Tensor, wanted: Tensor, known: Tensor) -> Tensor:
+    """Of changes and rewards. What stays, or moves by rounding alone, has a width at which no error of it counts: with
+    1, a goal that never moves would drift.
+    """
+    size = wanted.shape[1] - 1
+    states_NS = inputs[:, :size]
+    least_S = torch.maximum(1e-3 * states_NS.std(0, correction=0), 1e-5 * states_NS.abs().amax(0))
+    found_S = wanted[known > 0, :size].std(0, correction=0)
+    return torch.cat([torch.maximum(found_S, least_S.clamp(min=1e-8)), _width(wanted[:, size:])])
 
 
 def _layers(inputs: int, outputs: int, how: Training, generator: torch.Generator) -> dict[str, Tensor]:
