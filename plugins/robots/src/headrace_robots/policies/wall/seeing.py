@@ -16,7 +16,6 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLVisionBlock,
     Qwen2_5_VLVisionRotaryEmbedding,
 )
-from typing_extensions import override
 
 from headrace_robots.policies.qwen import Processor, Tower, TowerAttention, bicubic, whole_size
 
@@ -66,7 +65,6 @@ class WallEye(Tower):
             block.attn = TowerAttention(sizes)
         self.merger = _Merger(sizes.out_hidden_size, sizes.hidden_size, sizes.spatial_merge_size)
 
-    @override
     def forward(self, pixels: Tensor) -> Tensor:
         """(B, M, D) tokens of (B, 3, H, W) pixels."""
         hidden, turns, places_P2 = self.embedded(pixels)
