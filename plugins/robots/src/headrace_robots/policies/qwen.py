@@ -32,9 +32,7 @@ class Processor(Section):
     def processed(self, image: Tensor, multiple: int) -> Tensor:
         """(B, 3, H, W) normalised, of (B, 3, H, W) uint8, with sides that are multiples."""
         image = bicubic(image, whole_size(image, multiple, self.least, self.most)).float()
-        mean, std = (
-            torch.tensor(own, device=image.device)[:, None, None] * 255 for own in (self.mean, self.std)
-        )
+        mean, std = (torch.tensor(own).to(image.device)[:, None, None] * 255 for own in (self.mean, self.std))
         return (image - mean) / std
 
 
