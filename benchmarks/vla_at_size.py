@@ -1,8 +1,8 @@
 """The memory plan of large robot policies against the trainer's own step: `python benchmarks/vla_at_size.py`.
 
-As memory_at_size.py, for OpenVLA-OFT 7B, π0, π0.5, SmolVLA, GR00T N1.7, WALL-OSS, ACT and a diffusion policy on 1 to
-8 GPUs of 80 GB: the trainer chooses a layout, one rank goes through a step on fake tensors (`tools/fake_world`). Needs
-no GPU and no weights. A rank's micro-batch has 8,192 tokens: 13 chunks of OFT with two cameras.
+As memory_at_size.py, for OpenVLA-OFT 7B, π0, π0.5, SmolVLA, ACT and a diffusion policy on 1 to 8 GPUs of 80 GB: the
+trainer chooses a layout, one rank goes through a step on fake tensors (`tools/fake_world`). Needs no GPU and no
+weights. A rank's micro-batch has 8,192 tokens: 13 chunks of OFT with two cameras.
 
 `worst_plan_error` is the largest |planned / measured - 1| of a GPU; a row's figures begin with its name, such as
 `openvla-oft-7b_8_lora`. `--check` fails above a tenth, where that is more than half a GiB: of a small policy's plan a
@@ -24,16 +24,7 @@ from headrace_fake_world.robots import ROBOTS
 from headrace_fake_world.step import Case
 from memory_at_size import GOAL, measured_row
 
-POLICIES = (
-    "openvla-oft-7b",
-    "pi0-3b",
-    "pi05-3b",
-    "smolvla-450m",
-    "groot-3b",
-    "wall-4b",
-    "act-52m",
-    "diffusion-260m",
-)
+POLICIES = ("openvla-oft-7b", "pi0-3b", "pi05-3b", "smolvla-450m", "act-52m", "diffusion-260m")
 RANKS = (1, 2, 4, 8)
 SMALL_GIB = 0.5
 KINDS: dict[str, dict[str, Any]] = {"all": {}, "lora": {"lora": {"rank": 32}}}
