@@ -38,6 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "pi05": {"chunk_length": 2, "state": 1},
     "smolvla": {"chunk_length": 2, "state": 1},
     "groot": {"chunk_length": 2, "state": 1},
+    "wall": {"chunk_length": 2, "state": 1},
     "act": {"chunk_length": 2, "state": 1},
     "diffusion": {"chunk_length": 2, "state": 1},
 }
@@ -83,6 +84,8 @@ LAYOUT = {
         ("smolvla", "grpo", LAYOUT, "bfloat16"),
         ("groot", "ppo", {}, "float32"),
         ("groot", "grpo", LAYOUT, "bfloat16"),
+        ("wall", "ppo", {}, "float32"),
+        ("wall", "grpo", LAYOUT, "bfloat16"),
         ("act", "ppo", {}, "float32"),
         ("diffusion", "ppo", {}, "float32"),
         ("diffusion", "grpo", LAYOUT, "bfloat16"),

@@ -87,12 +87,66 @@ _SMOLVLM = {
     },
     "scale_factor": 4,
 }
+_QWEN3_VL_2B = {
+    "text_config": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+    },
+    "vision_config": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 2048,
+        "patch_size": 16,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+    "image_token_id": 151655,
+}
+_QWEN25_VL_3B = {
+    "text_config": {
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    },
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    "image_token_id": 151655,
+}
 _RUN = {name: _PI_RUN[name] for name in ("bounds", "state", "cameras")}
 ROBOTS: dict[str, dict[str, Any]] = {
     "openvla-7b": _OPENVLA | {"kind": "openvla", "cameras": ["image"]},
     "openvla-oft-7b": _OPENVLA | {"kind": "openvla_oft", "cameras": ["image", "wrist"], "chunk_length": 8},
     "pi0-3b": _PI_RUN | {"kind": "pi0"},
     "smolvla-450m": _RUN | {"kind": "smolvla", "vlm": _SMOLVLM, "chunk_length": 10, "flow": _PI_RUN["flow"]},
+    "groot-3b": _RUN | {"kind": "groot", "vlm": _QWEN3_VL_2B, "chunk_length": 10, "flow": _PI_RUN["flow"]},
+    "wall-4b": _RUN
+    | {
+        "kind": "wall",
+        "vlm": _QWEN25_VL_3B,
+        "state_token": 151657,
+        "chunk_length": 10,
+        "flow": _PI_RUN["flow"],
+    },
     "act-52m": _RUN | {"kind": "act", "height": 480, "width": 640, "chunk_length": 100},
     "diffusion-260m": _RUN
     | {"kind": "diffusion", "height": 96, "width": 96, "crop_shape": [84, 84], "chunk_length": 8}

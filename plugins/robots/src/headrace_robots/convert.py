@@ -1,7 +1,8 @@
 """Makes a policy directory of a published checkpoint: `python -m headrace_robots.convert --help`.
 
 OpenVLA and OpenVLA-OFT; π0 and π0.5 of LeRobot and openpi; SmolVLA, ACT and diffusion policies of LeRobot; GR00T N1.7
-of NVIDIA and LeRobot. A run reads the result as `model.path`: `policy.json`, `model.safetensors`, and a tokenizer.
+of NVIDIA and LeRobot; WALL-OSS of X-Square and LeRobot. A run reads the result as `model.path`: `policy.json`,
+`model.safetensors`, and a tokenizer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from headrace_robots.policies.published import Checkpoint, Wanted, read_json
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 BASE_FILES = ("*.json", "*.jinja", "*.model")
 """Of a language model: its sizes and its tokenizer, not its weights."""
-FAMILIES = ("openvla", "pi", "smolvla", "groot", "act", "diffusion")
+FAMILIES = ("openvla", "pi", "smolvla", "groot", "wall", "act", "diffusion")
 """Packages whose `published` module reads checkpoints: `recognises` a config.json, and `read` the policy."""
 
 
@@ -153,7 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--base",
-        help="directory (or ORG/NAME) of the language model that it began with: tokenizer, sizes of SmolVLA and GR00T",
+        help="directory (or ORG/NAME) of the language model that it began with: tokenizer, sizes of SmolVLA, GR00T and "
+        "WALL-OSS (of which it is X-Square's own)",
     )
     parser.add_argument(
         "--beside",
@@ -196,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--flow",
         type=json.loads,
-        help='π, SmolVLA and GR00T, in JSON: how actions are drawn, {"noise": "learned"}',
+        help='π, SmolVLA, GR00T and WALL-OSS, in JSON: how actions are drawn, {"noise": "learned"}',
     )
     parser.add_argument(
         "--denoising",

@@ -20,14 +20,15 @@ from headrace_robots.policies.openvla.model import SPACE
 from headrace_robots.policies.pi.words import StateWords
 from headrace_robots.policies.scaling import ActionBounds
 
-STATEFUL = ("pi0", "pi05", "smolvla", "groot", "diffusion")
+STATEFUL = ("pi0", "pi05", "smolvla", "groot", "wall", "diffusion")
 """Kinds that read a state; the others do where they are given one."""
 KINDS = ("openvla", "openvla_oft", *STATEFUL, "act")
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n" + SPACE
 BINS, PADDING, PATCH, IMAGE = 256, 64, 14, 56
 WORDS = len(CHARACTERS) + 3
 IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-"""Ids from WORDS on."""
+MORE_TOKENS = ("<|propri|>", "<|action|>", "<|im_start|>", "<|im_end|>")
+"""Ids from WORDS on; the second of wall alone."""
 QWEN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}"
@@ -49,6 +50,8 @@ def tiny_fields(
         return {**fields, "state": _unit(state), **_smolvla(actions, state, chunk_length)}
     if kind == "groot":
         return {**fields, "state": _unit(state), **_groot(actions, state, chunk_length)}
+    if kind == "wall":
+        return {**fields, "state": _unit(state), **_wall(actions, state, chunk_length)}
     if kind == "diffusion":
         return {**fields, "state": _unit(state), **_diffusion(chunk_length)}
     if kind == "act":
@@ -65,10 +68,12 @@ def write_tiny_robot(directory: Path, fields: dict[str, Any], *, seed: int = 0) 
 
 
 def tiny_tokenizer(kind: str) -> Any:
-    """A tokenizer of single characters; of groot with the ids of images behind them, and a template of Qwen's kind."""
+    """A tokenizer of single characters; of groot and wall with the ids of images behind them, of groot with a template
+    of Qwen's kind."""
     tokenizer: Any = character_tokenizer(CHARACTERS)
+    if kind in ("groot", "wall"):
+        tokenizer.add_tokens([*IMAGE_TOKENS, *(MORE_TOKENS if kind == "wall" else ())], special_tokens=True)
     if kind == "groot":
-        tokenizer.add_tokens(list(IMAGE_TOKENS), special_tokens=True)
         tokenizer.chat_template = QWEN_TEMPLATE
     return tokenizer
 
@@ -187,6 +192,38 @@ def _groot(actions: int, state: int, horizon: int) -> dict[str, Any]:
     }
 
 
+def _wall(actions: int, state: int, horizon: int) -> dict[str, Any]:
+    text = {
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "vocab_size": WORDS + len(IMAGE_TOKENS) + len(MORE_TOKENS),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]},
+    }
+    eye = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+        "patch_size": PATCH,
+        "window_size": 4 * PATCH,
+        "fullatt_block_indexes": [1],
+    }
+    return {
+        "vlm": {"text_config": text, "vision_config": eye, "image_token_id": WORDS},
+        "pictures": {"side": 2 * IMAGE},
+        "state_token": WORDS + len(IMAGE_TOKENS),
+        "expert_width": 32,
+        "horizon": horizon,
+        "action_width": actions,
+        "state_width": state,
+        "flow": _FLOW,
+    }
+
+
 def _act() -> dict[str, Any]:
     sizes = {"dim_model": 32, "n_heads": 2, "dim_feedforward": 64, "n_encoder_layers": 1, "latent_dim": 4}
     return {**sizes, "height": 64, "width": 64, "n_vae_encoder_layers": 1}
@@ -213,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--state",
         type=int,
         default=0,
-        help="numbers of the state; pi0, pi05, smolvla, groot, diffusion need one",
+        help="numbers of the state; pi0, pi05, smolvla, groot, wall, diffusion need one",
     )
     parser.add_argument("--cameras", nargs="+", default=["image"], help="names of the cameras")
     parser.add_argument("--chunk-length", type=int, default=1, help="actions drawn at once (all but openvla)")

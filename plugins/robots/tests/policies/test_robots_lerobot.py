@@ -170,10 +170,14 @@ def qwen(base):
     }
     whole = {"model_type": "qwen3_vl", "tie_word_embeddings": True, **tokens, **vlm}
     (base / "config.json").write_text(json.dumps(whole))
-    seen = {"size": {"shortest_edge": 65536, "longest_edge": 16777216}, "patch_size": 16, "merge_size": 2}
-    seen |= {"temporal_patch_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    processor(base, "Qwen3VLVideoProcessor", 16, {"shortest_edge": 65536, "longest_edge": 16777216})
+
+
+def processor(base, films, patch, size, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)):
+    seen = {"size": size, "patch_size": patch, "merge_size": 2}
+    seen |= {"temporal_patch_size": 2, "image_mean": mean, "image_std": std}
     for name, kind in {"": "image_processor_type", "video_": "video_processor_type"}.items():
-        own = {kind: "Qwen3VLVideoProcessor" if name else "Qwen2VLImageProcessor", **seen}
+        own = {kind: films if name else "Qwen2VLImageProcessor", **seen}
         (base / f"{name}preprocessor_config.json").write_text(json.dumps(own))
 
 
@@ -252,12 +256,62 @@ def groot_raw(folder):
     return {**given, "fields": fields, "beside": beside, "width": 0.05}, shape
 
 
+def wall(folder):
+    """Fine-tuned by LeRobot from X-Square's directory, whose sizes lie beside the tower's as older files have them."""
+    base, own = folder / "base", tiny_fields("wall", 2, state=3)["vlm"]
+    words = tiny_tokenizer("wall")
+    words.save_pretrained(base)
+    text = {name: value for name, value in own["text_config"].items() if name != "rope_parameters"}
+    names = {
+        f"{name}_token_id": words.convert_tokens_to_ids(f"<|{name}|>")
+        for name in ("vision_start", "vision_end")
+    }
+    sizes = {"hidden_size": 48, "hidden_act": "silu"}
+    whole = {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLMoEForAction"],
+        "tie_word_embeddings": True,
+        **text,
+        "hidden_act": "silu",
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
+        "experts": [{**sizes, "intermediate_size": width} for width in (96, 40, 24)],
+        "num_experts": 3,
+        "dim_inputs": [48, 48, 48],
+        "mlp_moe": True,
+        "dof_config": {"arm": 4, "gripper": 1},
+        "agent_pos_config": {"arm": 5, "gripper": 1},
+        "vision_config": {**own["vision_config"], "window_size": 112},
+        "image_token_id": own["image_token_id"],
+        "video_token_id": words.convert_tokens_to_ids("<|video_pad|>"),
+        **names,
+    }
+    (base / "config.json").write_text(json.dumps(whole))
+    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+    processor(base, "Qwen2VLVideoProcessor", 14, size, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28))
+    fields = {"pretrained_name_or_path": str(base), "chunk_size": 4, "n_action_steps": 3}
+    fields |= {"max_state_dim": 6, "max_action_dim": 5}
+    norms = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
+    return asked("wall_x", (40, 48), norms, fields, width=0.1), (4, 5)
+
+
+def wall_raw(folder):
+    """As X-Square publishes it, with a data set's statistics."""
+    given, _ = wall(folder)
+    fields = {**given["fields"], "chunk_size": 32}
+    (folder / "stats.json").write_text(json.dumps(STATISTICS))
+    return {**given, "fields": fields, "as_published": True, "width": 0.05}, (32, 5)
+
+
 FAMILIES = {
     "pi0": partial(pi, family="pi0"),
     "pi05": partial(pi, family="pi05"),
     "smolvla": smolvla,
     "groot": groot,
     "groot raw": groot_raw,
+    "wall": wall,
+    "wall raw": wall_raw,
     "act": act,
     "diffusion": diffusion,
 }
@@ -294,8 +348,10 @@ def test_a_checkpoint_of_lerobot_acts_as_in_lerobot(family, tmp_path, monkeypatc
     wanted = lerobot(tmp_path)
 
     base = tmp_path / "base" if (tmp_path / "base").exists() else None
-    checkpoint = tmp_path / ("raw" if family == "groot raw" else "checkpoint")
-    convert(checkpoint, tmp_path / "policy", Wanted(base=base))
+    checkpoint = tmp_path / {"groot raw": "raw", "wall raw": "base"}.get(family, "checkpoint")
+    told = {"chosen": {"cameras": CAMERAS, "chunk_length": 3}, "statistics": tmp_path / "stats.json"}
+    named = Wanted(base=base, **(told if family == "wall raw" else {}))
+    convert(checkpoint, tmp_path / "policy", named)
     policy = load_policy(tmp_path / "policy")
     prompts = None
     if policy.config.reads:
@@ -314,7 +370,7 @@ def test_a_checkpoint_of_lerobot_acts_as_in_lerobot(family, tmp_path, monkeypatc
             if not name.endswith("dit.embed_tokens.weight"):  # no checkpoint has it, and nothing reads it
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
     save_policy(policy, tmp_path / "trained", tokenizer=tmp_path / "policy" if policy.config.reads else None)
-    deploy(checkpoint, tmp_path / "trained", tmp_path / "exported", Wanted(base=base))
+    deploy(checkpoint, tmp_path / "trained", tmp_path / "exported", named)
     found = policy.act(Observation(state, images, prompts), SEEDS, deterministic=True).executed_BCA
     wanted_again = lerobot(tmp_path)[:, : policy.config.chunk_length]
     torch.testing.assert_close(found, wanted_again, rtol=1e-4, atol=1e-4)

@@ -326,7 +326,9 @@ def test_what_is_not_supported_or_missing_is_named(lerobot, tmp_path):
     with pytest.raises(ModelNotReadable, match="'gemma_7b' is none of gemma_300m, gemma_2b"):
         load_published(directory, Wanted(base=base))
     (directory / "config.json").write_text(json.dumps({"type": "xvla"}))
-    with pytest.raises(ModelNotReadable, match="of no family that is read: openvla, pi, smolvla, groot, act"):
+    with pytest.raises(
+        ModelNotReadable, match="of no family that is read: openvla, pi, smolvla, groot, wall, act"
+    ):
         load_published(directory, Wanted(base=base))
 
 

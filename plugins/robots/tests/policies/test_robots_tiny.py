@@ -21,6 +21,7 @@ ASKED = "In: What action should the robot take to push the cube?\nOut:"
         ("pi05", ["--chunk-length", "3", "--state", "5"]),
         ("smolvla", ["--chunk-length", "3", "--state", "5"]),
         ("groot", ["--chunk-length", "3", "--state", "5"]),
+        ("wall", ["--chunk-length", "3", "--state", "5"]),
         ("act", ["--chunk-length", "3", "--state", "5"]),
         ("diffusion", ["--chunk-length", "3", "--state", "5"]),
     ],

@@ -112,6 +112,38 @@ GROOT = {
     "mixer_heads": 2,
     **{name: PI0[name] for name in ("bounds", "state", "cameras", "chunk_length")},
 }
+WALL = {
+    "kind": "wall",
+    "vlm": {
+        "text_config": {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "vocab_size": 60,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 16,
+            "patch_size": 7,
+            "window_size": 28,
+            "fullatt_block_indexes": [1],
+        },
+        "image_token_id": 5,  # the prompt's second word is where the picture goes, the third where the state does
+    },
+    "pictures": {"side": 28, "least": 1},
+    "state_token": 6,
+    "expert_width": 16,
+    "horizon": 3,
+    "action_width": 4,
+    "state_width": 2,
+    **{name: PI0[name] for name in ("bounds", "state", "cameras", "chunk_length")},
+}
 ACT = {
     "kind": "act",
     **{name: PI0[name] for name in ("bounds", "state", "cameras", "chunk_length")},
@@ -167,6 +199,12 @@ KINDS = {
     ),
     "groot flow-noise": (
         {**GROOT, "flow": {"steps": 3, "noise": "learned", "drawn": "all", "width": (0.2, 0.4)}},
+        "chunk",
+        14,
+        3e-3,
+    ),
+    "wall flow-noise": (
+        {**WALL, "flow": {"steps": 3, "noise": "learned", "drawn": "all", "width": (0.2, 0.4)}},
         "chunk",
         14,
         3e-3,

@@ -17,7 +17,7 @@ from headrace_trainer.memory import Room, Rooms, check_rooms
 from headrace_trainer.workloads import run_kind
 from rank_processes import RankProcess, end
 from safetensors.torch import load_file
-from test_robots_bandit import ACT, DIFFUSION, GROOT, OFT, OPENVLA, PI0, PI05, SMOLVLA, UNIT
+from test_robots_bandit import ACT, DIFFUSION, GROOT, OFT, OPENVLA, PI0, PI05, SMOLVLA, UNIT, WALL
 
 RANKS = Path(__file__).parent / "robot_ranks.py"
 pytestmark = pytest.mark.timeout(600)
@@ -30,6 +30,7 @@ POLICIES = {
     "pi05": {**PI05, "flow": {"steps": 3}},
     "smolvla": {**SMOLVLA, **FLOW},
     "groot": {**GROOT, **FLOW},
+    "wall": {**WALL, **FLOW},
     "act": {**ACT, "height": 20, "width": 20},
     "diffusion": {**DIFFUSION, "height": 20, "width": 20},
 }
@@ -55,6 +56,9 @@ CASES = {
     "groot whole": None,
     "groot again": AGAIN,
     "groot frozen": {"freeze": ["vision", "language"], **AGAIN},
+    "wall whole": None,
+    "wall again": AGAIN,
+    "wall frozen": {"freeze": ["vision", "language"], **AGAIN},
     "act whole": None,
     "act again": AGAIN,
     "act frozen": {"freeze": ["vision", "vae"], **AGAIN},
@@ -195,7 +199,17 @@ def test_adapters_learn_alike_in_every_layout_and_what_is_added_learns_whole(two
 
 @pytest.mark.parametrize(
     "name",
-    seldom(["oft frozen", "pi0 frozen", "smolvla frozen", "groot frozen", "act frozen", "diffusion frozen"]),
+    seldom(
+        [
+            "oft frozen",
+            "pi0 frozen",
+            "smolvla frozen",
+            "groot frozen",
+            "wall frozen",
+            "act frozen",
+            "diffusion frozen",
+        ]
+    ),
 )
 def test_a_frozen_part_stays_and_the_rest_learns_as_ever(name, of, relative_l2):
     found, whole = of(name), of(f"{name.split()[0]} whole")

@@ -212,7 +212,7 @@ class TrainerSection(Section):
         default=None,
         description="parts of the model that do not learn and get no adapter: vision, the tower with its projection "
         "(vision-language models); vision, projector, language (openvla, openvla_oft); vision, language, expert "
-        "(pi0, pi05, smolvla, groot); vision, vae, transformer (act); vision, unet (diffusion); "
+        "(pi0, pi05, smolvla, groot, wall); vision, vae, transformer (act); vision, unet (diffusion); "
         "[]: everything learns; default: vision of a "
         "vision-language model, nothing of a robot policy",
     )

@@ -48,6 +48,7 @@ KINDS = {
     "pi05": ("pi.model", "PiConfig"),
     "smolvla": ("smolvla.model", "SmolVlaConfig"),
     "groot": ("groot.model", "GrootConfig"),
+    "wall": ("wall.model", "WallConfig"),
     "act": ("act.model", "ActConfig"),
     "diffusion": ("diffusion.model", "DiffusionConfig"),
 }

@@ -11,6 +11,7 @@ import json
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature
@@ -71,8 +72,6 @@ def finish_base(folder):
 
 def shrink_pi(family, sizes, base):
     """Its sizes are written into the code, and so is the name of its tokenizer."""
-    from types import SimpleNamespace
-
     from transformers import PreTrainedTokenizerFast
 
     module = import_module(f"lerobot.policies.{family}.modeling_{family}")
@@ -124,17 +123,41 @@ def begin_groot(asked, folder):
 
 def raw_groot(asked, folder):
     """A policy and its processors, of NVIDIA's checkpoint as it is."""
-    fields = {**asked["fields"], "base_model_path": str(folder)}
-    config = make_policy_config(
-        "groot",
+    config = configured(asked, base_model_path=str(folder))
+    return get_policy_class("groot")(config).eval(), make_pre_post_processors(
+        config, pretrained_path=str(folder)
+    )
+
+
+def begin_wall(asked, base):
+    """WALL-OSS is fine-tuned from X-Square's directory, which `base` is; all of it computes in fp32 here."""
+    from transformers import AutoTokenizer
+
+    module = import_module("lerobot.policies.wall_x.modeling_wall_x")
+    drawn = {"randn": lambda *given, **how: torch.randn(*given, **how)}
+    module.torch = SimpleNamespace(**{**vars(torch), "bfloat16": torch.float32, **drawn})
+    if not (base / "model.safetensors").exists():
+        config = module.Qwen2_5_VLConfig.from_pretrained(base)
+        torch.manual_seed(1)
+        words = AutoTokenizer.from_pretrained(base)
+        model = module.Qwen2_5_VLMoEForAction(config, processor=SimpleNamespace(tokenizer=words))
+        model.resize_token_embeddings(len(words))
+        with torch.no_grad():
+            for value in model.parameters():
+                value.add_(torch.randn_like(value) * asked["width"])
+        weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+        save_file(weights, base / "model.safetensors")
+
+
+def configured(asked, **fields):
+    """A configuration of what LeRobot has no checkpoint of its own of."""
+    return make_policy_config(
+        asked["family"],
         input_features=features(asked["inputs"]),
         output_features=features(asked["outputs"]),
         device="cpu",
         push_to_hub=False,
-        **fields,
-    )
-    return get_policy_class("groot")(config).eval(), make_pre_post_processors(
-        config, pretrained_path=str(folder)
+        **{**asked["fields"], **fields},
     )
 
 
@@ -147,7 +170,7 @@ def chosen(policy, processors, asked, seen):
             batch[name] = seen[name].permute(0, 3, 1, 2).float() / 255
     ready = {key: value for key, value in before(batch).items() if value is not None}
     policy.reset()
-    noise = {} if asked["family"] == "act" else {"noise": seen["noise"]}
+    noise = {} if asked["family"] in ("act", "wall_x") else {"noise": seen["noise"]}
     if asked["family"] == "diffusion":  # its queues make a batch of what was seen
         from lerobot.policies.utils import populate_queues
 
@@ -156,8 +179,9 @@ def chosen(policy, processors, asked, seen):
         policy._queues = populate_queues(
             policy._queues, {k: v for k, v in ready.items() if k in policy._queues}
         )
-    drawn = torch.randn  # GR00T takes no noise, and draws it once
-    torch.randn = (lambda *_, **__: seen["noise"].clone()) if asked["family"] == "groot" else drawn
+    drawn = torch.randn
+    if asked["family"] in ("groot", "wall_x"):  # they take no noise, and draw it once
+        torch.randn = lambda *_, **__: seen["noise"].clone()
     try:
         with torch.no_grad():
             return after(policy.predict_action_chunk(ready, **noise))
@@ -174,11 +198,19 @@ def main(folder):
     }
     if asked["family"].startswith("pi"):
         shrink_pi(asked["family"], asked["sizes"], folder / "base")
+    exported = folder / "exported"
     raw = begin_groot(asked, folder) if asked["family"] == "groot" else None
+    if asked["family"] == "wall_x":
+        begin_wall(asked, folder / "base")
     if raw and asked["beside"]:
-        exported = folder / "exported"
         policy, processors = raw_groot(asked, exported if exported.is_dir() else raw)
-    elif (exported := folder / "exported").is_dir():
+    elif asked.get("as_published"):
+        config = configured(
+            asked, pretrained_name_or_path=str(exported if exported.is_dir() else folder / "base")
+        )
+        policy = get_policy_class(asked["family"])(config).eval()
+        processors = make_pre_post_processors(config, dataset_stats=statistics)
+    elif exported.is_dir():
         policy = get_policy_class(asked["family"]).from_pretrained(exported).eval()
         processors = make_pre_post_processors(policy.config, pretrained_path=str(exported))
     else:

@@ -32,6 +32,7 @@ from headrace_robots.policies.flows.policy import (
 from headrace_robots.policies.groot.dit import Dit, GrootBlock, sinusoids
 from headrace_robots.policies.groot.seeing import Eye, Pictures
 from headrace_robots.policies.policy import Observation, PolicyShape, seen_example, uint8_image_of
+from headrace_robots.policies.qwen import put, rows_of
 
 WHATEVER = "Perform the task."
 """What it reads where there is no instruction."""
@@ -163,14 +164,14 @@ class GrootPolicy(FlowPolicy):
     def prefix(self, observation: Observation) -> tuple[Any, Tensor, Tensor]:
         device = self.value_head.weight.device
         seen, below, grids = self._seen_tokens(observation, device)
-        rows = _rows(observation, int(self.config.filled.image_token_id), grids)
-        ids_BN, places_3BN, images_BM, mask_BN = (each.to(device) for each in rows)
+        image = int(self.config.filled.image_token_id)
+        ids_BN, places_3BN, images_BM, mask_BN = rows_of(observation, image, grids, device)
         words = self.reader.embed_tokens(ids_BN)
         features = self.reader(
-            inputs_embeds=_put(words, images_BM, seen),
+            inputs_embeds=put(words, images_BM, seen),
             attention_mask=mask_BN.long(),
             position_ids=places_3BN,
-            deepstack_visual_embeds=[_put(torch.zeros_like(words), images_BM, each) for each in below],
+            deepstack_visual_embeds=[put(torch.zeros_like(words), images_BM, each) for each in below],
             use_cache=False,
         ).last_hidden_state
         features = self.normed(features)
@@ -261,50 +262,3 @@ def _twice(given: int, hidden: int, found: int) -> nn.ModuleDict:
 def _through(encoder: nn.ModuleDict, values: Tensor) -> Tensor:
     found: Tensor = encoder["layer2"](F.relu(encoder["layer1"](values)))
     return found
-
-
-def _put(words: Tensor, images_BM: Tensor, seen: Tensor) -> Tensor:
-    """(B, N, D) with what is seen at its places."""
-    return words.scatter(1, images_BM[..., None].expand_as(seen), seen.to(words.dtype))
-
-
-def _rows(
-    observation: Observation, image: int, grids: Sequence[tuple[int, int]]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """((B, N) ids with as many image tokens as are seen, (3, B, N) places, (B, M) where image tokens stand, (B, N)
-    which ids there are), filled on the right. Raises ValueError for a prompt without a place for each camera.
-    """
-    prompts = observation.prompts
-    if len(prompts) != len(observation) or any(prompt.count(image) != len(grids) for prompt in prompts):
-        raise ValueError(
-            f"GR00T needs the ids of a prompt for each environment, with {len(grids)} of {image} in it, one a camera"
-        )
-    known = {prompt: _row(prompt, image, grids) for prompt in set(prompts)}
-    longest = max(len(ids) for ids, _, _ in known.values())
-    ids = [[*known[prompt][0], *[0] * (longest - len(known[prompt][0]))] for prompt in prompts]
-    places = [[*known[prompt][1], *[(0, 0, 0)] * (longest - len(known[prompt][1]))] for prompt in prompts]
-    kept = [[place < len(known[prompt][0]) for place in range(longest)] for prompt in prompts]
-    images = [known[prompt][2] for prompt in prompts]
-    return torch.tensor(ids), torch.tensor(places).permute(2, 0, 1), torch.tensor(images), torch.tensor(kept)
-
-
-def _row(
-    prompt: Sequence[int], image: int, grids: Sequence[tuple[int, int]]
-) -> tuple[list[int], list[tuple[int, int, int]], list[int]]:
-    """Ids, their places in time, height and width, and where the image tokens are (arXiv 2409.12191, section 2.1)."""
-    ids: list[int] = []
-    places: list[tuple[int, int, int]] = []
-    images: list[int] = []
-    at, left = 0, iter(grids)
-    for word in prompt:
-        if word != image:
-            ids.append(word)
-            places.append((at, at, at))
-            at += 1
-            continue
-        rows, columns = next(left)
-        images += range(len(ids), len(ids) + rows * columns)
-        ids += [image] * (rows * columns)
-        places += [(at, at + row, at + column) for row in range(rows) for column in range(columns)]
-        at += max(rows, columns)
-    return ids, places, images

@@ -30,6 +30,7 @@ from headrace_robots.policies.published import (
     read_tensors,
     renamed,
 )
+from headrace_robots.policies.qwen import processor_fields
 from headrace_robots.policies.scaling import ActionBounds
 
 NVIDIA, LEROBOT = "Gr00tN1d7", "groot"
@@ -224,17 +225,6 @@ def _pictures(seen: Mapping[str, Any], base: Path) -> dict[str, Any]:
     crop, edge = seen.get("crop_fraction"), seen.get("shortest_image_edge")
     if crop is None and seen.get("image_crop_size"):
         crop = seen["image_crop_size"][0] / height
-    file = base / "preprocessor_config.json"
-    processor = read_json(file) if file.is_file() else {}
-    size = processor.get("size") or {}
-    least = processor.get("min_pixels") or size.get("shortest_edge")
-    most = processor.get("max_pixels") or size.get("longest_edge")
-    chosen = {
-        "least": least,
-        "most": most,
-        "mean": processor.get("image_mean"),
-        "std": processor.get("image_std"),
-    }
     return {
         "height": height,
         "width": width,
@@ -242,5 +232,5 @@ def _pictures(seen: Mapping[str, Any], base: Path) -> dict[str, Any]:
         "crop": crop if crop and 0 < crop < 1 else 1.0,
         "square": bool(seen.get("letter_box_transform", False)),
         "by_area": bool(seen.get("use_albumentations", False)),
-        **{name: value for name, value in chosen.items() if value is not None},
+        **processor_fields(base),
     }
