@@ -22,6 +22,12 @@ from headrace_servicekit.rpc.episodes import INLINE_BYTES
 pytestmark = pytest.mark.usefixtures("one_simulator")
 TASK = f"{pictures.__file__}:make_env"
 STEPS, BATCH, LONGEST, MIDDLE = 2, 4, 48, -0.5
+TOLD = """
+def score(prompt, completion, reference, metadata):
+    if '"return"' in completion and metadata.get("instruction") != "push it":
+        raise ValueError(f"the task is not told: {metadata}")
+    return 0.0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +61,7 @@ def spec(classifier: Path, *more: dict[str, Any], **algorithm: Any) -> dict[str,
             "count": 4,
             "max_episode_steps": LONGEST,
             "cameras": {"image": "front"},
+            "instructions": {TASK: "push it"},
         },
         "data": {"heldout": 2, "options": {"starts": 64}},
         "algorithm": {"name": "ppo", "group_size": 1, "prompts_per_step": BATCH} | algorithm,
@@ -93,8 +100,13 @@ def told_rightly(run: Any) -> Iterator[bool]:
             yield found["reward"] == float(place > MIDDLE)
 
 
-def test_large_pictures_reach_the_scorer_and_their_verdicts_are_learned_from(fleet: Fleet, classifier: Path):
-    run = fleet.succeed(fleet.submit(spec(classifier, options={"score": "replace"})))
+def test_large_pictures_reach_the_scorer_and_their_verdicts_are_learned_from(
+    fleet: Fleet, classifier: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    told = tmp_path_factory.mktemp("told") / "told.py"
+    told.write_text(TOLD)
+    given = spec(classifier, {"name": f"{told}:score"}, options={"score": "replace"})
+    run = fleet.succeed(fleet.submit(given))
     assert len(audit(fleet, run).trained) == STEPS * BATCH
     assert (Path(run.export_path) / "policy.json").is_file()
     right = [*told_rightly(run)]

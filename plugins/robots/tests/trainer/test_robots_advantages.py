@@ -148,7 +148,7 @@ def test_shapes_that_do_not_fit_are_refused():
     ],
 )
 def test_a_score_is_earned_by_the_last_executed_action_of_its_row(how, earned):
-    """Three chunks of two actions: the first episode ended within its second chunk, the other one at the last action."""
+    """Three chunks of two actions: the first ended within its second chunk, the other at the last action."""
     rewards = torch.tensor([[[1.0, 2], [3, 0], [0, 0]], [[1, 1], [1, 1], [1, 1]]])
     valid = torch.tensor([[[True, True], [True, False], [False, False]], [[True, True]] * 3])
     assert alg.with_scores(rewards, valid, torch.tensor([10.0, -2.0]), how).tolist() == earned
