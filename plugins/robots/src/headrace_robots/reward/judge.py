@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from headrace_reward.scorers.base import Answer, AnswerFailed, Score, ScorerError
@@ -19,6 +19,9 @@ from headrace_servicekit.registry import plugin
 from pydantic import Field, PositiveInt, field_validator
 
 from headrace_robots.reward.success import EXTRA, ToldOptions, is_trial, pictures_of
+
+if TYPE_CHECKING:
+    from headrace_modelkit.classifier import Seen
 
 INSTRUCTION = "{instruction}"
 QUESTION = (
@@ -101,7 +104,7 @@ class PictureJudge:
         """As `score_batch`, of one episode."""
         return self.score_batch([answer])[0]
 
-    def _prompt(self, answer: Answer) -> Any:
+    def _prompt(self, answer: Answer) -> Seen:
         """The pictures, those of several cameras behind their names, and the question."""
         cameras, blank = self._options.cameras, np.zeros((1, 32, 32, 3), np.uint8)
         shown: Mapping[str, np.ndarray] = dict.fromkeys(cameras or [""], blank)
@@ -142,7 +145,7 @@ class PictureJudge:
         if len(ids) != 1 or ids[0] == codec.tokenizer.unk_token_id:
             pieces = " ".join(map(repr, codec.tokenizer.convert_ids_to_tokens(ids)))
             reason = (
-                f"{word!r} is not one token of this model ({pieces}), as the first of which it would be read"
+                f"{word!r} is not one token of this model ({pieces}), and a reply's first token alone is read"
             )
             raise ScorerError(f"options.{field}[{place}]", f"{reason}; give words of one token each")
         return ids[0]
