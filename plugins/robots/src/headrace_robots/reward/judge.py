@@ -89,16 +89,12 @@ class PictureJudge:
         Raises AnswerFailed for an episode that it cannot be asked about, ScorerError where memory is short.
         """
         prompts = [self._prompt(each) for each in answers]
-        words = [*self._yes, *self._no]
+        words, count = [*self._yes, *self._no], len(self._yes)
         with computing(self._device):
             found_BK = self._viewer.log_probs(prompts, words, self._options.batch_tokens)
-        yes_B, no_B = (part.logsumexp(-1) for part in found_BK.split([len(self._yes), len(self._no)], -1))
-        scores: list[Score] = []
-        for probability, answered in zip(
-            (yes_B - no_B).sigmoid().tolist(), yes_B.logaddexp(no_B).exp().tolist(), strict=True
-        ):
-            scores.append({**self._options.told(probability), "answered": answered})
-        return scores
+        yes_B, no_B = found_BK[:, :count].logsumexp(-1), found_BK[:, count:].logsumexp(-1)
+        told = zip((yes_B - no_B).sigmoid().tolist(), yes_B.logaddexp(no_B).exp().tolist(), strict=True)
+        return [{**self._options.told(yes), "answered": answered} for yes, answered in told]
 
     def score(self, answer: Answer) -> Score:
         """As `score_batch`, of one episode."""
