@@ -21,11 +21,12 @@ SHOWN = (("mark", 0.2, (60, 180, 75)), ("ball", 0.12, (200, 60, 40)), ("hand", 0
 class Bring(gymnasium.Env[dict[str, Any], np.ndarray]):
     """The camera's picture alone shows ball and mark; `place` is the hand's own, as a robot knows it.
 
-    With `expert` there is `expert_action` too, which goes straight to the ball and then to the mark.
+    With `expert` there is `expert_action` too, which goes straight to the ball and then to the mark. Without `ends` a
+    success neither ends an episode nor is rewarded.
     """
 
-    def __init__(self, expert: bool = False) -> None:
-        self.expert = expert
+    def __init__(self, expert: bool = False, ends: bool = True) -> None:
+        self.expert, self.ends = expert, ends
         self.action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
         self.observation_space = gymnasium.spaces.Dict(
             {
@@ -53,7 +54,8 @@ class Bring(gymnasium.Env[dict[str, Any], np.ndarray]):
             self.ball = self.hand
         before, self.way = self.way, self._way()
         done = self.held and self.way < NEAR
-        return self._seen(), REWARD * (before - self.way) + float(done), done, False, {"success": done}
+        ended = done and self.ends
+        return self._seen(), REWARD * (before - self.way) + float(ended), ended, False, {"success": done}
 
     def render(self) -> np.ndarray:
         image = np.full((SIDE, SIDE, 3), 230, np.float32)

@@ -40,7 +40,7 @@ def fleet(**simulators: frozenset[str]) -> FleetView:
                 "episode_algorithm_options": frozenset(EPISODE_ALGORITHMS.capabilities(pytest.fail)),
             },
             "rollout": {"engines": frozenset({"transformers"})},
-            "reward": {"scorers": frozenset({"episode"})},
+            "reward": {"scorers": frozenset({"episode", "success_classifier"})},
             "simulator": simulators,
         },
         instances={"trainer": 1, "rollout": 1, "reward": 1, **({"simulator": 1} if simulators else {})},

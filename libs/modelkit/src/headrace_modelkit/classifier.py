@@ -1,7 +1,7 @@
-"""A classifier of sequences or tokens as a reward model: loaded, asked about many sequences in batches of tokens, and
-made of a causal language model's body and a scalar head.
+"""Models that judge: a classifier of sequences or tokens, asked about many sequences in batches of tokens, or made of a
+causal language model's body and a scalar head; a vision-language model, asked what it would say first about pictures.
 
-Shapes: B sequences, T positions, L labels. Knows no reward and no message.
+Shapes: B sequences, T positions, L labels, K words. Knows no reward and no message.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from headrace_schema.images import VISION_FAMILIES
 from headrace_schema.sections.generating import ModelSection
 from torch import Tensor
 from transformers import (
@@ -19,10 +20,27 @@ from transformers import (
     PreTrainedModel,
 )
 
+from headrace_modelkit.devices import moved
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.loading import DTYPES, context_limit, load_architecture, reading, trusted
+from headrace_modelkit.loading import (
+    DTYPES,
+    body_of,
+    context_limit,
+    load_architecture,
+    load_model,
+    reading,
+    reads_images,
+    trusted,
+)
+from headrace_modelkit.logprobs import Head
 from headrace_modelkit.model_files import empty_model, parameters_on_meta
+from headrace_modelkit.pictures import Span
+from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
+from headrace_modelkit.vision import Pictures, language_inputs
 from headrace_modelkit.weights import state_tensors
+
+Seen = tuple[list[int], list[Span]]
+"""Ids of a prompt, and where its pictures are among them."""
 
 
 class Classifier:
@@ -104,6 +122,64 @@ class Classifier:
             last_B = torch.tensor([len(ids) - 1 for ids in sequences], device=device)
             logits = logits[torch.arange(len(sequences), device=device), last_B]
         return logits.float().cpu()
+
+
+class Viewer:
+    """A vision-language model that is asked about pictures, on one device: what it would say first."""
+
+    def __init__(self, model: PreTrainedModel, codec: TextCodec, longest: int) -> None:
+        assert codec.images is not None
+        self.model, self.codec, self.longest = model, codec, longest
+        self._reader, self._head = codec.images, Head.of(model)
+
+    @classmethod
+    def load(cls, path: str, revision: str | None, dtype: str, device: str) -> Viewer:
+        """As `Classifier.load`; raises ModelNotReadable also for a model that reads no pictures, or no chat."""
+        section = ModelSection.model_validate({"path": path, "revision": revision, "dtype": dtype})
+        architecture = load_architecture(section)
+        if not reads_images(architecture):
+            raise ModelNotReadable(
+                f"{path!r} is a {architecture.model_type}, which reads no pictures; give a vision-language model: "
+                + ", ".join(VISION_FAMILIES)
+            )
+        codec = load_tokenizer(section)
+        if not codec.tokenizer.chat_template:
+            raise ModelNotReadable(
+                f"{path!r} has no chat template; give a model that was tuned to follow instructions"
+            )
+        return cls(load_model(section, device=device), codec, context_limit(section, architecture))
+
+    def prompt(self, text: str, pictures: Sequence[bytes], arguments: Mapping[str, Any]) -> Seen:
+        """A user's message, whose marks stand for image files, and the beginning of the reply. Raises ValueError."""
+        chat = [{"role": "user", "content": text}]
+        ids = self.codec.encode_prompt(chat=chat, images=pictures, arguments=arguments)
+        images = [self._reader.read(data) for data in pictures]
+        return ids, [Span(*each) for each in zip(self._reader.starts(ids, images), images, strict=True)]
+
+    def log_probs(self, prompts: Sequence[Seen], words: Sequence[int], batch_tokens: int) -> Tensor:
+        """(B, K) fp32 log-probs on the CPU of these ids as the first of a reply; batches as in `Classifier.logits`."""
+        found_BK = torch.empty(len(prompts), len(words))
+        with torch.inference_mode():
+            for places in _batches([len(ids) for ids, _ in prompts], batch_tokens):
+                log_probs_BV = self._forward([prompts[place] for place in places])
+                found_BK[places] = log_probs_BV[:, list(words)].cpu()
+        return found_BK
+
+    def _forward(self, prompts: Sequence[Seen]) -> Tensor:
+        lengths = [len(ids) for ids, _ in prompts]
+        # Causal attention never looks right, so padding behind a prompt needs no mask.
+        tokens_BT = torch.full((len(prompts), max(lengths)), self.codec.pad_id)
+        for row, (ids, _) in enumerate(prompts):
+            tokens_BT[row, : len(ids)] = torch.tensor(ids)
+        device = self.model.device
+        pictures = Pictures.of_rows([spans for _, spans in prompts], max(lengths), self._reader)
+        body: Any = body_of(self.model)
+        inputs = language_inputs(body, tokens_BT.to(device), moved(pictures, device))
+        hidden_BTD = body.language_model(**inputs, use_cache=False).last_hidden_state
+        last_B = torch.tensor(lengths, device=device) - 1
+        return self._head.logits(hidden_BTD[torch.arange(len(prompts), device=device), last_B]).log_softmax(
+            -1
+        )
 
 
 def empty_judge(config: ModelSection, form: str) -> PreTrainedModel:

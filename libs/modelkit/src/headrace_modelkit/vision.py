@@ -76,6 +76,27 @@ class Pictures:
             torch.from_numpy(blocks_N).view(positions_3RL.shape[1:]) if reader.looks_ahead else None,
         )
 
+    @classmethod
+    def of_rows(
+        cls,
+        rows: Sequence[Sequence[Span]],
+        length: int,
+        reader: ImageReader,
+        known: Sequence[int] | None = None,
+    ) -> Pictures:
+        """From the files of R contexts, of which a row has `length` tokens behind the first `known` ones, or from the
+        first on.
+        """
+        placed = list[Placed]()
+        positions_3RL = np.zeros((3, len(rows), length), np.int64)
+        for row, (spans, before) in enumerate(zip(rows, known or [0] * len(rows), strict=True)):
+            positions_3RL[:, row] = rope_positions(before + length, spans)[:, before:]
+            for span in spans:
+                if span.start >= before:
+                    first = row * length + span.start - before
+                    placed.append((np.arange(span.image.tokens) + first, span.image))
+        return cls.of(placed, positions_3RL, reader)
+
 
 def inputs_of_all(files: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Inputs of several files by name, each filled up to the longest in sounds and in patches of an image."""

@@ -137,3 +137,18 @@ def test_groups_compare_trajectories_and_learn_nothing_after_a_success(chunk, no
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="shape"):
         alg.chunk_rewards(torch.zeros(2, 3, 4), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("how", "earned"),
+    [
+        ("none", [[[1, 2], [3, 0], [0, 0]], [[1, 1], [1, 1], [1, 1]]]),
+        ("add", [[[1, 2], [13, 0], [0, 0]], [[1, 1], [1, 1], [1, -1]]]),
+        ("replace", [[[0, 0], [10, 0], [0, 0]], [[0, 0], [0, 0], [0, -2]]]),
+    ],
+)
+def test_a_score_is_earned_by_the_last_executed_action_of_its_row(how, earned):
+    """Three chunks of two actions: the first ended within its second chunk, the other at the last action."""
+    rewards = torch.tensor([[[1.0, 2], [3, 0], [0, 0]], [[1, 1], [1, 1], [1, 1]]])
+    valid = torch.tensor([[[True, True], [True, False], [False, False]], [[True, True]] * 3])
+    assert alg.with_scores(rewards, valid, torch.tensor([10.0, -2.0]), how).tolist() == earned

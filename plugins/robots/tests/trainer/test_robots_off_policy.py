@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sqlite3
+from contextlib import closing
+
 import grpc
 import numpy as np
 import pytest
@@ -113,6 +117,36 @@ async def test_a_restored_run_goes_on_to_the_bit_and_forgets_what_came_after(
     assert repeated.figures["replay_episodes"] == 12
 
 
+SCORED = [
+    ("sac", "none", [0.5, 1.0]),
+    ("sac", "add", [0.5, 3.5]),
+    ("sac", "replace", [0.0, 2.5]),
+    ("recap", "replace", [0.0, 2.5]),
+    ("success_cloning", "add", [0.5, 3.5]),
+]
+"""What is stored of two actions that earned 1 and 2, of an episode that is worth 5 to the scorers, by half."""
+
+
+@pytest.mark.parametrize(("name", "score", "earned"), SCORED)
+async def test_the_last_chunk_of_a_stored_episode_earns_its_score(
+    name, score, earned, client, off_policy, robots, settled_digest
+):
+    options = {"score": score, "reward_scale": 0.5, "updates_per_action": 0}
+    config = off_policy(name, options | ({"weigh": "return"} if name == "success_cloning" else {}))
+    if name == "success_cloning":
+        config["algorithm"]["options"].pop("critic_hidden")
+    version = (await client.open(config)).version
+    (played,) = robots.play(new_policy(config), [robots.Reach(horizon=2)], [0], 0)
+    played = dataclasses.replace(played, rewards_TC=np.array([[1.0], [2.0]], np.float32))
+    groups = [robots.settled(place, [played], version, reward=lambda episode: 5.0) for place in range(4)]
+    await step(client, groups, version, settled_digest)
+    (path,) = (client.directory / "replay").glob("*.sqlite")
+    with closing(sqlite3.connect(path)) as file:
+        totals = file.execute("SELECT chunks, total, body FROM episodes").fetchall()
+    assert [(chunks, total) for chunks, total, _ in totals] == [(2, sum(earned))] * 4
+    assert np.frombuffer(totals[0][2], np.float32)[-2:].tolist() == earned, "rewards are the last of a body"
+
+
 async def test_an_attempt_that_is_aborted_leaves_the_store_as_it_was(
     client, off_policy, played, settled_digest
 ):
@@ -147,6 +181,13 @@ async def test_an_attempt_that_is_aborted_leaves_the_store_as_it_was(
         ("rlpd", {"policy": {"head": "squashed"}}, "trainer.warmup.demonstrations", "half|0.5 of each batch"),
         ("dagger", {"options": {"expert": "/nowhere"}}, "algorithm.options.expert", "/nowhere"),
         ("dagger", {}, "algorithm.options.expert", "name a policy's directory"),
+        ("dagger", {"options": {"score": "add"}}, "algorithm.options.score", "score"),
+        (
+            "success_cloning",
+            {"options": {"score": "replace"}},
+            "algorithm.options",
+            "weigh: success reads none; set weigh: return",
+        ),
         ("recap", {"policy": {"conditioned": False}}, "model.policy.conditioned", "conditioned: true"),
         (
             "crossq",
@@ -165,7 +206,7 @@ async def test_an_attempt_that_is_aborted_leaves_the_store_as_it_was(
 async def test_what_does_not_go_together_is_refused_by_key(name, change, key, said, client, off_policy):
     with pytest.raises(grpc.aio.AioRpcError, match=said) as caught:
         config = off_policy(name, **change)
-        if name == "dagger":  # which has no critics
+        if name in ("dagger", "success_cloning"):  # which have no critics
             config["algorithm"]["options"].pop("critic_hidden")
         await client.open(config)
     assert key in caught.value.details()

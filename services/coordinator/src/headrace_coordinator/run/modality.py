@@ -95,6 +95,10 @@ class Modality(ABC):
     def prompt(self, item: DataItem, asked: Asked = AS_TRAINED) -> rollout.Prompt:
         """The prompt of an item, or where its episode begins."""
 
+    def instruction(self, item: DataItem) -> str:
+        """What an episode's task asks for, in words; "" where nothing says it."""
+        return ""
+
     @abstractmethod
     def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:
         """The first message of a rollout's stream; its header is left to the client."""
@@ -191,9 +195,13 @@ class Episodes(Modality):
     @override
     def prompt(self, item: DataItem, asked: Asked = AS_TRAINED) -> rollout.Prompt:
         start = rollout.EpisodeStart(**item.metadata, record=asked.record)
-        if said := self._pools.instruction(start.task):
+        if said := self.instruction(item):
             start.instruction = self._dataset.prompt(replace(item, question=said)).text or ""
         return rollout.Prompt(episode=start)
+
+    @override
+    def instruction(self, item: DataItem) -> str:
+        return self._pools.instruction(item.metadata["task"])
 
     @override
     def opening(self, worker: RolloutClient, sampling: Sampling) -> Opening:

@@ -41,7 +41,7 @@ class Answer:
     """All answers to the prompt, by sample: with `reward.give: [group]`, in a stage that waits for whole groups."""
     pictures: Mapping[str, Any] | None = None
     """Of a robot's training episode, with `reward.pictures`: uint8 arrays (N, height, width, channels) by camera, in
-    their order.
+    their order. `metadata` has `instruction` then, what the task asks for, or "".
     """
     episode: Mapping[str, Any] | None = None
     """Of a conversation with an environment: `return`, `success`, `steps` and `rewards`, one a turn; with several

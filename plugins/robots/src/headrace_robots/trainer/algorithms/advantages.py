@@ -6,12 +6,29 @@ several episodes, one after the other. `valid` is true at actions that were exec
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from headrace_trainer.algorithms.functional.advantages.returns import Advantages, gae_advantages
 from headrace_trainer.algorithms.functional.tensors import as_float, bool_mask, masked
 from torch import Tensor
 
-__all__ = ["chunk_rewards", "episode_advantages", "until_success_mask"]
+__all__ = ["chunk_rewards", "episode_advantages", "until_success_mask", "with_scores"]
+
+
+@torch.no_grad()
+def with_scores(
+    rewards_BTC: Tensor, valid_BTC: Tensor, scores_B: Tensor, how: Literal["none", "add", "replace"]
+) -> Tensor:
+    """(B, T, C) what actions earn, for rows of one episode each: the environment's rewards, and each row's score at its
+    last executed action, where `how` says so.
+    """
+    if how == "none":
+        return rewards_BTC
+    valid_BN = valid_BTC.flatten(1)
+    last_BN = valid_BN & (valid_BN.flip(1).long().cumsum(1).flip(1) == 1)
+    scored_BTC = (last_BN * scores_B[:, None]).view(rewards_BTC.shape)
+    return scored_BTC if how == "replace" else rewards_BTC + scored_BTC
 
 
 @torch.no_grad()

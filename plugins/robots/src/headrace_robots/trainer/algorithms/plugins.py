@@ -69,7 +69,17 @@ class EpisodeOptions(PolicyOptions):
         return self
 
 
-class EpisodePpoOptions(EpisodeOptions, ActorCriticOptions):
+class ScoreOptions(Options):
+    """What algorithms take that learn from rewards of single actions."""
+
+    score: Literal["none", "add", "replace"] = Field(
+        default="none",
+        description="what the scorers' reward of an episode does to the environment's rewards: nothing, it is added to "
+        "that of the last action, or it is all that the last action earns, and the others earn nothing",
+    )
+
+
+class EpisodePpoOptions(EpisodeOptions, ScoreOptions, ActorCriticOptions):
     """`algorithm.options` of ppo for episodes."""
 
     ratio_options: ClassVar[frozenset[str]] = ActorCriticOptions.ratio_options
@@ -82,11 +92,6 @@ class EpisodePpoOptions(EpisodeOptions, ActorCriticOptions):
     )
     whiten: bool = Field(default=True, description="whiten advantages over the batch's executed actions")
     reward_scale: PositiveFloat = Field(default=1.0, description="factor of the rewards")
-    score: Literal["none", "add", "replace"] = Field(
-        default="none",
-        description="what the scorers' reward of an episode does to the environment's rewards: nothing, it is added to "
-        "that of the last action, or it is all that the last action earns, and the others earn nothing",
-    )
 
 
 class EpisodeGrpoOptions(EpisodeOptions, GrpoOptions):

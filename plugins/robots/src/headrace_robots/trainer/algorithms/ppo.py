@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from headrace_trainer.algorithms.functional.advantages.returns import whiten
 from headrace_trainer.algorithms.ppo import Ppo
-from torch import Tensor
 
 from headrace_robots.trainer.algorithms._base import Credit, EpisodeOutcomes
 from headrace_robots.trainer.algorithms._terms import EpisodeTerms
-from headrace_robots.trainer.algorithms.advantages import chunk_rewards, episode_advantages
+from headrace_robots.trainer.algorithms.advantages import chunk_rewards, episode_advantages, with_scores
 from headrace_robots.trainer.algorithms.plugins import EpisodePpoOptions
 
 
@@ -17,15 +16,6 @@ class EpisodePpo(EpisodeTerms, Ppo):
 
     options: EpisodePpoOptions
 
-    def _earned(self, outcomes: EpisodeOutcomes) -> Tensor:
-        """(B, T, C) rewards of the environment, of the scorers, or of both, as `score` says."""
-        if self.options.score == "none":
-            return outcomes.rewards_BTC
-        valid_BN = outcomes.valid_BTC.flatten(1)
-        last_BN = valid_BN & (valid_BN.flip(1).long().cumsum(1).flip(1) == 1)
-        scored_BTC = (last_BN * outcomes.rewards_B[:, None]).view(outcomes.rewards_BTC.shape)
-        return scored_BTC if self.options.score == "replace" else outcomes.rewards_BTC + scored_BTC
-
     def credit(self, outcomes: EpisodeOutcomes) -> Credit:
         """GAE over chunks: an action has its chunk's advantage (RLinf's reward_type chunk_level, at any logprob_type).
 
@@ -33,7 +23,8 @@ class EpisodePpo(EpisodeTerms, Ppo):
         action would need the part of it that was expected, too: alone it would leave that part as noise.
         """
         chosen, mask_BTC = self.options, outcomes.learned_BTC
-        rewards_BTC = self._earned(outcomes) * chosen.reward_scale
+        earned_BTC = with_scores(outcomes.rewards_BTC, outcomes.valid_BTC, outcomes.rewards_B, chosen.score)
+        rewards_BTC = earned_BTC * chosen.reward_scale
         chunks_BT = outcomes.valid_BTC.any(-1)
         ends_BT = chunks_BT & (chunks_BT.flip(1).long().cumsum(1).flip(1) == 1)
         advantages_BT, returns_BT = episode_advantages(

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Many
 
 import msgspec
 import numpy as np
+import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.intake import admitted
@@ -26,6 +27,7 @@ from headrace_trainer.learning.samples import (
 )
 from typing_extensions import override
 
+from headrace_robots.trainer.algorithms.advantages import with_scores
 from headrace_robots.trainer.learner import data_of, keyed, record_of
 from headrace_robots.trainer.off_policy.algorithm import OffPolicyAlgorithm
 
@@ -70,8 +72,14 @@ class OffPolicyLearner(PassesLearner[range, int]):
 
     def _data(self, key: EpisodeKey, member: EpisodeMember) -> EpisodeData:
         data, episode = data_of(key, member), member.episode
+        earned_BTC = with_scores(
+            torch.from_numpy(episode.rewards_TC)[None],
+            torch.from_numpy(episode.valid_TC)[None],
+            torch.tensor([member.reward], dtype=torch.float32),
+            getattr(self._algorithm.options, "score", "none"),  # dagger learns from no reward
+        )
         outcome = {
-            "rewards": np.where(episode.valid_TC, episode.rewards_TC, 0).sum(1).astype(np.float32),
+            "rewards": np.where(episode.valid_TC, earned_BTC[0].numpy(), 0).sum(1).astype(np.float32),
             "ended": np.array([episode.terminated, episode.success]),
             "version": np.array([member.policy_number]),
         }

@@ -8,6 +8,8 @@ from headrace_servicekit.registry import Options, Plugin
 from headrace_trainer.algorithms.plugins import OFF_POLICY, Count
 from pydantic import Field, PositiveFloat, model_validator
 
+from headrace_robots.trainer.algorithms.plugins import ScoreOptions
+
 PERSON = "person"
 """In place of an expert's directory: who intervenes at a real robot."""
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -56,7 +58,7 @@ class ReplayOptions(Options):
     reward_scale: PositiveFloat = Field(default=1.0, description="factor of the rewards")
 
 
-class ValueOptions(ReplayOptions):
+class ValueOptions(ReplayOptions, ScoreOptions):
     """What those that learn values take."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -181,7 +183,7 @@ class DaggerOptions(ReplayOptions):
     )
 
 
-class CloningOptions(ReplayOptions):
+class CloningOptions(ReplayOptions, ScoreOptions):
     """`algorithm.options` of success_cloning."""
 
     weigh: Literal["success", "return"] = Field(
@@ -193,6 +195,14 @@ class CloningOptions(ReplayOptions):
         description="with return: an episode weighs exp of this times its return's distance from the mean, in standard "
         "deviations",
     )
+
+    @model_validator(mode="after")
+    def _scores_are_read(self) -> Self:
+        if self.score != "none" and self.weigh == "success":
+            raise ValueError(
+                f"score: {self.score} changes rewards, and weigh: success reads none; set weigh: return"
+            )
+        return self
 
 
 class RecapOptions(ValueOptions):

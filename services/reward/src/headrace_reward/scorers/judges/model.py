@@ -1,11 +1,16 @@
-"""Reward models: classifiers of transformers, in the scorer's own process; of whole answers, or of their beginnings."""
+"""Reward models: classifiers of transformers, in the scorer's own process; of whole answers, or of their beginnings.
+
+And what each scorer needs that holds a model: its device, and what to say where the model does not load or compute.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from headrace_servicekit.registry import Options, plugin
@@ -51,7 +56,13 @@ class RewardModel:
 
     def __init__(self, options: RewardModelOptions) -> None:
         self._options = options
-        self._model = self._load()
+        self._device = compute_device(options.threads, _EXTRA)
+        with loading(self._device):
+            from headrace_modelkit.classifier import Classifier
+
+            self._model: Classifier = Classifier.load(
+                options.path, options.revision, options.dtype, self._device
+            )
         several = self._model.labels > 1
         if several and (options.label is None or options.label >= self._model.labels):
             names = self._model.model.config.id2label
@@ -85,13 +96,8 @@ class RewardModel:
         import torch
 
         options = self._options
-        try:
+        with computing(self._device):
             logits_BL = self._model.logits(ids, options.batch_tokens)
-        except (MemoryError, RuntimeError) as error:
-            reason = (
-                f"the reward model cannot be computed on {_device()}: {str(error)[:200]}; lower batch_tokens"
-            )
-            raise ScorerError("options.batch_tokens", reason) from error
         if options.label is not None:
             found = torch.softmax(logits_BL, -1)[:, options.label]
         else:
@@ -139,30 +145,47 @@ class RewardModel:
             )
         return ids
 
-    def _load(self) -> Classifier:
-        try:
-            import torch
-            from headrace_modelkit.classifier import Classifier
-            from headrace_modelkit.errors import ModelNotReadable
-        except ImportError as error:
-            raise ScorerError("name", _EXTRA) from error
-        options = self._options
-        torch.set_num_threads(options.threads)
-        device = _device()
-        if device != "cpu" and not torch.cuda.is_available():
-            reason = "the reward service has a GPU's lease, and torch reaches none there; install torch with CUDA, or "
-            raise ScorerError("name", f"{reason}name CPU slots in placement.reward")
-        try:
-            return Classifier.load(options.path, options.revision, options.dtype, device)
-        except ModelNotReadable as error:
-            raise ScorerError("options.path", str(error).removeprefix("model.path: ")) from error
-        except (MemoryError, RuntimeError, OSError) as error:
-            raise ScorerError("options.path", _no_room(device, str(error))) from error
+
+def compute_device(threads: int, extra: str) -> str:
+    """The GPU of the lease that this process was started under; without one the CPU, with so many threads.
+
+    Raises ScorerError: what `extra` brings is not installed, or torch reaches no GPU.
+    """
+    if any(find_spec(package) is None for package in ("torch", "headrace_modelkit")):
+        raise ScorerError("name", extra)
+    import torch
+
+    torch.set_num_threads(threads)
+    device = "cuda:0" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu"
+    if device != "cpu" and not torch.cuda.is_available():
+        reason = (
+            "the reward service has a GPU's lease, and torch reaches none there; install torch with CUDA, or "
+        )
+        raise ScorerError("name", f"{reason}name CPU slots in placement.reward")
+    return device
 
 
-def _device() -> str:
-    """The GPU of the lease that this process was started under; without one, the CPU."""
-    return "cuda:0" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu"
+@contextmanager
+def loading(device: str) -> Iterator[None]:
+    """Raises ScorerError for a model of `options.path` that cannot be read, or for which there is no room."""
+    from headrace_modelkit.errors import ModelNotReadable
+
+    try:
+        yield
+    except ModelNotReadable as error:
+        raise ScorerError("options.path", str(error).removeprefix("model.path: ")) from error
+    except (MemoryError, RuntimeError, OSError) as error:
+        raise ScorerError("options.path", _no_room(device, str(error))) from error
+
+
+@contextmanager
+def computing(device: str) -> Iterator[None]:
+    """Raises ScorerError for a batch for which there is no memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        reason = f"the model cannot be computed on {device}: {str(error)[:200]}; lower batch_tokens"
+        raise ScorerError("options.batch_tokens", reason) from error
 
 
 def _no_room(device: str, said: str) -> str:
@@ -176,4 +199,4 @@ def _no_room(device: str, said: str) -> str:
         if device != "cpu"
         else "give HEADRACE_REWARD_MEMORY_BYTES more, or dtype: bfloat16"
     )
-    return f"the reward model does not load on {device}: {said[:200]}{held}; {fix}"
+    return f"the model does not load on {device}: {said[:200]}{held}; {fix}"

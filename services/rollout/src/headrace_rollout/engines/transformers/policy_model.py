@@ -24,7 +24,7 @@ from headrace_modelkit.loading import body_of, context_limit, load_architecture,
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS, Head
 from headrace_modelkit.pictures import ImageReader, Span, place_number
 from headrace_modelkit.products import PackedLayers, PackedWeight
-from headrace_modelkit.vision import Pictures, Placed, language_inputs, rope_positions, rope_shift
+from headrace_modelkit.vision import Pictures, language_inputs, rope_shift
 from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.learning import DraftSection
 from numpy.typing import NDArray
@@ -200,16 +200,8 @@ class PolicyModel(HeldModel):
         assert self._images is not None
         known = known or [0] * len(contexts)
         length = max(len(context) - before for context, before in zip(contexts, known, strict=True))
-        found: list[Placed] = []
-        positions_3PT = np.zeros((3, len(contexts), length), np.int64)
-        for row, (context, own, before) in enumerate(zip(contexts, images, known, strict=True)):
-            spans = self._spans(context, own)
-            positions_3PT[:, row] = rope_positions(before + length, spans)[:, before:]
-            for span in spans:
-                if span.start >= before:
-                    first = row * length + span.start - before
-                    found.append((np.arange(span.image.tokens) + first, span.image))
-        return moved(Pictures.of(found, positions_3PT, self._images), self.device)
+        rows = [self._spans(context, own) for context, own in zip(contexts, images, strict=True)]
+        return moved(Pictures.of_rows(rows, length, self._images, known), self.device)
 
     def extend(
         self,

@@ -6,6 +6,7 @@ what it is worth; this module asks. Knows no reward instance.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
@@ -65,6 +66,8 @@ class Rewards:
         item = score_item(question, message, trajectory.tokens, evaluation=False)
         if self._context.spec.reward.pictures:
             add_pictures(item, message)
+            asked = {**question.metadata, "instruction": self._context.modality.instruction(question)}
+            item.metadata_json = json.dumps(asked)
         if self._flow is None:
             self.scoring.put(item)
             return
