@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from headrace.client.specs import load_spec
+from headrace.client.specs import load_spec, load_specs
 from headrace.common.v1 import common_pb2 as common
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.api.submission.fleet_view import FleetView
@@ -27,7 +27,11 @@ from headrace_schema.spec import RunSpec
 
 FLOAT, PIXEL = common.DATA_TYPE_FLOAT64, common.DATA_TYPE_UINT8
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "embodied"
-EXAMPLES = sorted(FOLDER.glob("*.yaml"))
+EXAMPLES = [
+    pytest.param(path, at, id=f"{path.stem}-{at}" if at else path.stem)
+    for path in sorted(FOLDER.glob("*.yaml"))
+    for at in range(len(load_specs(path)))
+]
 RECIPES = sorted(path for path in FOLDER.parent.glob("reproduce/*.yaml") if not path.name.startswith("qwen"))
 
 
@@ -52,9 +56,12 @@ def check(spec: RunSpec, fleet: FleetView) -> list[KeyProblemView]:
     return problems_of(Submission(spec, fleet, Dataset.open(spec.data, spec.seed)))
 
 
-def read(path: Path, policies: Path, **more: object) -> RunSpec:
-    """An example; a policy directory and a data set that it names are there."""
-    given = load_spec(path, more)
+def read(path: Path, policies: Path, at: int = 0, **more: object) -> RunSpec:
+    """A run of an example; a policy directory and a data set that it names are there."""
+    runs = load_specs(path)
+    given = load_spec(runs[at], more)
+    if given.pop("after", None):  # a fleet gives it the policy of the run before
+        given["model"] = runs[at - 1]["model"]
     if directory := given["model"].get("path"):
         made = policies / Path(directory).name
         made.mkdir()
@@ -62,16 +69,16 @@ def read(path: Path, policies: Path, **more: object) -> RunSpec:
             (made / name).touch()
         given["model"]["path"] = str(made)
     if given["data"].get("source") == "lerobot":
-        shown = np.zeros(given["model"]["policy"]["state_size"], np.float32), np.zeros(4, np.float32)
+        shown = np.zeros(39, np.float32), np.zeros(4, np.float32)
         episodes = [EpisodeData("push", *([each] * 3 for each in shown)) for _ in range(8)]
         write_data_set(policies / "shown", episodes, {})
         given["data"]["options"]["path"] = str(policies / "shown")
     return RunSpec.model_validate(given)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_a_fleet_takes_the_example(path: Path, tmp_path: Path):
-    spec = read(path, tmp_path)
+@pytest.mark.parametrize(("path", "at"), EXAMPLES)
+def test_a_fleet_takes_the_example(path: Path, at: int, tmp_path: Path):
+    spec = read(path, tmp_path, at)
     backends = frozenset({"gymnasium", "metaworld", "maniskill", "libero", "world"})
     assert check(spec, fleet(backends=backends)) == []
 
@@ -120,9 +127,9 @@ def test_a_tiny_policy_of_the_published_layout_fits_what_its_recipe_shows(kind: 
         fit(None, own, {"libero": pool}, file)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_what_it_lacks_is_named(path: Path, tmp_path: Path):
-    spec = read(path, tmp_path, **{"algorithm.options.kl_loss_coef": 0.1})
+@pytest.mark.parametrize(("path", "at"), EXAMPLES)
+def test_what_it_lacks_is_named(path: Path, at: int, tmp_path: Path):
+    spec = read(path, tmp_path, at, **{"algorithm.options.kl_loss_coef": 0.1})
     without = {found.key for found in check(spec, fleet())}
     acts = spec.environment is not None
     assert without == {"algorithm.options.kl_loss_coef"} | ({"environment"} if acts else set())
