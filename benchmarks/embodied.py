@@ -25,6 +25,7 @@ from typing import Any
 from _curves import draw
 from _harness import Fleet, emit, headrace, machine, say
 from headrace.client import Client, Event, Trajectory, load_spec
+from headrace.client.specs import load_specs
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "embodied"
 UNSEEN = 48
@@ -59,13 +60,17 @@ def main(arguments: Sequence[str] | None = None, runs_of: Callable[..., Any] | N
     emit("embodied", flat(runs, options.level))
 
 
+def recipes() -> list[str]:
+    """Names of the examples of one run."""
+    return sorted(path.stem for path in EXAMPLES.glob("*.yaml") if len(load_specs(path)) == 1)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; those of the command line where `arguments` is None."""
-    known = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipes", nargs="+", choices=known, default=["reach", "push", "reach_sparse"])
+    parser.add_argument("--recipes", nargs="+", choices=recipes(), default=["reach", "push", "reach_sparse"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every run's spec")
     parser.add_argument("--level", type=float, default=0.9, help="score whose actions are counted")

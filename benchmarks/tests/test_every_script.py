@@ -101,8 +101,8 @@ def specs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "growth", growth.make_spec(2)
     for name, (path, changes) in ALGORITHMS.items():
         yield f"algorithms {name}", load_spec(path, [*changes, *overrides(0, 2, MODEL)])
-    for path in embodied.EXAMPLES.glob("*.yaml"):
-        yield f"embodied {path.stem}", load_spec(path, ["seed=0"])
+    for name in embodied.recipes():
+        yield f"embodied {name}", load_spec(embodied.EXAMPLES / f"{name}.yaml", ["seed=0"])
 
 
 def test_services_know_every_run_that_a_script_submits(tmp_path):
