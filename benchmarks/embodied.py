@@ -24,8 +24,7 @@ from typing import Any
 
 from _curves import draw
 from _harness import Fleet, emit, headrace, machine, say
-from headrace.client import Client, Event, Trajectory, load_spec
-from headrace.client.specs import load_specs
+from headrace.client import Client, Event, Trajectory, load_spec, load_specs
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "embodied"
 UNSEEN = 48
