@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import torch
 import yaml
@@ -303,3 +306,28 @@ def test_a_directory_is_never_overwritten(headrace, spec, tmp_path):
     assert done.returncode == 2 and "remove it, or give another directory" in done.stderr
     done = headrace("demonstrations", "collect", str(spec()))
     assert done.returncode == 2 and "trainer.warmup.demonstrations" in done.stderr
+
+
+HOLDS = """
+import asyncio
+from headrace_robots.cli.collecting import simulator
+
+async def main():
+    async with simulator(""):
+        print("ready", flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_simulator_does_not_outlive_a_command_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout and command.stdout.readline() == "ready\n"
+        started = psutil.Process(command.pid).children(recursive=True)
+        command.kill()
+    assert started
+    _, living = psutil.wait_procs(started, timeout=30)
+    for process in living:
+        process.kill()
+    assert not living

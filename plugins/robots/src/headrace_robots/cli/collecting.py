@@ -28,6 +28,7 @@ from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_cli.errors import EXIT_USER_ERROR, CommandError, user_error
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.causes import cause_first
+from headrace_servicekit.process.spawn import start_child
 from headrace_servicekit.rpc.addresses import LOOPBACK, free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.episodes import IMAGE, STATE, is_image
@@ -88,14 +89,14 @@ async def collect(wanted: Collection, python: str, say: Callable[[str], None]) -
 
 @asynccontextmanager
 async def simulator(python: str) -> AsyncIterator[simulator_pb2_grpc.SimulatorServiceStub]:
-    """A simulator service in a process of its own, which ends with the block. Raises CommandError."""
+    """A simulator service in a process of its own, which ends with the block or this process. Raises CommandError."""
     address = f"{LOOPBACK}:{free_port()}"
     with tempfile.TemporaryDirectory(prefix="headrace-demonstrations-") as folder:
         log = Path(folder) / "simulator.log"
         command = ("-m", "headrace_simulator", "--listen", address, "--shm-dir", folder)
         with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                python or sys.executable, *command, stdout=output, stderr=output
+            process = await start_child(
+                (python or sys.executable, *command), environment=os.environ, output=output.fileno()
             )
         channel = dial(address, token=None)
         stub = simulator_pb2_grpc.SimulatorServiceStub(channel)  # type: ignore[no-untyped-call]
