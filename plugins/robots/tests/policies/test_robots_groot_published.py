@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from flow_checks import shaken
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.weights import state_tensors
 from headrace_robots.convert import convert, deploy, load_published
@@ -15,7 +16,7 @@ from headrace_robots.policies.policy import Observation
 from headrace_robots.policies.published import Wanted
 from headrace_robots.tiny import tiny_tokenizer
 from safetensors.torch import load_file, save_file
-from test_robots_groot import CAMERAS, fields, shaken
+from test_robots_groot import CAMERAS, WIDTH, fields
 
 EACH = ("state_encoder.", "action_encoder.", "action_decoder.")
 NAMES = {
@@ -79,7 +80,11 @@ def published(policy):
 @pytest.fixture
 def checkpoint(tmp_path):
     """A directory as NVIDIA publishes it, and (beside it) its language model's, which has more layers."""
-    policy, own, base = shaken(policy_config(fields()).build(0)), tmp_path / "published", tmp_path / "base"
+    policy, own, base = (
+        shaken(policy_config(fields()).build(0), WIDTH),
+        tmp_path / "published",
+        tmp_path / "base",
+    )
     tiny_tokenizer("groot").save_pretrained(base)
     vlm = fields()["vlm"]
     text = {**vlm["text_config"], "num_hidden_layers": 8}
@@ -126,7 +131,7 @@ def test_a_published_checkpoint_becomes_a_policy_of_one_robot(checkpoint, tmp_pa
 def test_trained_weights_go_back_to_their_robot_alone(checkpoint, tmp_path):
     own, base, _ = checkpoint
     convert(own, tmp_path / "policy", wanted(base))
-    trained = shaken(load_policy(tmp_path / "policy"))
+    trained = shaken(load_policy(tmp_path / "policy"), WIDTH)
     save_policy(trained, tmp_path / "trained", tokenizer=base)
     deploy(own, tmp_path / "trained", tmp_path / "deployed", Wanted(base=base))
     again = dict(state_tensors(load_published(tmp_path / "deployed", wanted(base))))

@@ -7,6 +7,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from flow_checks import (
+    check_a_draw_does_not_depend_on_who_else_is_in_the_batch,
+    check_log_probs_are_those_of_the_steps_gaussians,
+    shaken,
+)
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.weights import state_tensors
 from headrace_robots.policies.directory import policy_config
@@ -20,6 +25,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 STATE = WORDS + 4
 PROMPTS = ((2, 5, WORDS, 6, WORDS, 7, STATE, 3), (2, WORDS, 9, WORDS, STATE))
+WIDTH = 0.1
 CAMERAS = ("front", "left_wrist_view")
 HORIZON, SIZE = 4, (84, 112)
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
@@ -29,14 +35,6 @@ def fields(**chosen):
     own = tiny_fields("wall", 2, state=3, chunk_length=HORIZON, cameras=CAMERAS)
     pictures = {**own["pictures"], "mean": MEAN, "std": STD}
     return {**own, "action_width": 5, "state_width": 6, "chunk_length": 3, "pictures": pictures, **chosen}
-
-
-def shaken(policy, width=0.1):
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        for parameter in policy.parameters():
-            parameter.add_(torch.randn_like(parameter) * width)
-    return policy
 
 
 def seen(prompts=PROMPTS):
@@ -121,7 +119,7 @@ def velocity(policy, observation, point, time):
 
 
 def test_the_field_is_that_of_a_plain_computation():
-    policy, observation = shaken(policy_config(fields()).build(0)), seen()
+    policy, observation = shaken(policy_config(fields()).build(0), WIDTH), seen()
     point = torch.randn(2, HORIZON, 5, generator=torch.Generator().manual_seed(2))
     time = torch.tensor([1.0, 0.3])
     with torch.no_grad():
@@ -132,29 +130,15 @@ def test_the_field_is_that_of_a_plain_computation():
 
 
 def test_log_probs_are_those_of_the_steps_gaussians():
-    """Flow-Noise between two widths that are one: each step is the ODE's, and noise of that width."""
-    flow = {"steps": 3, "noise": "learned", "drawn": "all", "width": (0.3, 0.3)}
-    policy, observation = shaken(policy_config(fields(flow=flow)).build(0)), seen()
-    chunk = policy.act(observation, [4, 5])
-    path, summed = chunk.sampled["path"], torch.zeros(2, HORIZON, 5)
-    with torch.no_grad():
-        for step in range(3):
-            speed = velocity(policy, observation, path[:, step], torch.full((2,), 1 - step / 3))
-            summed += torch.distributions.Normal(path[:, step] - speed / 3, 0.3).log_prob(path[:, step + 1])
-        again = policy.evaluate(observation, chunk.sampled)
-    torch.testing.assert_close(chunk.log_probs_BCA, summed[:, :3, :2], rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(again.log_probs_BCA, summed[:, :3, :2], rtol=1e-3, atol=1e-3)
+    check_log_probs_are_those_of_the_steps_gaussians(fields(), WIDTH, seen(), velocity)
 
 
 def test_a_draw_does_not_depend_on_who_else_is_in_the_batch():
-    policy, observation = shaken(policy_config(fields()).build(0)), seen()
-    both = policy.act(observation, [4, 5])
-    alone = policy.act(observation.take([1]), [5])
-    torch.testing.assert_close(both.executed_BCA[1:], alone.executed_BCA, rtol=1e-4, atol=1e-5)
+    check_a_draw_does_not_depend_on_who_else_is_in_the_batch(fields(), WIDTH, seen())
 
 
 def test_imitation_is_the_error_of_the_velocity_of_numbers_that_a_robot_has():
-    policy, observation = shaken(policy_config(fields()).build(0)), seen()
+    policy, observation = shaken(policy_config(fields()).build(0), WIDTH), seen()
     actions = torch.rand(2, HORIZON, 2, generator=torch.Generator().manual_seed(3)) * 2 - 1
     noise = row_noise([4, 5], (HORIZON, 5), torch.device("cpu"))
     time = policy._imitation_times([4, 5])

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from flow_checks import shaken
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.weights import state_tensors
 from headrace_robots.convert import convert, deploy, load_published
@@ -13,7 +14,7 @@ from headrace_robots.policies.directory import load_policy, policy_config, save_
 from headrace_robots.policies.published import Wanted
 from headrace_robots.tiny import WORDS, tiny_tokenizer
 from safetensors.torch import load_file, save_file
-from test_robots_wall import CAMERAS, MEAN, STATE, STD, fields, shaken
+from test_robots_wall import CAMERAS, MEAN, STATE, STD, WIDTH, fields
 
 NAMES = {
     "eye.": "visual.",
@@ -69,7 +70,7 @@ def stated(**changed):
 @pytest.fixture
 def directories(tmp_path):
     """(X-Square's, LeRobot's, the policy whose weights both have)."""
-    policy = shaken(policy_config(fields()).build(0))
+    policy = shaken(policy_config(fields()).build(0), WIDTH)
     raw, own = tmp_path / "raw", tmp_path / "own"
     tiny_tokenizer("wall").save_pretrained(raw)
     own.mkdir()
@@ -101,7 +102,7 @@ def test_a_checkpoint_becomes_a_policy_and_goes_back(directories, tmp_path, whos
             assert torch.equal(dict(state_tensors(found))[name], tensor), name
     torch.testing.assert_close(found.scaling(torch.tensor([[0.5, -2.0]])), torch.tensor([[12.0, -2.0]]))
 
-    save_policy(trained := shaken(found), tmp_path / "trained", tokenizer=raw)
+    save_policy(trained := shaken(found, WIDTH), tmp_path / "trained", tokenizer=raw)
     deploy(checkpoint, tmp_path / "trained", tmp_path / "deployed", wanted)
     before, after = (load_file(each / "model.safetensors") for each in (checkpoint, tmp_path / "deployed"))
     begin = "" if whose == "x-square" else "model."
